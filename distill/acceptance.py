@@ -22,7 +22,7 @@ _CHUNK = 1024
 
 
 @dataclass
-class Totals:
+class AcceptanceSums:
     """Sums over held-out tokens."""
 
     accepted: float  # of sum_v min(p, q)
@@ -67,7 +67,7 @@ class HeldOutAcceptance:
         }
 
     @torch.no_grad()
-    def totals(self) -> Totals:
+    def totals(self) -> AcceptanceSums:
         """The sums over all supervised tokens, with the student's present weights."""
         totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
@@ -77,7 +77,7 @@ class HeldOutAcceptance:
             totals += self._overlap(
                 student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT)
             )
-        return Totals(*totals.tolist())
+        return AcceptanceSums(*totals.tolist())
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
         totals = torch.zeros(4, dtype=torch.float64)

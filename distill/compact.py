@@ -87,7 +87,7 @@ def compact(config: CompactConfig, run: Run, folder: Path) -> None:
         raise UserError(
             f"{folder}: the weights have no tensor '{_EMBEDDING}', which a llama model needs"
         )
-    kept_C = kept_channels(folder, state)
+    kept_C = choose_channels(folder, state)
     model = compact_model(known_config(folder), state, kept_C)
     dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
     model.to(dtype)  # what is compared is what will be stored, rounding and all
@@ -118,7 +118,7 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def zero_channels(state: Mapping[str, Tensor]) -> Tensor:
+def find_zero_channels(state: Mapping[str, Tensor]) -> Tensor:
     """bool [D]: residual channels to which nothing is ever written."""
     written_D = (state[_EMBEDDING] != 0).any(dim=0)
     for name, tensor in state.items():
@@ -127,12 +127,12 @@ def zero_channels(state: Mapping[str, Tensor]) -> Tensor:
     return ~written_D
 
 
-def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
+def choose_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
     """Indices [C] of the channels to keep: those that are written to, and as many zero ones as make
     C a multiple of the heads, which Hugging Face's LlamaConfig wants. Raises UserError when there
     is nothing to drop, or nothing to keep.
     """
-    zero_D = zero_channels(state)
+    zero_D = find_zero_channels(state)
     if zero_D.all():
         raise UserError(
             f"{folder}: every weight is zero (a dry run's folder?), so that nothing would be left"

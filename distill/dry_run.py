@@ -16,14 +16,19 @@ import torch
 from decoding import devices
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
-from distill.prune.layer_choice import most_candidates
-from distill.shapes import odd_widths, other_size, removal_flops, student_config
+from distill.prune.layer_choice import max_layer_sets
+from distill.shapes import (
+    describe_size_mismatch,
+    removal_flops,
+    student_config,
+    warn_unaligned_widths,
+)
 from jobs.amounts import hours, operations, size
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from jobs.ranks import ZERO
 from training.config import LoopConfig, StudentConfig
-from training.drafter_folder import Origin, write_untrained
+from training.drafter_folder import Provenance, write_untrained
 from training.models.build import dtype_of, known_config, random_model, say_missing, target_config
 from training.models.shapes import (
     bytes_a_step,
@@ -34,7 +39,7 @@ from training.models.shapes import (
     target_widths,
 )
 from training.parallel.memory_plan import (
-    Shape,
+    DecoderShape,
     activation_bytes,
     answering_bytes,
     answering_line,
@@ -65,7 +70,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
 
 
 def _print_other_size(shape: StudentConfig, student: Any) -> None:
-    if note := other_size(shape.name, student):
+    if note := describe_size_mismatch(shape.name, student):
         print(note)
 
 
@@ -215,7 +220,7 @@ def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
     settings = config.importance
     if settings.choice != "probe" or not _layers_are_open(config, source, shape):
         return 0, 0
-    most = most_candidates(shape.num_hidden_layers, source.num_hidden_layers)
+    most = max_layer_sets(shape.num_hidden_layers, source.num_hidden_layers)
     return most, min(most, settings.probe_candidates) if settings.probe_steps else 0
 
 
@@ -250,7 +255,7 @@ def describe(student: Any, target: Any, role: str = "target") -> None:
         f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in "
         f"{layers_of(student)}, {tables}); a step reads {size(bytes_a_step(student))} in 16 bits"
     )
-    for warning in odd_widths(student):
+    for warning in warn_unaligned_widths(student):
         print(f"warning: {warning}")
 
 
@@ -356,9 +361,9 @@ def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 
-def _shape(student: Any) -> Shape:
+def _shape(student: Any) -> DecoderShape:
     widths = target_widths(student)
-    return Shape(
+    return DecoderShape(
         student.num_hidden_layers,
         widths["hidden_size"],
         widths["num_attention_heads"],
@@ -393,6 +398,6 @@ def _write(
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
     write_card(
-        folder, model, Origin.untrained(config.student.name, config.target.path, target_folder)
+        folder, model, Provenance.untrained(config.student.name, config.target.path, target_folder)
     )
     print(f"untrained student folder, to try serving with: {folder}")

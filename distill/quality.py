@@ -44,7 +44,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoringWindow:
     """Tokens of a document that fit the context; those from `scored_from` on were not scored in the
     window before.
     """
@@ -54,7 +54,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedFunction:
     """One function as the target wrote it: `parses` only if it ended by itself, has a body and is
     Python.
     """
@@ -85,7 +85,7 @@ def quality(
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
     size_bytes = sum(len(document.encode()) for document in documents)
-    drawn = draw_functions(folder, functions, temperature, max_new_tokens, seed)
+    drawn = generate_functions(folder, functions, temperature, max_new_tokens, seed)
     return {
         "bits_per_byte": nats / math.log(2) / size_bytes,
         "nats_per_token": nats / tokens,
@@ -138,14 +138,16 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
     return nats, tokens
 
 
-def _windows(tokenizer: PreTrainedTokenizerBase, document: str, context: int) -> Iterator[Window]:
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, document: str, context: int
+) -> Iterator[ScoringWindow]:
     ids = tokenizer(document, verbose=False)["input_ids"]
     if ids[:1] != [tokenizer.bos_token_id]:
         ids = [tokenizer.bos_token_id, *ids]
     end = 1  # BOS itself is given
     for begin in range(0, len(ids), context // 2):
         if end < len(ids):
-            yield Window(ids[begin : begin + context], end - begin)
+            yield ScoringWindow(ids[begin : begin + context], end - begin)
             end = min(begin + context, len(ids))
 
 
@@ -156,9 +158,9 @@ def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
     )
 
 
-def draw_functions(
+def generate_functions(
     folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int
-) -> list[Drawn]:
+) -> list[GeneratedFunction]:
     """Let the model write the bodies of the first `count` embedded prompts, and try to
     parse each.
     """
@@ -190,7 +192,7 @@ def draw_functions(
         for (text, _), answer in zip(part, answers, strict=True):
             body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             finished = answer.finish == "stop"
-            drawn.append(Drawn(text, body, finished, finished and parses(text, body)))
+            drawn.append(GeneratedFunction(text, body, finished, finished and parses(text, body)))
     return drawn
 
 

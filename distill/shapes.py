@@ -77,7 +77,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
     if heads % groups:
         raise UserError(
-            f"student.num_attention_heads ({heads}) is no multiple of num_key_value_heads "
+            f"student.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
             f"({groups}): every group has as many query heads"
         )
     if (
@@ -102,10 +102,11 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
             f"student.num_attention_heads as well"
         )
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
+        nearest = nearest_divisible_width(given["hidden_size"], heads)
         raise UserError(
-            f"student.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query "
-            f"heads: head_dim is free, but transformers and the engines that follow it load no "
-            f"such LLaMA; {narrower(given['hidden_size'], heads)} is the nearest below that suits"
+            f"student.hidden_size ({given['hidden_size']}) is not a multiple of its {heads} query "
+            f"heads. head_dim is free, but transformers and compatible engines do not load such a "
+            f"LLaMA. Use {nearest}, the nearest smaller width that fits"
         )
     if shape.num_hidden_layers < 1:
         raise UserError(
@@ -125,7 +126,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
 
 
-def narrower(size: int, heads: int) -> int:
+def nearest_divisible_width(size: int, heads: int) -> int:
     """The next smaller width that the heads divide, a multiple of ALIGNED where there is one."""
     step = math.lcm(heads, ALIGNED)
     return size // step * step or size // heads * heads
@@ -164,20 +165,20 @@ def refuse_wider(student: Any, target: Any) -> None:
         )
 
 
-def odd_widths(student: Any) -> list[str]:
+def warn_unaligned_widths(student: Any) -> list[str]:
     """Warnings for sides that are no multiple of ALIGNED: such products are slower than
     wider ones.
     """
     sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
     return [
-        f"student.{name} is {size}, no multiple of {ALIGNED}: {size + -size % ALIGNED} is often as "
-        f"fast"
+        f"student.{name} is {size}, not a multiple of {ALIGNED}: {size + -size % ALIGNED} is often "
+        f"as fast"
         for name, size in sides.items()
         if size % ALIGNED
     ]
 
 
-def other_size(name: str, student: Any) -> str:
+def describe_size_mismatch(name: str, student: Any) -> str:
     """A note where a name tells another size than this target's vocabulary and groups give the
     shape (`llama_796m`, `sheared_2b7`); else empty.
     """

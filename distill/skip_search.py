@@ -48,7 +48,7 @@ SubLayer = tuple[str, int]  # ("attention" or "mlp", layer)
 
 
 @dataclass(frozen=True)
-class Costs:
+class SubLayerCosts:
     """Measured milliseconds of the target on this machine."""
 
     t_target_ms: dict[int, float]  # by new tokens
@@ -78,7 +78,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchStep:
     """One step of the search: the sub-layer that was left out, and what the set with it
     promises.
     """
@@ -119,8 +119,8 @@ class SkipSearch(Job[SkipSearchConfig]):
         config, (target, steps) = self.config, load(self.config)
         run.folder.write_manifest(run.inputs, {}, finished=False)
         asked = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
-        answers = Answers(target, asked, config.held_out.temperature)
-        costs = measured_costs(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
+        answers = AnswerScorer(target, asked, config.held_out.temperature)
+        costs = measure_sub_layers(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
         path = search(target, answers, costs, steps, config.candidates, run.path / "search.jsonl")
         finish(config, run, path)
 
@@ -167,10 +167,10 @@ def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
     return target, steps
 
 
-def finish(config: SkipSearchConfig, run: Run, path: list[Step]) -> None:
+def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
     """Write the best set on the path, and close the manifest."""
     best = max(range(len(path)), key=lambda number: path[number].speedup)
-    skips = skips_of([(step.kind, step.layer) for step in path[: best + 1]])
+    skips = make_skips([(step.kind, step.layer) for step in path[: best + 1]])
     about = {
         "target": config.target.path,
         **asdict(path[best]),
@@ -199,12 +199,17 @@ def finish(config: SkipSearchConfig, run: Run, path: list[Step]) -> None:
 
 
 def search(
-    target: NativeTarget, answers: "Answers", costs: Costs, steps: int, candidates: int, file: Path
-) -> list[Step]:
+    target: NativeTarget,
+    answers: "AnswerScorer",
+    costs: SubLayerCosts,
+    steps: int,
+    candidates: int,
+    file: Path,
+) -> list[SearchStep]:
     """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not
     searched again.
     """
-    found = read_lines(file, lambda values: Step(**values))
+    found = read_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
         raise UserError(
             f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the "
@@ -218,9 +223,9 @@ def search(
             gone = [(step.kind, step.layer) for step in path]
             tried = []
             for kind, layer in ranked[:candidates] if path else ranked:
-                skips = skips_of([*gone, (kind, layer)])
+                skips = make_skips([*gone, (kind, layer)])
                 acceptance = answers.acceptance(skips)
-                tried.append(Step(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
+                tried.append(SearchStep(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
             tried.sort(key=lambda step: -step.speedup)
             path.append(tried[0])
             write_bytes(file, lines_of(map(asdict, path)))
@@ -231,7 +236,7 @@ def search(
     return path
 
 
-def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
+def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
     """The sub-layers as a set."""
     named = {
         kind: tuple(sorted(layer for own, layer in sub_layers if own == kind))
@@ -240,7 +245,7 @@ def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
     return Skips(**named)
 
 
-def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs:
+def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> SubLayerCosts:
     """Time the target whole, and without attention, without MLPs and without both behind the first
     layer; `file` keeps the figures, so that a search goes on with the same.
 
@@ -276,16 +281,18 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
     attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
     mlp_ms = step_ms * max(0.0, (1 - no_mlp) + (no_attention - neither)) / 2 / count
     bare_ms = max(0.0, step_ms * neither - attention_ms - mlp_ms)
-    costs = Costs(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
+    costs = SubLayerCosts(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
     write_text(file, json.dumps(asdict(costs), indent=1))
     return costs
 
 
-def _costs_of(values: dict[str, Any]) -> Costs:
-    return Costs({int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values)
+def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
+    return SubLayerCosts(
+        {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values
+    )
 
 
-class Answers:
+class AnswerScorer:
     """The target's answers, and how much of them a cut-down target would have drafted right."""
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:

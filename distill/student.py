@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
-from distill.prune.cut import Cut, cut_model, whole
+from distill.prune.cut import Cut, cut_model, keep_everything
 from distill.shapes import student_config
 from jobs.paths import resolve
 from jobs.ranks import rank
@@ -22,7 +22,7 @@ from training.models.shapes import WIDTHS, target_widths
 INITS = ("layers", "folder", "random")
 
 
-def chosen_layers(shape: StudentConfig, target_layers: int) -> list[int]:
+def choose_layers(shape: StudentConfig, target_layers: int) -> list[int]:
     """Target layers that the student starts from: as given, or first, last and evenly spaced
     between; one layer takes the first.
     """
@@ -67,13 +67,13 @@ def build_student(
     if shape.init == "random":
         return random_model(config, dtype)
     _refuse_other_widths(config, target.config)
-    layers = chosen_layers(shape, target.config.num_hidden_layers)
+    layers = choose_layers(shape, target.config.num_hidden_layers)
     return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
 
 
 def keep_layers(config: Any, layers: list[int]) -> Cut:
     """The cut that keeps these layers of a target, whole."""
-    full = whole(config)
+    full = keep_everything(config)
     norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
     kept = torch.tensor(layers)
     return Cut(

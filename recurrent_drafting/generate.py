@@ -17,8 +17,8 @@ from jobs.paths import resolve
 from recurrent_drafting.cmd.flags import print_flags, to_overrides
 from serving.config import GenerateConfig
 from serving.prompt_report import answers_file, print_report
-from serving.prompts import answer_prompts, prompts_of
-from serving.setup import NONE, USUAL, check, check_drafter, load
+from serving.prompts import answer_prompts, load_prompts
+from serving.setup import DEFAULT_DRAFTER, NONE, check, check_drafter, load
 from serving.terminal import chat
 from training.data.readers import Prompt
 
@@ -30,7 +30,7 @@ def run(cfg: GenerateConfig) -> None:
     is not the target's own.
     """
     check(cfg)
-    prompts = prompts_of(cfg) if cfg.prompts else []
+    prompts = load_prompts(cfg) if cfg.prompts else []
     if cfg.dry_run:
         print(plan(cfg, prompts))
         return
@@ -56,7 +56,7 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
     """What a run would do, in words. Raises UserError for a target that is not there, or a
     drafter's folder that is not, or does not fit.
     """
-    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", USUAL)
+    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", DEFAULT_DRAFTER)
     check_drafter(cfg, folder)
     doing = "chat"
     if cfg.prompts:

@@ -21,7 +21,7 @@ from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from serving.config import GenerateConfig
 from serving.mt_bench import NAME, load_mt_bench
-from serving.setup import Loaded
+from serving.setup import ChatModels
 from training.data.chat import render_prompt
 from training.data.readers import Prompt, read_prompts
 
@@ -29,7 +29,7 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptAnswer:
     """One answered turn."""
 
     prompt: Prompt
@@ -45,14 +45,14 @@ class Answer:
 
 
 @dataclass
-class Done:
+class PromptRun:
     """All answers, and what was left out: reason -> where."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PromptAnswer] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
-def prompts_of(cfg: GenerateConfig) -> list[Prompt]:
+def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
     """The prompts that the configuration names, with the turns that it asks for. Raises UserError
     as the readers do.
     """
@@ -70,26 +70,26 @@ def is_compared(settings: Settings) -> bool:
 
 
 def answer_prompts(
-    loaded: Loaded,
+    loaded: ChatModels,
     cfg: GenerateConfig,
     prompts: Sequence[Prompt],
     console: Console,
-    write: Callable[[Sequence[Answer]], None] = lambda answers: None,
-) -> Done:
+    write: Callable[[Sequence[PromptAnswer]], None] = lambda answers: None,
+) -> PromptRun:
     """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError
     if no prompt fits.
     """
     console.print(loaded.about, soft_wrap=True)
-    done = Done()
+    done = PromptRun()
     batches = [
         list(prompts[start : start + cfg.batch_size])
         for start in range(0, len(prompts), cfg.batch_size)
     ]
-    settings = _warmed(loaded, cfg, batches)
+    settings = _warm_up(loaded, cfg, batches)
     with ProgressBar("prompts", len(prompts)) as bar:
         finished = 0
         for number, batch in enumerate(batches):
-            for answers in _conversations(loaded, cfg, settings[len(batch)], number, batch, done):
+            for answers in _answer_batch(loaded, cfg, settings[len(batch)], number, batch, done):
                 done.answers += answers
                 write(answers)
             finished += len(batch)
@@ -108,14 +108,14 @@ def answer_prompts(
     return done
 
 
-def _warmed(
-    loaded: Loaded, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
+def _warm_up(
+    loaded: ChatModels, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
 ) -> dict[int, Settings]:
     """Settings by batch size, with measured costs where the drafter decides by them; every size and
     way has run once.
     """
     engine, found = loaded.engine, {}
-    first = _rendered(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
+    first = _render(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
     for size in sorted({len(batch) for batch in batches}):
         found[size] = with_costs(engine, first, loaded.settings, size)
         few = replace(found[size], max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -124,14 +124,14 @@ def _warmed(
     return found
 
 
-def _conversations(
-    loaded: Loaded,
+def _answer_batch(
+    loaded: ChatModels,
     cfg: GenerateConfig,
     settings: Settings,
     number: int,
     batch: Sequence[Prompt],
-    done: Done,
-) -> Iterator[list[Answer]]:
+    done: PromptRun,
+) -> Iterator[list[PromptAnswer]]:
     """The answers of one batch, turn after turn; a conversation that does not fit ends there and is
     counted.
     """
@@ -140,8 +140,8 @@ def _conversations(
         rows, ids = [], []
         for row, prompt in enumerate(batch):
             if turn < len(prompt.turns) and len(said[row]) == turn:
-                rendered = _rendered(loaded, cfg, prompt.turns[: turn + 1], said[row])
-                reason = _too_long(loaded, cfg, len(rendered))
+                rendered = _render(loaded, cfg, prompt.turns[: turn + 1], said[row])
+                reason = _reason_not_to_answer(loaded, cfg, len(rendered))
                 if reason:
                     done.left_out.setdefault(reason, []).append(f"{prompt.id}, turn {turn + 1}")
                 else:
@@ -150,14 +150,14 @@ def _conversations(
         if not rows:
             return
         requests = [(number * cfg.batch_size + row) * 1000 + turn for row in rows]
-        drafted, plain = _both(
+        drafted, plain = _decode_both(
             loaded, cfg, settings, ids, requests, plain_first=(number + turn) % 2 == 1
         )
         answers = []
         for at, row in enumerate(rows):
             text = text_of(loaded.engine, drafted[at].tokens)
             said[row].append(text)
-            answer = Answer(
+            answer = PromptAnswer(
                 batch[row],
                 turn + 1,
                 number,
@@ -166,12 +166,12 @@ def _conversations(
                 drafted[at],
                 plain[at] if plain else None,
             )
-            answers.append(_compared(loaded, settings, answer, ids[at], requests[at]))
+            answers.append(_compare(loaded, settings, answer, ids[at], requests[at]))
         yield answers
 
 
-def _both(
-    loaded: Loaded,
+def _decode_both(
+    loaded: ChatModels,
     cfg: GenerateConfig,
     settings: Settings,
     ids: list[list[int]],
@@ -192,9 +192,9 @@ def _both(
     return found["drafted"], found["plain"]
 
 
-def _compared(
-    loaded: Loaded, settings: Settings, answer: Answer, ids: list[int], request: int
-) -> Answer:
+def _compare(
+    loaded: ChatModels, settings: Settings, answer: PromptAnswer, ids: list[int], request: int
+) -> PromptAnswer:
     """With the first difference, where the outputs have to be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
@@ -207,8 +207,8 @@ def _compared(
     return replace(answer, differs_at=at, gap=top_two_gap(scores_V))
 
 
-def _rendered(
-    loaded: Loaded, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]
+def _render(
+    loaded: ChatModels, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]
 ) -> list[int]:
     messages = [{"role": "system", "content": cfg.system}] if cfg.system else []
     for index, turn in enumerate(turns):
@@ -218,7 +218,7 @@ def _rendered(
     return render_prompt(loaded.engine.tokenizer, messages, template=loaded.template)
 
 
-def _too_long(loaded: Loaded, cfg: GenerateConfig, length: int) -> str:
+def _reason_not_to_answer(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
     """Why a prompt of that many tokens cannot be answered; empty if it can."""
     holds = loaded.engine.target.max_length
     if length >= holds:

@@ -19,17 +19,17 @@ from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session
 from serving.config import GenerateConfig
-from serving.setup import Loaded
+from serving.setup import ChatModels
 from training.data.chat import render_next, render_prompt
 
 # that the plain decoding behind an answer may take, once it has a few tokens
-PATIENCE_SECONDS = 2.0
-FEWEST = 4  # plain tokens behind an answer, however slow they are
+MAX_PLAIN_SECONDS = 2.0
+MIN_PLAIN_TOKENS = 4  # plain tokens behind an answer, however slow they are
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Some text of an answer, and whether it was drafted and accepted; else it is the target's own
     token.
     """
@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What one answer cost."""
 
     generation: Generation
@@ -58,18 +58,18 @@ class ChatSession:
     `time_plain` measures beside it.
     """
 
-    def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
+    def __init__(self, loaded: ChatModels, cfg: GenerateConfig) -> None:
         """Warms the models up, and measures the costs of a round where the drafter
         decides by them.
         """
         self.engine, self.cfg, self.template = loaded.engine, cfg, loaded.template
         self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
         self.reset()
-        hello = self._rendered([{"role": "user", "content": "Hello"}])
+        hello = self._render([{"role": "user", "content": "Hello"}])
         self.settings = with_costs(self.engine, hello, loaded.settings)
         self._warm_up(hello)
         self.session = Session(self.engine.target, self.engine.drafter, self.settings)
-        self.last: Answer | None = None
+        self.last: ChatAnswer | None = None
         self.plain_tokens, self.plain_seconds = 0, 0.0
         self._turn = 0
 
@@ -86,7 +86,7 @@ class ChatSession:
 
     def reply(
         self, text: str, stop: Callable[[], bool] = lambda: False
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[TextPiece, None, None]:
         """Answer a message. `stop` is asked between two rounds and ends the answer there; what was
         said stays in the conversation.
 
@@ -94,7 +94,7 @@ class ChatSession:
         as before.
         """
         said = {"role": "user", "content": text}
-        prompt = self._rendered([*self.messages, said])
+        prompt = self._render([*self.messages, said])
         self._check_room(prompt)
         self._turn, self.last, self.prompt, self._written = self._turn + 1, None, prompt, []
         fresh: list[tuple[int, bool]] = []
@@ -117,14 +117,14 @@ class ChatSession:
                 for token, accepted in fresh:
                     last = accepted
                     if piece := stream.add([token]):
-                        yield Piece(piece, accepted)
+                        yield TextPiece(piece, accepted)
                 fresh.clear()
             # bytes that no token completed are no text to show
             if rest := stream.end().rstrip(BROKEN):
-                yield Piece(rest, last)
+                yield TextPiece(rest, last)
         finally:
             full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
-            self.last = Answer(generation, len(prompt), bool(batch.rows), full)
+            self.last = ChatAnswer(generation, len(prompt), bool(batch.rows), full)
             if generation.tokens:
                 written = text_of(self.engine, generation.tokens)
                 self.messages += [said, {"role": "assistant", "content": written.rstrip(BROKEN)}]
@@ -149,7 +149,7 @@ class ChatSession:
         plain = batch.rows[0].generation
         with torch.inference_mode():
             while batch.rows and (
-                len(plain.tokens) < FEWEST or plain.decode_seconds < PATIENCE_SECONDS
+                len(plain.tokens) < MIN_PLAIN_TOKENS or plain.decode_seconds < MAX_PLAIN_SECONDS
             ):
                 batch.round()
         self.plain_tokens += len(plain.tokens)
@@ -163,7 +163,7 @@ class ChatSession:
             differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
         )
 
-    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer, template = self.engine.tokenizer, self.template
         if self._written:
             return render_next(tokenizer, messages, self.prompt, self._written, template=template)

@@ -31,12 +31,12 @@ from jobs.paths import resolve
 from serving.config import GenerateConfig
 
 NONE = "none"  # drafter=none: plain decoding
-USUAL = "prompt_lookup"  # where no drafter is named
+DEFAULT_DRAFTER = "prompt_lookup"  # where no drafter is named
 VICUNA = "vicuna"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ChatModels:
     """The models, how they decode, and how they are called."""
 
     engine: Engine
@@ -89,7 +89,7 @@ def check(cfg: GenerateConfig) -> None:
         _check_writable(Path(cfg.output))
 
 
-def load(cfg: GenerateConfig) -> Loaded:
+def load(cfg: GenerateConfig) -> ChatModels:
     """Load target, tokenizer and drafter. Raises UserError for whatever of it does not fit."""
     folder = _folder(cfg.target.path)
     device = device_of(cfg.target.device)
@@ -102,7 +102,7 @@ def load(cfg: GenerateConfig) -> Loaded:
     if cfg.tokenizer:
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
-    drafter, use = drafter_of(cfg, folder, device)
+    drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:
         # before the larger model is read
         check_rule(cfg.verify, cfg.temperature, drafter.capabilities, drafter.name)
@@ -138,7 +138,7 @@ def load(cfg: GenerateConfig) -> Loaded:
     )
     if named:
         about += f"; chat template {template}, {named}"
-    return Loaded(engine, settings, about, template)
+    return ChatModels(engine, settings, about, template)
 
 
 def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
@@ -155,7 +155,9 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
     )
 
 
-def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
+def load_drafter(
+    cfg: GenerateConfig, target_folder: Path, device: str
+) -> tuple[Drafter | None, Use]:
     """The drafter that the configuration names, and how the loop uses it; None for
     plain decoding.
     """
@@ -186,7 +188,7 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
     """Name and Hydra mapping of the drafter that the configuration names; None for
     plain decoding.
     """
-    entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
+    entry: dict[str, Any] = dict(cfg.drafter) or {"use": DEFAULT_DRAFTER}
     if entry.get("use") == NONE:
         return None
     use_name = str(entry.get("use", ""))

@@ -13,14 +13,14 @@ from rich.text import Text
 from decoding.errors import UserError
 from jobs.interrupts import Terminated
 from serving.config import GenerateConfig
-from serving.session import Answer, ChatSession
-from serving.setup import Loaded
+from serving.session import ChatAnswer, ChatSession
+from serving.setup import ChatModels
 
 with suppress(ImportError):  # gives input() line editing and a history, where Python has it
     import readline  # noqa: F401
 
 PROMPT = "chat> "
-ENDS = ("exit", "quit", "/exit", "/quit")
+EXIT_COMMANDS = ("exit", "quit", "/exit", "/quit")
 ACCEPTED = "green"
 HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new conversation"
 
@@ -50,36 +50,36 @@ def interrupts() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
+def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
     """Answer what is typed until exit, quit or the end of the input."""
-    show(console, loaded.about)
+    print_notice(console, loaded.about)
     session = ChatSession(loaded, cfg)
     if loaded.engine.drafter is not None:
         colours = console.color_system is not None and not console.no_color
-        show(
+        print_notice(
             console,
             f"drafted and accepted tokens are {ACCEPTED}"
             if colours
             else "no colours here: drafted tokens are not marked",
         )
         if cfg.baseline_tokens:
-            show(
+            print_notice(
                 console,
                 f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without "
                 f"the drafter, for the speedup",
             )
-    show(console, HINT)
+    print_notice(console, HINT)
     while (text := read_message(console)) is not None:
         if text == "/reset":
             session.reset()
-            show(console, "a new conversation")
+            print_notice(console, "a new conversation")
         elif not text:
-            show(console, f"an empty message: type something ({HINT})")
+            print_notice(console, f"an empty message: type something ({HINT})")
         else:
             try:
-                turn(session, text, console)
+                answer_turn(session, text, console)
             except UserError as error:
-                show(console, f"error: {error}", "red")
+                print_notice(console, f"error: {error}", "red")
 
 
 def read_message(console: Console) -> str | None:
@@ -100,17 +100,19 @@ def read_message(console: Console) -> str | None:
             if again:
                 return None
             again = True
-            show(console, HINT)
+            print_notice(console, HINT)
             continue
         except UnicodeDecodeError as error:
-            show(console, f"error: that was no UTF-8 text ({error.reason}): say it again", "red")
+            print_notice(
+                console, f"error: that was no UTF-8 text ({error.reason}): say it again", "red"
+            )
             continue
         # a terminal's stray bytes come as lone surrogates
         text = text.encode("utf-8", "replace").decode("utf-8")
-        return None if text.lower() in ENDS else text
+        return None if text.lower() in EXIT_COMMANDS else text
 
 
-def turn(session: ChatSession, text: str, console: Console) -> None:
+def answer_turn(session: ChatSession, text: str, console: Console) -> None:
     """Stream one answer and tell what it cost."""
     differs = None
     with interrupts() as interrupt:
@@ -131,9 +133,9 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
         except KeyboardInterrupt:
             console.print()
     if session.last is not None:
-        show(console, cost_line(session, session.last))
+        print_notice(console, cost_line(session, session.last))
     if differs is not None:
-        show(
+        print_notice(
             console,
             f"note: decoded again without the drafter, token {differs + 1} of these differs: "
             f"rounding, or two tokens nearly tied",
@@ -141,7 +143,7 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
         )
 
 
-def cost_line(session: ChatSession, answer: Answer) -> str:
+def cost_line(session: ChatSession, answer: ChatAnswer) -> str:
     """Tokens/s, block efficiency and speedup of an answer, how it ended, and how much of its prompt
     was read.
     """
@@ -168,7 +170,7 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
     return f"[{'; '.join(words)}]"
 
 
-def show(console: Console, text: str, style: str = "dim") -> None:
+def print_notice(console: Console, text: str, style: str = "dim") -> None:
     """A line of the program's own."""
     console.print(Text(text, style), soft_wrap=True)
 

@@ -22,7 +22,7 @@ from decoding.errors import UserError
 from jobs.files import disk_error, save_tensors
 from training.models.build import random_model
 from training.models.shapes import target_widths
-from training.parallel.fsdp import Wholes
+from training.parallel.fsdp import GatheredState
 
 FORM = 1  # of a cut's file
 
@@ -46,7 +46,7 @@ class Cut:
         return self.groups_LK[:, :, None].mul(self.a_group).add(self.queries_LKG).flatten(1)
 
 
-def whole(config: Any) -> Cut:
+def keep_everything(config: Any) -> Cut:
     """The cut that keeps everything."""
     widths, layers = target_widths(config), config.num_hidden_layers
     groups, heads = widths["num_key_value_heads"], widths["num_attention_heads"]
@@ -126,7 +126,7 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
     """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
-    state, head_dim = Wholes(model.state_dict()), target_widths(config)["head_dim"]
+    state, head_dim = GatheredState(model.state_dict()), target_widths(config)["head_dim"]
     kept = cut_state(state, cut, head_dim, head=not config.tie_word_embeddings)
     kept = {name: tensor.to(weight.dtype) for name, tensor in kept.items()}
     for name, wanted in student.state_dict().items():

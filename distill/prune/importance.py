@@ -32,13 +32,13 @@ from torch import Tensor
 from distill.prune.cut import Cut
 from jobs.files import disk_error, save_tensors, write_text
 from jobs.progress import ProgressBar
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.models.shapes import target_widths
 from training.objectives import hidden_states
 
 
 @dataclass
-class Scores:
+class ImportanceScores:
     """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the
     sums of squares into roots.
     """
@@ -52,7 +52,7 @@ class Scores:
     rows: Tensor  # that were read [1]
 
     @staticmethod
-    def zeros(config: Any) -> "Scores":
+    def zeros(config: Any) -> "ImportanceScores":
         """Before the first row."""
         widths, layers = target_widths(config), config.num_hidden_layers
         norms = (2 * layers + 1, widths["hidden_size"])
@@ -60,7 +60,7 @@ class Scores:
         def sums(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
 
-        return Scores(
+        return ImportanceScores(
             units_LF=sums(layers, widths["intermediate_size"]),
             heads_LQ=sums(layers, widths["num_attention_heads"]),
             groups_LH=sums(layers, widths["num_key_value_heads"]),
@@ -70,9 +70,9 @@ class Scores:
             rows=sums(1),
         )
 
-    def finished(self) -> "Scores":
+    def finished(self) -> "ImportanceScores":
         """Roots of the sums of squares, means of the others."""
-        return Scores(
+        return ImportanceScores(
             self.units_LF.sqrt(),
             self.heads_LQ.sqrt(),
             self.groups_LH.sqrt(),
@@ -87,7 +87,9 @@ class Scores:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, float]]:
+def rank_batches(
+    batches: Sequence[PackedBatch], rank: int, ranks: int
+) -> list[tuple[PackedBatch, float]]:
     """A rank's batches, every `ranks`-th, and what each counts: 1.
 
     All ranks get as many, as a model in shares is run by all of them together: where one would have
@@ -99,12 +101,12 @@ def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, 
 
 @torch.no_grad()
 def collect(
-    model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1
-) -> Scores:
+    model: Any, batches: Sequence[PackedBatch], show: bool = True, rank: int = 0, ranks: int = 1
+) -> ImportanceScores:
     """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with
     packed attention; ranks' sums add up.
     """
-    scores, mine = Scores.zeros(model.config), dealt(batches, rank, ranks)
+    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, rank, ranks)
     with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
         for number, (batch, counts) in enumerate(mine, start=1):
             watch.weights_RT = (batch.documents_RT > 0).float()
@@ -120,7 +122,7 @@ class _Watch:
     whatever its padding.
     """
 
-    def __init__(self, scores: Scores) -> None:
+    def __init__(self, scores: ImportanceScores) -> None:
         self.scores = scores
         self.weights_RT = torch.empty(0)
 
@@ -147,7 +149,7 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
+def _watched(model: Any, scores: ImportanceScores) -> Iterator[_Watch]:
     """The model with hooks; they are taken off again."""
     watch, handles = _Watch(scores), []
 
@@ -181,8 +183,8 @@ def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
             handle.remove()
 
 
-def strongest(
-    scores: Scores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
+def cut_by_scores(
+    scores: ImportanceScores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
 ) -> Cut:
     """The cut to `student`'s widths that keeps these layers, and in them what scores highest.
 
@@ -229,18 +231,18 @@ def cache_key(target_hash: str, samples_hash: str) -> str:
     return hashlib.sha256(f"{target_hash} {samples_hash}".encode()).hexdigest()[:16]
 
 
-def read_scores(path: Path) -> Scores | None:
+def read_scores(path: Path) -> ImportanceScores | None:
     """Scores that `write_scores` left; None where there are none, or not whole ones (they are made
     again).
     """
     try:
-        return Scores(**load_file(path)) if path.is_file() else None
+        return ImportanceScores(**load_file(path)) if path.is_file() else None
     except (SafetensorError, TypeError):
         print(f"{path} is damaged: its scores are collected again")
         return None
 
 
-def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
+def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
     """Written to a temporary name of its own first, so that what is there is whole: the members of
     a sweep may find the same scores at once.
     """

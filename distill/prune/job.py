@@ -21,13 +21,18 @@ from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune, wide_dtype
+from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
 from distill.prune.masks import BETA, Masks
 from distill.prune.modes import MODES, record_stages
-from distill.prune.workbench import Source, Workbench, read_source
-from distill.shapes import odd_widths, other_size, refuse_wider, student_config
-from distill.student import chosen_layers
+from distill.shapes import (
+    describe_size_mismatch,
+    refuse_wider,
+    student_config,
+    warn_unaligned_widths,
+)
+from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
 from jobs.launch import is_worker
@@ -46,7 +51,7 @@ from training.data.from_config import (
 )
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
-from training.drafter_folder import Origin, write_model
+from training.drafter_folder import Provenance, write_model
 from training.job import TargetJob
 from training.models.build import (
     dtype_of,
@@ -157,7 +162,7 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
-        depths = between_depths(
+        depths = intermediate_depths(
             target.num_hidden_layers, final.num_hidden_layers, config.largest_cut
         )
     deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
@@ -174,7 +179,7 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
         return shapes[-1:]
     refuse_wider(final, target)
     if config.student.layers:
-        chosen_layers(config.student, deeper[-2])
+        choose_layers(config.student, deeper[-2])
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
@@ -182,7 +187,7 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     return shapes
 
 
-def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
+def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
     """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one
     layer: 32, 3, 0.625 -> [12, 5].
     """
@@ -195,26 +200,28 @@ def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
 def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
-    bench = workbench(config, target_folder)
-    describe(config, bench, shapes[-1])
-    refuse_early(config, bench, shapes[-1], target_folder)
-    if bench.parallel.is_main:
+    context = build_context(config, target_folder)
+    describe(config, context, shapes[-1])
+    refuse_early(config, context, shapes[-1], target_folder)
+    if context.parallel.is_main:
         run.folder.write_manifest(run.inputs, {}, finished=False)
-    source, told = Source(bench.teacher, target_folder), []
+    source, told = SourceModel(context.teacher, target_folder), []
     for number, shape in enumerate(shapes, start=1):
         last = number == len(shapes)
         between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
         place, work = run.artefact if last else between, run.path / "work" / str(number)
-        notes = stage(bench, source, shape, place, work, distil=not last)
+        notes = run_stage(context, source, shape, place, work, distil=not last)
         told.append(notes)
         if not last:
-            source = read_source(config, place, bench.parallel)
-    if bench.parallel.is_main:
-        finish(config, run, bench, told)
-    bench.parallel.close()
+            source = read_source(config, place, context.parallel)
+    if context.parallel.is_main:
+        finish(config, run, context, told)
+    context.parallel.close()
 
 
-def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folder: Path) -> None:
+def refuse_early(
+    config: PruneConfig, context: PruneContext, shape: Any, target_folder: Path
+) -> None:
     """Raise UserError for masks and texts that do not suit, before the run holds its folder: the
     mended command takes the same one.
     """
@@ -223,10 +230,10 @@ def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folde
             load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
         )
     elif config.mode != "random":
-        bench.data(1)
+        context.data(1)
 
 
-def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
+def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
     """The target, the text and the processes."""
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
@@ -238,7 +245,7 @@ def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
         for step in range(min(config.importance.probe_sequences, len(packed.rows)))
     ]
     teacher = read_source(config, target_folder, parallel).model
-    return Workbench(
+    return PruneContext(
         config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
     )
 
@@ -258,13 +265,13 @@ def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]
     return found
 
 
-def stage(
-    bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool
+def run_stage(
+    context: PruneContext, source: SourceModel, shape: Any, place: Path, work: Path, distil: bool
 ) -> dict[str, Any]:
     """One cut, and the distillation behind it where another cut follows; the model is written to
     `place`. Returns notes.
     """
-    config, parallel, done = bench.config, bench.parallel, work / "done.json"
+    config, parallel, done = context.config, context.parallel, work / "done.json"
     # Rank 0 looks for all: it may end the stage before another one has looked.
     before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
@@ -275,18 +282,18 @@ def stage(
         student = cut_model(source.model, cut, shape).requires_grad_(True)
         notes: dict[str, Any] = {"layers": list(cut.layers), "masks": config.masks}
     else:
-        student, notes, cut = MODES[config.mode](bench, source, shape, work)
-    notes["acceptance_before_distillation"] = bench.acceptance(student)["acceptance"]
+        student, notes, cut = MODES[config.mode](context, source, shape, work)
+    notes["acceptance_before_distillation"] = context.acceptance(student)["acceptance"]
     if distil:
         title = f"distil {shape.num_hidden_layers} layers"
-        tracker = bench.recording(title, work / "between")
-        progress = bench.distil(title, student, config.between, work / "distil", tracker)
+        tracker = context.recording(title, work / "between")
+        progress = context.distil(title, student, config.between, work / "distil", tracker)
         if tracker is not None:
             tracker.close()
         notes["acceptance"] = progress.best["acceptance"]
-    notes |= {"seconds": dict(bench.seconds), "flops": dict(bench.flops)}
-    bench.seconds.clear()
-    bench.flops.clear()
+    notes |= {"seconds": dict(context.seconds), "flops": dict(context.flops)}
+    context.seconds.clear()
+    context.flops.clear()
     if parallel.is_main:
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
@@ -325,30 +332,32 @@ def stored_dtype(config: PruneConfig) -> torch.dtype:
     return dtype_of(config.target.dtype)
 
 
-def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
+def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
     """What is cut to what, before anything starts."""
-    if not bench.parallel.is_main:
+    if not context.parallel.is_main:
         return
-    counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
+    counts = [parameter_counts(model)["all"] for model in (context.teacher.config, shape)]
+    print(f"target: {millions(counts[0])} parameters, {layers_of(context.teacher.config)}")
     print(
         f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
         f"{bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
     )
-    for warning in odd_widths(shape):
+    for warning in warn_unaligned_widths(shape):
         print(f"warning: {warning}")
-    if note := other_size(config.student.name, shape):
+    if note := describe_size_mismatch(config.student.name, shape):
         print(note)
 
 
-def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str, Any]]) -> None:
+def finish(
+    config: PruneConfig, run: Run, context: PruneContext, told: list[dict[str, Any]]
+) -> None:
     """The student's card, the masks beside it, and the manifest with what every part cost."""
     folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
     if last.is_file():
         shutil.copyfile(last, run.path / MASKS)
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
-    origin = Origin(
+    origin = Provenance(
         config.student.name,
         config.target.path,
         resolve(config.target.path),
@@ -362,7 +371,7 @@ def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str,
         acceptance,
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
-    tracked = dataclasses.replace(config, tracker=bench.tracked())
+    tracked = dataclasses.replace(config, tracker=context.tracked())
     with Recording(run.folder, tracked, run.inputs, is_main=True) as tracker:
         assert tracker is not None, "only rank 0 comes here"
         record_stages(tracker, told)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from distill.prune.masks import Masks
 from training.bounds import Place
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.losses.chunked import chunked_cross_entropy
 from training.objectives import hidden_states
 from training.optimizer import Rate
@@ -68,7 +68,7 @@ class MaskedModel(nn.Module):
         """Take the masks of the last forward off the model."""
         self._hooks.close()
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """(sum of -log q in nats and of the penalty, number of right argmaxes [1]) over supervised
         tokens.
 

@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.prune.importance import dealt
+from distill.prune.importance import rank_batches
 from distill.student import evenly_spaced
 from jobs.progress import ProgressBar
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import hidden_states
 
 CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
 
 
-def candidates(
+def propose_layer_sets(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
     """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a
@@ -49,7 +49,7 @@ def candidates(
     return found
 
 
-def most_candidates(count: int, layers: int) -> int:
+def max_layer_sets(count: int, layers: int) -> int:
     """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one
     by influence and one by greedy KL.
     """
@@ -70,7 +70,7 @@ def _by_place(count: int, layers: int) -> dict[str, list[int]]:
 @torch.no_grad()
 def removal_order(
     model: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[PackedBatch],
     show: bool = True,
     rank: int = 0,
     ranks: int = 1,
@@ -87,7 +87,7 @@ def removal_order(
     an interrupted search took away; keep: is told them all after each.
     """
     layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
-    mine = dealt(batches, rank, ranks)
+    mine = rank_batches(batches, rank, ranks)
     whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
     order = list(begun)
     with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
@@ -104,7 +104,9 @@ def removal_order(
     return order
 
 
-def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: Tensor) -> Tensor:
+def _kl_without_each(
+    model: Any, batch: PackedBatch, layers: Sequence[int], whole_NV: Tensor
+) -> Tensor:
     """Sums of KL over the supervised tokens, without each of the layers in turn."""
     found = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)
@@ -132,5 +134,5 @@ def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, 
     return hidden_RTC
 
 
-def _logits(model: Any, hidden_RTC: Tensor, batch: Batch) -> Tensor:
+def _logits(model: Any, hidden_RTC: Tensor, batch: PackedBatch) -> Tensor:
     return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)

@@ -186,7 +186,7 @@ class Masks(nn.Module):
         )
 
 
-def in_words(figures: Mapping[str, float]) -> list[str]:
+def describe_masks(figures: Mapping[str, float]) -> list[str]:
     """Of `Masks.figures`: how near every kind came to its sparsity and how clear its choice is, and
     warnings where the cut is not to be trusted.
     """
@@ -222,7 +222,7 @@ def in_words(figures: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def reachable(beta: float) -> float:
+def max_sparsity(beta: float) -> float:
     """The largest expected sparsity that masks are driven to: REACHABLE, or what the bound of the
     logits allows where that is less.
     """
@@ -232,7 +232,7 @@ def reachable(beta: float) -> float:
 
 def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> None:
     """Raise UserError where the relaxation cannot take away as much as asked."""
-    most = reachable(beta)
+    most = max_sparsity(beta)
     if sparsity <= most:
         return
     between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))

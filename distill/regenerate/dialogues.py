@@ -69,13 +69,13 @@ class Answer:
         return self.distinct_4 < LOOPING_BELOW
 
 
-def answer_of(values: Mapping[str, Any]) -> Answer:
+def make_answer(values: Mapping[str, Any]) -> Answer:
     """The answer in a record of the journal. Raises TypeError for one of other fields."""
     return Answer(**values)
 
 
 @dataclass(frozen=True)
-class Rules:
+class EndingRules:
     """What becomes of answers that are no good end of a turn."""
 
     # cut at max_new_tokens: end (kept, the last one) | drop (left out) | go_on (fed on)
@@ -93,7 +93,7 @@ class Dialogue:
         # A chat without an id is called by its place, and no artefact names a folder of this
         # machine.
         self.id = found.id if found.id != found.source else Path(found.source).name
-        self.requests = requests_of(found.messages)
+        self.requests = split_requests(found.messages)
         self.messages: list[Message] = []
         self.drawn: list[Answer] = []  # all answers, one left out at the end among them
         self.kept = 0  # answers among the messages
@@ -114,7 +114,7 @@ class Dialogue:
         """Those that are kept."""
         return self.drawn[: self.kept]
 
-    def take(self, answer: Answer, rules: Rules) -> None:
+    def take(self, answer: Answer, rules: EndingRules) -> None:
         """The answer to the next request."""
         history = self.history
         self.drawn.append(answer)
@@ -146,7 +146,7 @@ class Dialogue:
         return {"id": self.id, **which, "ended": self.ended, "conversations": turns}
 
 
-def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
+def split_requests(messages: Sequence[Message]) -> list[list[Message]]:
     """What stands before each answer: a run of system and human turns that holds a human one.
 
     A last human turn that nobody answered is a request too. Answers that nobody asked for (at the
@@ -163,7 +163,7 @@ def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
     return requests
 
 
-def dialogues_of(
+def build_dialogues(
     chats: Sequence[Chat], samples: int, limit: int, drop_duplicates: bool
 ) -> list[Dialogue]:
     """A dialogue for every sample of every chat, in input order; those that are not to be asked

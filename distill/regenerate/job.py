@@ -3,7 +3,7 @@ train a drafter on.
 
 A drafter is accepted for saying what the target would say, so the target's own words teach it more
 than those that were found. Chats are answered turn by turn, each turn on the target's earlier
-answers, in batches whose caches stay from turn to turn (distill/regenerate/turns.py). Every answer
+answers, in batches whose caches stay from turn to turn (distill.regenerate.batches). Every answer
 goes to a journal, so that a run that was killed goes on with the same batches and ends in the same
 bytes.
 """
@@ -19,18 +19,26 @@ from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_settings
 from distill.config import RegenerateConfig
-from distill.regenerate.answering import Local, Request, drafter_mapping
-from distill.regenerate.artefact import FILE, Regenerated, broken, chats_text, figures, gather, show
+from distill.regenerate.batches import answer_all, next_request, next_requests
 from distill.regenerate.dialogues import (
     ON_LENGTH,
     Account,
     Answer,
     Dialogue,
-    answer_of,
-    dialogues_of,
+    build_dialogues,
+    make_answer,
 )
-from distill.regenerate.journal import Journal, read_journal
-from distill.regenerate.turns import answer_all, asked_now, next_request
+from distill.regenerate.generate import AnswerGenerator, Request, describe_drafter
+from distill.regenerate.resume import Journal, read_journal
+from distill.regenerate.writer import (
+    FILE,
+    RegeneratedChats,
+    broken_records,
+    chats_text,
+    collect_chats,
+    compute_figures,
+    print_figures,
+)
 from jobs import ranks
 from jobs.amounts import hours
 from jobs.config import refuse_parallel
@@ -115,7 +123,7 @@ def check(config: RegenerateConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key} is {found}, expected {expected}")
-    drafter_mapping(config)
+    describe_drafter(config)
     chat_files(config)
     _check_context(config)
 
@@ -144,11 +152,11 @@ class Regeneration:
         self.tokenizer = load_tokenizer(target_folder, config.target.trust_remote_code)
         self.rank, self.world_size = ranks.rank(), ranks.world_size()
         self.answers = run_folder.path / "answers"
-        self.local = Local(
+        self.local = AnswerGenerator(
             config, target_folder, self.tokenizer, self.answers / f"rank_{self.rank}.costs.json"
         )
         folders = [
-            Path(one["folder"]) for one in drafter_mapping(config).values() if "folder" in one
+            Path(one["folder"]) for one in describe_drafter(config).values() if "folder" in one
         ]
         self.inputs = list(dict.fromkeys([target_folder, *chat_files(config), *folders]))
         self.dialogues, self.counts = read_dialogues(config)
@@ -164,10 +172,10 @@ class Regeneration:
         if self.rank == 0:
             _refuse_changed(self.run_folder)
             self.run_folder.write_manifest(self.inputs, {}, finished=False)
-        with Journal(self.answers / f"rank_{self.rank}.jsonl", answer_of) as journal:
+        with Journal(self.answers / f"rank_{self.rank}.jsonl", make_answer) as journal:
 
-            def journaled(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
-                answers = self.local(requests, goes_on)
+            def journaled(requests: Sequence[Request], continues: bool) -> list[Answer]:
+                answers = self.local(requests, continues)
                 journal.append(
                     dataclasses.asdict(answer) for answer in answers if answer.key not in known
                 )
@@ -187,23 +195,23 @@ class Regeneration:
         answer_all(others, known, self._absent, self.tokenizer, self.config, show=False)
         found = self._gather()
         write_text(self.run_folder.path / FILE, chats_text(found.records))
-        metrics = figures(found, drawn)
+        metrics = compute_figures(found, drawn)
         self.run_folder.write_manifest(self.inputs, metrics, finished=True)
-        show(found, metrics, self.config.temperature, self.config.drop_loops)
+        print_figures(found, metrics, self.config.temperature, self.config.drop_loops)
         print(f"{len(found.records):,} chats: {self.run_folder.path / FILE}")
 
-    def _gather(self) -> Regenerated:
+    def _gather(self) -> RegeneratedChats:
         config = self.config
-        return gather(
+        return collect_chats(
             self.dialogues, self.counts, config.samples, self.tokenizer, config.data.template
         )
 
     def _drawn(self) -> dict[Path, list[Answer]]:
         """The answers of every rank's journal."""
         files = sorted(self.answers.glob("rank_*.jsonl"))
-        return {file: read_journal(file, answer_of) for file in files}
+        return {file: read_journal(file, make_answer) for file in files}
 
-    def _absent(self, requests: Sequence[Request], goes_on: bool) -> list[Answer]:
+    def _absent(self, requests: Sequence[Request], continues: bool) -> list[Answer]:
         raise UserError(
             f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to "
             f"chat {requests[0].key[0]}: all ranks must share output_dir on one file system. Run "
@@ -214,7 +222,7 @@ class Regeneration:
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
     """The chats of the input that are to be answered, and what became of its records."""
     chats, counts = split_chats(config.data, "train")
-    return dialogues_of(
+    return build_dialogues(
         chats, config.samples, config.data.max_samples, config.drop_duplicates
     ), counts
 
@@ -249,9 +257,9 @@ def dry_run(config: RegenerateConfig) -> None:
         return
     folder = resolve(config.target.path)
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
-    asked = asked_now(dialogues, tokenizer, config)
+    asked = next_requests(dialogues, tokenizer, config)
     account = Account(counts.read * config.samples)
-    account.skipped = broken(counts, config.samples)
+    account.skipped = broken_records(counts, config.samples)
     for dialogue in dialogues:
         if dialogue.ended:
             account.add(dialogue)
@@ -277,7 +285,7 @@ def dry_run(config: RegenerateConfig) -> None:
     if not pace:
         batch = asked[len(asked) // 2 :][: config.batch_size]
         pace, how = (
-            Local(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
+            AnswerGenerator(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
             "timed on a batch",
         )
     print(

@@ -17,7 +17,7 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from distill.regenerate.journal import Journal, read_journal
+from distill.regenerate.resume import Journal, read_journal
 from jobs.config import plain
 from jobs.files import write_text
 from jobs.run_folder import git_revision

@@ -29,7 +29,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
-from distill.acceptance import HeldOutAcceptance, Totals
+from distill.acceptance import AcceptanceSums, HeldOutAcceptance
 from distill.student import build_student
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
@@ -165,7 +165,7 @@ def read_teacher(chosen: Options, domains: dict[str, Domain]) -> Teacher:
     )
 
 
-def measure(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, Totals]:
+def measure(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, AcceptanceSums]:
     """Every domain's totals with the student's present weights."""
     for of in held_out.values():
         of.student = student

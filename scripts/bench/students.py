@@ -16,9 +16,9 @@ import torch
 
 from distill.acceptance import HeldOutAcceptance
 from distill.config import ImportanceConfig, PruneConfig
-from distill.prune.job import workbench
+from distill.prune.context import PruneContext, SourceModel
+from distill.prune.job import build_context
 from distill.prune.modes import MODES
-from distill.prune.workbench import Source, Workbench
 from distill.shapes import student_config
 from jobs.config import TargetConfig
 from jobs.paths import resolve
@@ -85,22 +85,25 @@ class Students:
 
     def __init__(self) -> None:
         self._seed = -1
-        self._bench: Workbench | None = None
+        self._bench: PruneContext | None = None
         self._states: TeacherStates | None = None
 
-    def bench(self, config: PruneConfig) -> Workbench:
+    def bench(self, config: PruneConfig) -> PruneContext:
         """The workbench of one student: target, text and held-out rows are those of the others of
         its seed, the accounts its own.
         """
         if self._bench is None or self._seed != config.seed:
-            self._bench, self._seed = workbench(config, resolve(config.target.path)), config.seed
+            self._bench, self._seed = (
+                build_context(config, resolve(config.target.path)),
+                config.seed,
+            )
             teacher = self._bench.teacher
             self._bench.scorer = HeldOutAcceptance(
                 teacher, teacher, self._bench.held_out, config.data.max_length, 1.0
             )
         return dataclasses.replace(self._bench, config=config, seconds={}, flops={})
 
-    def cut(self, bench: Workbench) -> tuple[Any, dict[str, Any]]:
+    def cut(self, bench: PruneContext) -> tuple[Any, dict[str, Any]]:
         """(the student before its distillation, how it was made). What the choice costs stands in
         the bench's accounts.
 
@@ -110,12 +113,12 @@ class Students:
         config = bench.config
         torch.manual_seed(config.seed)
         shape = student_config(config.student, bench.teacher.config)
-        source = Source(bench.teacher, resolve(config.target.path))
+        source = SourceModel(bench.teacher, resolve(config.target.path))
         with tempfile.TemporaryDirectory() as place:
             student, notes, _ = MODES[config.mode](bench, source, shape, Path(place))
         return student, notes
 
-    def distil(self, title: str, bench: Workbench, student: Any) -> dict[str, float]:
+    def distil(self, title: str, bench: PruneContext, student: Any) -> dict[str, float]:
         """Distil by `between`. Returns the held-out figures at its end."""
         self._states = self._states or bench.states
         if self._states is not bench.states:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill.regenerate.artefact import same_tokens
+from distill.regenerate.writer import count_same_tokens
 from jobs.amounts import hours
 from jobs.job import CONF
 from training.config import DataConfig
@@ -84,12 +84,12 @@ def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_tar
     ]
     rendered = render_chat(tokenizer, messages)
     drawn = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-    assert same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
+    assert count_same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return"]
-    assert same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
+    assert count_same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
         "the same text in other tokens"
     )
-    assert same_tokens(rendered, []) == 0
+    assert count_same_tokens(rendered, []) == 0
 
 
 def test_the_books_balance_over_input_of_every_kind(

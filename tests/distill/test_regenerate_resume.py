@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from decoding.errors import UserError
-from distill.regenerate.journal import Journal, read_journal
+from distill.regenerate.resume import Journal, read_journal
 from jobs.job import CONF
 from jobs.run_files import read_lines
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from decoding.errors import UserError
 from decoding.models.text.tokenizer import copy_tokenizer
 from distill.shapes import student_config
-from distill.student import build_student, chosen_layers
+from distill.student import build_student, choose_layers
 from training.config import StudentConfig
 
 
@@ -40,7 +40,7 @@ def test_chosen_layers_are_the_ones_named(target):
 
 
 def test_default_layers_are_first_last_and_evenly_spaced():
-    assert [chosen_layers(StudentConfig(num_hidden_layers=n), 13) for n in (1, 2, 3, 4)] == [
+    assert [choose_layers(StudentConfig(num_hidden_layers=n), 13) for n in (1, 2, 3, 4)] == [
         [0],
         [0, 12],
         [0, 6, 12],

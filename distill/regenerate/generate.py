@@ -51,7 +51,7 @@ class Request:
 # All that the job asks of a target, wherever it runs: one answer a request, in their order. The
 # second argument says that the requests are the next ones of chats of the last call, whose caches
 # may have stayed.
-Answering = Callable[[Sequence[Request], bool], list[Answer]]
+AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
 def request_id(key: Key) -> int:
@@ -59,7 +59,7 @@ def request_id(key: Key) -> int:
     return noise.key(*key)
 
 
-class Local:
+class AnswerGenerator:
     """The target in this process; it is loaded by the first request. costs_file: keeps what a
     drafter's policy weighs.
     """
@@ -94,7 +94,7 @@ class Local:
             backend=target.backend,
             execution=target.execution or None,
             dtype=target.dtype,
-            device=own_device(target.device),
+            device=rank_device(target.device),
             max_length=self.config.data.max_length,
             parallel=target.parallel,
             processes=target.processes,
@@ -104,7 +104,7 @@ class Local:
     @cached_property
     def drafting(self) -> tuple[Drafter | None, Use]:
         """The drafter and how it is used; what does not fit the target is told here."""
-        mappings = drafter_mapping(self.config)
+        mappings = describe_drafter(self.config)
         if not mappings:
             return None, Use()
         used = uses(mappings, Use())
@@ -123,10 +123,10 @@ class Local:
     def turns(self) -> Turns:
         return Turns(self.target, self.drafting[0])
 
-    def __call__(self, requests: Sequence[Request], goes_on: bool = False) -> list[Answer]:
+    def __call__(self, requests: Sequence[Request], continues: bool = False) -> list[Answer]:
         """One answer a request, in their order; all run as one ragged batch."""
         settings = self._settings(requests)
-        if not goes_on:
+        if not continues:
             self.turns.forget()
         began = perf_counter()
         generations = self._decode(requests, settings)
@@ -216,13 +216,13 @@ class Local:
         )
 
 
-def drafter_mapping(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
+def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     """Its name -> what Hydra makes the drafter from; empty where there is none. Raises UserError
     for more than one, or an overlapped one.
     """
     if not config.drafters:
         return {}
-    target = replace(config.target, device=own_device(config.target.device))
+    target = replace(config.target, device=rank_device(config.target.device))
     mappings = describe(config.drafters, target, control=False)
     if len(mappings) > 1:
         raise UserError(
@@ -239,7 +239,7 @@ def drafter_mapping(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     return mappings
 
 
-def own_device(name: str) -> str:
+def rank_device(name: str) -> str:
     """The device of this process: among several ranks on GPUs each has a card of its own. Raises
     UserError where one is named for all.
     """

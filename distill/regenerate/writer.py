@@ -24,7 +24,7 @@ _MANY_LOOPS = 0.1  # of the answers: more are told on the terminal
 
 
 @dataclass(frozen=True)
-class Regenerated:
+class RegeneratedChats:
     """The artefact, before it is written."""
 
     records: list[dict[str, Any]]  # ShareGPT form, in input order
@@ -33,23 +33,23 @@ class Regenerated:
     as_drawn: int  # answers that training's tokenizer cuts into the very tokens that were drawn
 
 
-def gather(
+def collect_chats(
     dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
-) -> Regenerated:
+) -> RegeneratedChats:
     """The chats of the dialogues, all of which have ended; counts: of the records that they were
     read from.
 
     Raises UserError, with the reasons, when no chat is left.
     """
     account = Account(counts.read * samples)
-    account.skipped = broken(counts, samples)
-    found = Regenerated([], account, [], 0)
+    account.skipped = broken_records(counts, samples)
+    found = RegeneratedChats([], account, [], 0)
     as_drawn = 0
     for dialogue in dialogues:
         unreadable, same = "", 0
         if dialogue.kept:
             try:
-                same = same_tokens(
+                same = count_same_tokens(
                     render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
                 )
             except UserError as error:
@@ -61,15 +61,15 @@ def gather(
     account.check()
     if not found.records:
         raise UserError("no chat is left, expected one or more.\n" + "\n".join(account.lines()))
-    return Regenerated(found.records, account, found.kept, as_drawn)
+    return RegeneratedChats(found.records, account, found.kept, as_drawn)
 
 
-def broken(counts: Counts, samples: int) -> dict[str, list[str]]:
+def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
     """Records that could not be read, as skipped ones: reason -> places."""
     return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
 
 
-def same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
+def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
     """How many answers stand in a rendered chat with the tokens that were drawn (what ends them
     left out).
     """
@@ -95,7 +95,9 @@ def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) -> dict[str, Any]:
+def compute_figures(
+    found: RegeneratedChats, drawn_by_rank: Mapping[Path, Sequence[Answer]]
+) -> dict[str, Any]:
     """For the manifest: counts, and the rates that they make. Answers that were left out again
     count in the rates, not in the counts.
 
@@ -125,8 +127,8 @@ def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) 
     }
 
 
-def show(
-    found: Regenerated, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
+def print_figures(
+    found: RegeneratedChats, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
 ) -> None:
     """The account and the figures, for the terminal."""
     print("\n".join(found.account.lines()))

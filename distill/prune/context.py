@@ -19,7 +19,7 @@ from jobs.tracker import Tracker
 from training.bounds import Progress
 from training.config import LoopConfig
 from training.data.from_config import row_data, rows_of_step
-from training.data.packing import Batch, PackedData, Sample, collate
+from training.data.packing import PackedBatch, PackedData, Sample, collate
 from training.loop import fit
 from training.models.build import dtype_of
 from training.models.frozen import load_frozen
@@ -31,22 +31,22 @@ LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few docu
 
 
 @dataclass
-class Source:
+class SourceModel:
     """A frozen model to cut, and the folder that it was read from."""
 
     model: Any
     folder: Path
 
 
-def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source:
+def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> SourceModel:
     """The model in a folder; in shares where ranks hold weights so, as a target too large for one
     card must be.
     """
-    return Source(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
+    return SourceModel(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
 
 
 @dataclass
-class Workbench:
+class PruneContext:
     """What all modes and stages share."""
 
     config: PruneConfig
@@ -95,7 +95,7 @@ class Workbench:
             )
         return data
 
-    def rows(self, count: int) -> list[Batch]:
+    def rows(self, count: int) -> list[PackedBatch]:
         """`count` packed rows of the training text, or all there are, each as a batch."""
         data = self.data(1)
         rows: list[list[int]] = []

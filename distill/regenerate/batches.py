@@ -16,24 +16,24 @@ from typing import Any
 
 from decoding.errors import UserError
 from distill.config import RegenerateConfig
-from distill.regenerate.answering import Answering, Request
-from distill.regenerate.dialogues import FULL, Answer, Dialogue, Key, Rules
+from distill.regenerate.dialogues import FULL, Answer, Dialogue, EndingRules, Key
+from distill.regenerate.generate import AnswerFunction, Request
 from jobs.progress import ProgressBar
 from training.data.chat import render_prompt
 
-Asked = list[tuple[Dialogue, Request]]
+OpenRequests = list[tuple[Dialogue, Request]]
 
 
 def answer_all(
     dialogues: Sequence[Dialogue],
     known: dict[Key, Answer],
-    answering: Answering,
+    answering: AnswerFunction,
     tokenizer: Any,
     config: RegenerateConfig,
     show: bool,
 ) -> None:
     """Bring dialogues to their end. known: answers that are there already; new ones are added."""
-    rules = Rules(config.on_length, config.drop_loops)
+    rules = EndingRules(config.on_length, config.drop_loops)
     dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
 
@@ -41,11 +41,11 @@ def answer_all(
         return next_request(dialogue, tokenizer, config)
 
     with ProgressBar("regenerate", sum(len(one.requests) for one in dialogues), show=show) as bar:
-        while asked := asked_now(dialogues, tokenizer, config):
+        while asked := next_requests(dialogues, tokenizer, config):
             done = sum(len(one.requests) if one.ended else len(one.drawn) for one in dialogues)
             for start in range(0, len(asked), config.batch_size):
                 batch = asked[start : start + config.batch_size]
-                for turn, drawn in series(batch, known, answering, ask, rules):
+                for turn, drawn in answer_batch(batch, known, answering, ask, rules):
                     tokens += sum(len(answer.tokens) for answer in drawn)
                     seconds += sum(answer.seconds for answer in drawn)
                     done += sum(
@@ -57,13 +57,13 @@ def answer_all(
                     )
 
 
-def series(
-    batch: Asked,
+def answer_batch(
+    batch: OpenRequests,
     known: dict[Key, Answer],
-    answering: Answering,
+    answering: AnswerFunction,
     ask: Callable[[Dialogue], Request | None],
-    rules: Rules,
-) -> Iterator[tuple[Asked, list[Answer]]]:
+    rules: EndingRules,
+) -> Iterator[tuple[OpenRequests, list[Answer]]]:
     """Answer a batch, then the next requests of its dialogues while at least half of them have one.
     Yields each turn and the answers drawn for it.
     """
@@ -89,7 +89,9 @@ def series(
         turn = [(dialogue, request) for dialogue, request in following if request is not None]
 
 
-def asked_now(dialogues: Sequence[Dialogue], tokenizer: Any, config: RegenerateConfig) -> Asked:
+def next_requests(
+    dialogues: Sequence[Dialogue], tokenizer: Any, config: RegenerateConfig
+) -> OpenRequests:
     """The next request of every dialogue that has one; most turns and longest first: a lack of
     memory shows at once.
     """
