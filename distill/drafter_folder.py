@@ -9,7 +9,7 @@ from typing import Any
 from decoding.models.folder import CARD, read_json
 from jobs.paths import shown
 from training import drafter_folder
-from training.drafter_folder import Origin, figures_on_card, tokenizer_on_card, training_on_card
+from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
@@ -21,7 +21,7 @@ def pruning_on_card(folder: Path) -> dict[str, Any] | None:
 
 
 def write_card(
-    folder: Path, model: Any, origin: Origin, pruning: dict[str, Any] | None = None
+    folder: Path, model: Any, origin: Provenance, pruning: dict[str, Any] | None = None
 ) -> None:
     """drafter_card.json, and README.md in Hub form with launch lines. pruning: how the model was
     cut out of the target; None where it was not.

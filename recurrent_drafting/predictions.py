@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recurrent_drafting.head import Context, RecurrentHead
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
 from training.heads.predicting import Tips
@@ -33,7 +33,7 @@ class RecurrentPredictions:
         self,
         head: RecurrentHead,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:

@@ -1,6 +1,4 @@
-"""What the optimizer goes by. It stands by itself, so that a training step can be had without the
-packages that compose configurations.
-"""
+"""Settings of the optimizer, in a module that imports no Hydra packages."""
 
 from dataclasses import dataclass, field
 

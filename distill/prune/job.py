@@ -40,7 +40,7 @@ from jobs.paths import resolve
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
-from jobs.tracker import Recording
+from jobs.tracker import TrackedRun
 from training.config import DataConfig, check_values
 from training.data.from_config import (
     data_files,
@@ -372,7 +372,7 @@ def finish(
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
     tracked = dataclasses.replace(config, tracker=context.tracked())
-    with Recording(run.folder, tracked, run.inputs, is_main=True) as tracker:
+    with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
         assert tracker is not None, "only rank 0 comes here"
         record_stages(tracker, told)
     seconds, flops = (

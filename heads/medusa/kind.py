@@ -19,7 +19,7 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
 from jobs.paths import resolve
-from training.data.packing import Batch, Sample
+from training.data.packing import PackedBatch, Sample
 from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout, check_sizes
 from training.heads.config import HeadJobConfig
@@ -48,7 +48,7 @@ class MedusaKind(HeadKind):
         self,
         head: MedusaHeads,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.recurrent_drafting import tiny
-from training.data.packing import Batch, Sample, collate
+from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import positions as module
 from training.heads.evaluation import HeadAccuracy
@@ -47,7 +47,7 @@ class LinearPredictions:
         self,
         head: LinearHeads,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:

@@ -242,7 +242,7 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
-    monkeypatch.setattr(device_tree.Candidates, "fail", lambda self, child, uniform: True)
+    monkeypatch.setattr(device_tree.CandidateNode, "reject", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
 
 
@@ -276,12 +276,12 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a token of the tail did not pass with its tail, another is drawn from what p has there,
     not from what q left of it.
     """
-    following = device_tree.Candidates.following
+    following = device_tree.CandidateNode.next_token
 
-    def wrong(self: device_tree.Candidates, uniform: float) -> int:
+    def wrong(self: device_tree.CandidateNode, uniform: float) -> int:
         return self.other if self.symbols.refused else following(self, uniform)
 
-    monkeypatch.setattr(device_tree.Candidates, "following", wrong)
+    monkeypatch.setattr(device_tree.CandidateNode, "next_token", wrong)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from training import checkpoint
 from training import loop as loop_module
 from training.bounds import Bounds, Progress
 from training.config import LoopConfig, StudentConfig
-from training.data.packing import Batch, PackedData, Sample
+from training.data.packing import PackedBatch, PackedData, Sample
 from training.loop import fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
@@ -179,7 +179,7 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (waits.meant, waits.stray) == (2, [])
     real = module.forward
 
-    def read(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, metrics = real(batch)
         assert loss.item() > 0
         return loss, metrics

@@ -16,7 +16,12 @@ from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
-from training.parallel.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
+from training.parallel.memory_plan import (
+    DecoderShape,
+    activation_bytes,
+    answering_bytes,
+    bytes_per_rank,
+)
 
 
 def test_the_stages_are_the_papers():
@@ -80,7 +85,7 @@ def test_a_target_that_answers_is_held_a_second_time():
     assert answering_bytes(target, config)["second copy"] == parameters
 
 
-SHAPE = Shape(layers=4, hidden=64, heads=4, head_dim=16, intermediate=160, vocabulary=67)
+SHAPE = DecoderShape(layers=4, hidden=64, heads=4, head_dim=16, intermediate=160, vocabulary=67)
 
 
 def make(dtype: torch.dtype) -> torch.nn.Module:

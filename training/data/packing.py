@@ -60,7 +60,7 @@ class HostRows:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _DeviceRows:
     """What a device reads of packed rows; as `HostRows`, all int64."""
 
     ids_RT: Tensor
@@ -70,7 +70,7 @@ class _Sent:
     places_N: Tensor
 
 
-class Batch:
+class PackedBatch:
     """Packed rows on a device.
 
     They are made on the host, whose copy stays, and travel when they are first asked for, in one
@@ -82,7 +82,7 @@ class Batch:
         host: HostRows,
         rows: list[tuple[int, ...]],
         device: torch.device,
-        there: _Sent | None = None,
+        there: _DeviceRows | None = None,
     ) -> None:
         """rows: the samples in each row. there: what is on the device already."""
         self.host, self.rows, self.device = host, rows, device
@@ -97,7 +97,7 @@ class Batch:
         host = self.host
         own = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
         found = devices.sent_together([*own, *indices], self.device)
-        self._sent = _Sent(*found[: len(own)])
+        self._sent = _DeviceRows(*found[: len(own)])
         return found[len(own) :]
 
     @property
@@ -122,7 +122,7 @@ class Batch:
         """
         return values_RTx.flatten(0, 1)[self._there().places_N]
 
-    def row(self, index: int) -> "Batch":
+    def row(self, index: int) -> "PackedBatch":
         """One row as a batch of its own."""
         one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
         before = int(self.host.supervised_RT[:index].sum())
@@ -130,14 +130,14 @@ class Batch:
             whole.places_N[before : before + int(host.supervised_RT.sum())]
             - index * host.ids_RT.shape[1]
         )
-        there = _Sent(
+        there = _DeviceRows(
             whole.ids_RT[one],
             whole.positions_RT[one],
             whole.documents_RT[one],
             whole.next_RT[one],
             places_N,
         )
-        return Batch(host, self.rows[one], self.device, there)
+        return PackedBatch(host, self.rows[one], self.device, there)
 
     @property
     def tokens(self) -> int:
@@ -147,7 +147,7 @@ class Batch:
     def supervised(self) -> int:
         return int(self.host.supervised_RT.sum())
 
-    def _there(self) -> _Sent:
+    def _there(self) -> _DeviceRows:
         if self._sent is None:
             self.send()
         assert self._sent is not None
@@ -201,7 +201,7 @@ def collate(
     rows: Sequence[Sequence[int]],
     capacity: int,
     device: str | torch.device = "cpu",
-) -> Batch:
+) -> PackedBatch:
     """The rows as a batch for the device."""
     shape = (len(rows), capacity)
     ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
@@ -219,7 +219,7 @@ def collate(
             start = end
 
     keys = [tuple(row) for row in rows]
-    return Batch(
+    return PackedBatch(
         HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
     )
 

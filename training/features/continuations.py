@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.taps import Layers, read_layers
 from training.losses.heads import chunked_argmax
 from training.models.attention import document_mask
 
 
 @torch.no_grad()
-def go_on(
-    target: Any, row: Batch, places_M: Tensor, count: int, layers: Layers
+def continue_greedily(
+    target: Any, row: PackedBatch, places_M: Tensor, count: int, layers: Layers
 ) -> tuple[Tensor, Tensor]:
     """(the target's hidden states at these layers and the places of a row [M, C], its `count`
     likeliest tokens behind each, one after another [M, K]).

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.data.packing import Batch
-from training.features.continuations import go_on
+from training.data.packing import PackedBatch
+from training.features.continuations import continue_greedily
 from training.features.stores import RowStates, Store
 from training.features.taps import Layers, check_layers, read_layers
 from training.objectives import hidden_states
 
 
-class Kept(Protocol):
+class ReadPositions(Protocol):
     """Positions of a batch at which the target is read."""
 
     kept_P: Tensor  # of the flattened batch, rising
@@ -97,19 +97,21 @@ class TargetStates:
         return states_PC[:, first : first + self._hidden_size]
 
     @torch.no_grad()
-    def read(self, batch: Batch, where: Kept) -> Tensor:
+    def read(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
         """The hidden states at where.kept_P, [P, C], by a forward."""
         return self._forward(batch).flatten(0, 1)[where.kept_P]
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, where: Kept) -> Tensor:
+    def __call__(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
         """The same for training data: from the store where they are kept, and kept there."""
         if self.store is None:
             return self.read(batch, where)
         return torch.cat([row.states_PC for row in self._rows(batch, where, 0)])
 
     @torch.no_grad()
-    def go_on(self, batch: Batch, where: Kept, count: int) -> tuple[Tensor, Tensor]:
+    def continue_greedily(
+        self, batch: PackedBatch, where: ReadPositions, count: int
+    ) -> tuple[Tensor, Tensor]:
         """(the hidden states at where.kept_P, the target's `count` likeliest tokens behind each [P,
         K]), as kept as states are.
         """
@@ -121,11 +123,11 @@ class TargetStates:
     def _hidden_size(self) -> int:
         return self._embedding_VH.shape[1]
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: PackedBatch) -> Tensor:
         """[R, T, C]."""
         return read_layers(self.target, self.layers, lambda: hidden_states(self.target, batch))
 
-    def _rows(self, batch: Batch, where: Kept, count: int) -> list[RowStates]:
+    def _rows(self, batch: PackedBatch, where: ReadPositions, count: int) -> list[RowStates]:
         """What is kept of each row of a batch; count: tokens that the target goes on with, 0 for
         none.
         """
@@ -144,12 +146,14 @@ class TargetStates:
         states_PC = self._embedding_VH.new_zeros(0, len(self.layers) * self._hidden_size)
         return RowStates(states_PC, kept_P.new_zeros(0, count) if count else None)
 
-    def _row(self, batch: Batch, index: int, kept_P: Tensor, count: int) -> RowStates:
+    def _row(self, batch: PackedBatch, index: int, kept_P: Tensor, count: int) -> RowStates:
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
             return found.sent(kept_P.device)
         if count:
-            states_MC, said_MK = go_on(self.target, batch.row(index), kept_P, count, self.layers)
+            states_MC, said_MK = continue_greedily(
+                self.target, batch.row(index), kept_P, count, self.layers
+            )
             made = RowStates(states_MC, said_MK)
         else:
             made = RowStates(self._forward(batch.row(index))[0][kept_P])

@@ -75,7 +75,7 @@ class MemoryStore:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StoreLayout:
     """Which positions are kept, and what of each."""
 
     heads: int
@@ -101,7 +101,7 @@ class DiskStore:
     """
 
     def __init__(
-        self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: Layout
+        self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: StoreLayout
     ) -> None:
         """counts: positions kept of each row. Raises UserError where the disk has no room, and for
         files of another layout.
@@ -116,8 +116,10 @@ class DiskStore:
             sizes[tokens] = total * layout.tokens * torch.int64.itemsize
         _check_layout(states, sizes[states])
         _take_room(folder, sizes)
-        self._states = _Rows(states, counts, layout.channels, layout.dtype)
-        self._tokens = _Rows(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
+        self._states = _RowFile(states, counts, layout.channels, layout.dtype)
+        self._tokens = (
+            _RowFile(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
+        )
         self._sums = np.memmap(sums, dtype=np.uint32, mode="r+", shape=(len(rows),))
 
     def get(self, key: Key) -> RowStates | None:
@@ -142,7 +144,7 @@ class DiskStore:
         return (found if self._tokens is None else self._tokens.checksum(number, found)) or 1
 
 
-class _Rows:
+class _RowFile:
     """One array of each row, [P, width], in a mapped file."""
 
     def __init__(self, path: Path, counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
@@ -172,7 +174,7 @@ def states_on_disk(
     root: Path,
     target_hash: str,
     data: PackedData,
-    layout: Layout,
+    layout: StoreLayout,
     count: Callable[[np.ndarray], int],
     show: bool,
 ) -> DiskStore:

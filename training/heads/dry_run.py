@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from jobs.amounts import hours, operations, size
-from training.drafter_folder import Origin
+from training.drafter_folder import Provenance
 from training.features.states import layers_read
-from training.features.stores import Layout
+from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
@@ -61,7 +61,7 @@ def dry_run(
         print(f"kept: {folder} is there already")
         return flops
     write_untrained(kind, shape, target_folder, folder)
-    origin = Origin.untrained(config.head.name, config.target.path, target_folder)
+    origin = Provenance.untrained(config.head.name, config.target.path, target_folder)
     write_card(kind, folder, shape, counted.parameters, origin)
     print(f"untrained head folder, to try loading with: {folder}")
     return flops
@@ -80,11 +80,11 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
     )
 
 
-def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Layout:
+def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
     """What a store keeps of the target's states."""
     loss, taps = config.loss, kind.taps(shape)
     layers = layers_read(taps, target.num_hidden_layers, judged(loss))
-    return Layout(
+    return StoreLayout(
         loss.predict_n_tokens,
         judged(loss),
         len(layers) * shape.hidden_size,
@@ -109,7 +109,7 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
     return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
 
 
-def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Layout) -> float:
+def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: StoreLayout) -> float:
     """Operations, which it returns, and hours; 0 where the data alone tells the number
     of tokens.
     """
@@ -148,7 +148,7 @@ def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Lay
     return flops
 
 
-def states_bytes(config: HeadJobConfig, layout: Layout) -> float:
+def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
     """Of what is kept of the target's states: of one pass over the data, as a later one finds them
     there.
     """
@@ -158,7 +158,7 @@ def states_bytes(config: HeadJobConfig, layout: Layout) -> float:
 
 
 def print_memory(
-    config: HeadJobConfig, target: Any, counted: Measure, layout: Layout, vocabulary: int
+    config: HeadJobConfig, target: Any, counted: Measure, layout: StoreLayout, vocabulary: int
 ) -> None:
     """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk. vocabulary:
     tokens that are drafted from.

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from training.data.packing import Batch, Sample, best_fit, collate
+from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead, Tips
@@ -128,7 +128,7 @@ class GreedyChain:
 
     @torch.no_grad()
     def _matches(
-        self, batch: Batch, where: Positions, states_PC: Tensor, alone: list[int]
+        self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
         """For a draft behind each token of the one row that a round may begin at, how many of its
         tokens stand there in the text.

@@ -12,7 +12,7 @@ from decoding.models.text.tokenizer import copy_tokenizer
 from jobs.files import disk_error, write_text
 from training import drafter_folder
 from training.drafter_folder import (
-    Origin,
+    Provenance,
     figures_on_card,
     tokenizer_on_card,
     training_on_card,
@@ -51,7 +51,9 @@ def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Pat
         raise disk_error(folder, error) from error
 
 
-def write_card(kind: HeadKind, folder: Path, shape: Any, parameters: int, origin: Origin) -> None:
+def write_card(
+    kind: HeadKind, folder: Path, shape: Any, parameters: int, origin: Provenance
+) -> None:
     """drafter_card.json and README.md beside the head."""
     about = {
         "parameters": parameters,

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from training.bounds import Place
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.draft_vocabulary import index_tokens
 from training.heads.loss_config import HeadLossConfig, judged, tokens_said
@@ -27,10 +27,10 @@ from training.heads.predicting import PredictingHead
 from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_by_head, listed_cross_entropy_rows
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
-from training.objectives import Constant
+from training.objectives import StaticObjective
 
 
-class HeadObjective(Constant):
+class HeadObjective(StaticObjective):
     """Loss of a head over all its predictions in a batch."""
 
     indices_V: Tensor | None
@@ -52,7 +52,7 @@ class HeadObjective(Constant):
     def begin(self, step: int, place: Place) -> None:
         self.step = step
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """(sum over heads of weight x loss in nats, [2 K]: by head the tokens predicted or the
         acceptance, then the loss).
         """
@@ -61,7 +61,7 @@ class HeadObjective(Constant):
         several, heads = len(weights) > 1, loss.predict_n_tokens
         where = positions(batch, heads, judged(loss), loss.own_tokens, self.step, grouped=several)
         if said := tokens_said(loss):
-            states_PC, said_PK = states.go_on(batch, where, said)
+            states_PC, said_PK = states.continue_greedily(batch, where, said)
             where = where.with_tokens(said_PK[where.drafts_M])
         else:
             states_PC = states(batch, where)

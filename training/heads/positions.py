@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from decoding.errors import UserError
-from training.data.packing import Batch, Sample
+from training.data.packing import PackedBatch, Sample
 from training.losses.chunked import CHUNK
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: consecutive positions fall all over 32 bits
@@ -55,7 +55,7 @@ class Positions:
 
 
 def positions(
-    batch: Batch,
+    batch: PackedBatch,
     heads: int,
     judged: bool,
     own_tokens: float = 0.0,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
 
@@ -36,7 +36,12 @@ class PredictingHead(Protocol):
         ...
 
     def features(
-        self, head: Any, states: TargetStates, batch: Batch, where: Positions, states_PC: Tensor
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
     ) -> Tensor:
         """Return what the output layers read for all predictions of a batch, [N, E]; states_PC: the
         target's states at where.kept_P.

@@ -13,14 +13,14 @@ from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from training.data.packing import Sample
-from training.held_out import Asks, asked_target
+from training.held_out import HeldOutFields, asked_target
 
 _BATCH = 16
 
 
 def block_efficiency(
     make_drafter: Callable[[Target], Drafter],
-    config: Asks,
+    config: HeldOutFields,
     num_draft_tokens: int,
     folder: Path,
     tokenizer: Any,

@@ -29,19 +29,19 @@ from training.losses.chunked import RowLoss
 _LEAST = 1e-30  # of alpha, so that its logarithm is finite
 
 
-class Judgement(NamedTuple):
+class TeacherRows(NamedTuple):
     """The teacher's distribution p in the rows of a chunk."""
 
     p_CV: Tensor
     mass_C: Tensor  # sum p: 1 over a whole vocabulary
     negentropy_C: Tensor  # sum p log p
 
-    def select(self, index_C: Tensor) -> "Judgement":
+    def select(self, index_C: Tensor) -> "TeacherRows":
         """That of these rows."""
-        return Judgement(*(part.index_select(0, index_C) for part in self))
+        return TeacherRows(*(part.index_select(0, index_C) for part in self))
 
 
-def kl_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+def kl_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
     """mass x KL(p / mass || q); d/dlogits = mass q - p. Metric: alpha."""
     p_CV, mass_C, negentropy_C = teacher
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
@@ -51,7 +51,7 @@ def kl_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tens
     return loss_C, q_CV.mul_(mass_C[:, None]).sub_(p_CV), alpha_C[:, None]
 
 
-def lk_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+def lk_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
     """-log alpha; d/dlogits = (d TV / dlogits) / alpha. Metric: alpha."""
     alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
     kept_C = alpha_C.clamp_min(_LEAST)
@@ -63,7 +63,7 @@ def lk_hybrid_rows(eta: float) -> RowLoss:
     Metric: alpha.
     """
 
-    def rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
         kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, teacher)
         alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
         share_C = torch.exp(-eta * alpha_C)
@@ -96,7 +96,7 @@ class Teacher:
         self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
         self.temperature, self.shortlist_V = temperature, shortlist_V
 
-    def at(self, start: int, end: int) -> Judgement:
+    def at(self, start: int, end: int) -> TeacherRows:
         """In positions [start, end)."""
         logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
         wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
@@ -106,14 +106,14 @@ class Teacher:
         if self.shortlist_V is not None:
             log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
         p_CV = log_p_CV.exp()
-        return Judgement(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
+        return TeacherRows(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
-    def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], Judgement]:
+    def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
         """What gives the distributions of rows [start, end), each that of its position judges_N;
         `places`: the same on the host, rising from chunk to chunk.
         """
 
-        def rows(start: int, end: int) -> Judgement:
+        def rows(start: int, end: int) -> TeacherRows:
             first, last = int(places[start:end].min()), int(places[start:end].max())
             return self.at(first, last + 1).select(judges_N[start:end] - first)
 

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from decoding.errors import UserError
 
 
-class Shell:
+class ShardedModel:
     """The caller's model while ranks hold its weights in shares: its parameters are empty between
     `fill` and `empty`.
     """
@@ -140,7 +140,7 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
         model.to_empty(device=mesh.device_type)
 
 
-class Wholes(Mapping[str, Tensor]):
+class GatheredState(Mapping[str, Tensor]):
     """A state dict whose tensors are whole when they are read, one at a time, on every rank.
 
     Where ranks hold them in shares, all must read the same names in the same order.
@@ -150,7 +150,7 @@ class Wholes(Mapping[str, Tensor]):
         self._state = state
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._state[name].detach())
+        return gather_tensor(self._state[name].detach())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -159,7 +159,7 @@ class Wholes(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that ranks hold in shares (all of them must ask); others as
     they are.
     """

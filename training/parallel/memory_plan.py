@@ -19,7 +19,7 @@ from decoding import devices
 from decoding.errors import UserError
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
-from training.held_out import ANSWERED_TOGETHER, Asks
+from training.held_out import ANSWERED_TOGETHER, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
 from training.models.shapes import parameter_counts, target_widths
@@ -77,7 +77,7 @@ def bytes_per_rank(
     return plan | {"total": sum(plan.values())}
 
 
-def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
+def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """Bytes that one card of rank 0 needs while the target answers the held-out prompts
     (training/held_out.py).
 
@@ -108,7 +108,7 @@ def answering_line(held: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """What of a decoder's shape its activations depend on."""
 
     layers: int
@@ -120,7 +120,7 @@ class Shape:
 
 
 def activation_bytes(
-    shape: Shape, tokens: int, dtype: str, checkpointing: bool = False
+    shape: DecoderShape, tokens: int, dtype: str, checkpointing: bool = False
 ) -> dict[str, float]:
     """Bytes that autograd keeps for the backward pass of `tokens` packed tokens
     (loop.micro_batch_tokens): `layers` and `loss`.

@@ -22,7 +22,7 @@ from decoding.devices import device_of
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.config import ParallelConfig
-from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
+from training.optimizer import MasterAdamW, Optimizer, Rate, SplitOptimizer
 from training.optimizer_config import OptimizerConfig
 from training.parallel import fsdp, zero
 
@@ -49,7 +49,7 @@ class Parallel:
                 f"{self.accelerator.num_processes} processes"
             )
         self._inner: nn.Module | None = None
-        self._shell: fsdp.Shell | None = None
+        self._shell: fsdp.ShardedModel | None = None
 
     def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -132,8 +132,8 @@ class Parallel:
             return wrapped, MasterAdamW(trained, config, rates)
         apart = {name.partition(".")[0] for name in rates}
         self._inner, live = fsdp.copy_objective(module, trained, apart)
-        read = zero.read_whole if self.stage else _read_share
-        self._shell = fsdp.Shell(trained, live, read)
+        read = zero.gather_parameter if self.stage else _read_share
+        self._shell = fsdp.ShardedModel(trained, live, read)
         self._shell.empty()
         optimizer: Optimizer
         if self.stage:
@@ -143,9 +143,9 @@ class Parallel:
             fsdp.shard_trained(self._inner, self._mesh())
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
         if apart:
-            whole = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
-            optimizer = WithApart(
-                optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size
+            unsharded = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
+            optimizer = SplitOptimizer(
+                optimizer, MasterAdamW(unsharded, config, rates), self.sum, self.world_size
             )
         return wrapped, optimizer
 
@@ -155,7 +155,7 @@ class Parallel:
         return self._inner
 
     @contextlib.contextmanager
-    def whole(self, for_good: bool = False) -> Iterator[None]:
+    def gathered_weights(self, for_good: bool = False) -> Iterator[None]:
         """Inside, the caller's model holds the present weights, whole, on every rank; all ranks
         enter together.
 
@@ -238,4 +238,4 @@ class Parallel:
 
 
 def _read_share(share: Tensor) -> Tensor:
-    return fsdp.whole(share.detach())
+    return fsdp.gather_tensor(share.detach())

@@ -224,7 +224,7 @@ class ZeroAdamW:
         set_master(parameter, value) if key is None else set_state(parameter, value, key)
 
 
-def read_whole(parameter: Tensor) -> Tensor:
+def gather_parameter(parameter: Tensor) -> Tensor:
     """The present whole of a parameter that DeepSpeed holds, in new memory; all ranks ask."""
     import deepspeed
 
