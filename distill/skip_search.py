@@ -35,7 +35,7 @@ from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from jobs.protocol import Job, Run
-from jobs.run_files import lines_of, read_lines, read_object
+from jobs.run_files import journal_bytes, read_journal_lines, read_object
 from training.config import data_rules
 from training.data.packing import Sample
 from training.held_out import target_answers
@@ -209,7 +209,7 @@ def search(
     """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not
     searched again.
     """
-    found = read_lines(file, lambda values: SearchStep(**values))
+    found = read_journal_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
         raise UserError(
             f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the "
@@ -228,7 +228,7 @@ def search(
                 tried.append(SearchStep(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
             tried.sort(key=lambda step: -step.speedup)
             path.append(tried[0])
-            write_bytes(file, lines_of(map(asdict, path)))
+            write_bytes(file, journal_bytes(map(asdict, path)))
             order = [(step.kind, step.layer) for step in tried[1:]]
             left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
             ranked = order + [one for one in left if one not in order]

@@ -61,8 +61,8 @@ def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
     """
     for old, new in OPTIONS.items():  # `typed` renames them, where no command line is left
         if any(re.match(rf"\+*drafters?\b.*\b{old}\s*[:=]", argument) for argument in arguments):
-            _note(old, new)
-    return [_current_override(job, argument, _note) for argument in arguments]
+            _print_note(old, new)
+    return [_current_override(job, argument, _print_note) for argument in arguments]
 
 
 def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -70,7 +70,7 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     too.
     """
     job = str(saved.get("job"))
-    found = _renamed(saved, KEYS.get(job, {}))
+    found = _rename_keys(saved, KEYS.get(job, {}))
     if isinstance(found.get("drafters"), list):
         found["drafters"] = [_current_drafter(entry) for entry in found["drafters"]]
     if "drafter" in found:
@@ -78,7 +78,9 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     if isinstance(found.get("stage_overrides"), dict):
         found["stage_overrides"] = {
             stage: [
-                _current_override(str(stage).partition(":")[0], _interpolated(job, text, "$"))
+                _current_override(
+                    str(stage).partition(":")[0], _rename_interpolations(job, text, "$")
+                )
                 for text in overrides
             ]
             for stage, overrides in found["stage_overrides"].items()
@@ -98,10 +100,10 @@ def _current_drafter(entry: Any) -> Any:
             return entry
         if taken is None or old & taken:
             return entry
-    return _renamed(entry, OPTIONS)
+    return _rename_keys(entry, OPTIONS)
 
 
-def _renamed(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
+def _rename_keys(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
     """A mapping with today's keys, and today's values of those that were renamed."""
     return {
         names.get(key, key): _current_value(names[key], value) if key in names else value
@@ -127,10 +129,10 @@ def _current_override(
         if rest.startswith("="):
             rest = "=" + ",".join(_current_value(key, value) for value in rest[1:].split(","))
         argument = f"{match[1] or ''}{key}{rest}"
-    return _interpolated(job, _interpolated(job, argument, "$"), "@")
+    return _rename_interpolations(job, _rename_interpolations(job, argument, "$"), "@")
 
 
-def _interpolated(job: str, text: str, sign: str) -> str:
+def _rename_interpolations(job: str, text: str, sign: str) -> str:
     """A text whose interpolations name today's keys of a job. sign: `$` or, for the own keys of a
     stage, `@`.
     """
@@ -140,5 +142,5 @@ def _interpolated(job: str, text: str, sign: str) -> str:
 
 
 @cache
-def _note(old: str, new: str) -> None:
+def _print_note(old: str, new: str) -> None:
     print(f"note: the key {old} is called {new} now; the old name works until the next release")

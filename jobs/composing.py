@@ -16,7 +16,7 @@ from jobs.syntax import composition_error
 CONF = data_folder("conf")
 
 
-def composing(action: Callable[[], Any]) -> Any:
+def translate_errors(action: Callable[[], Any]) -> Any:
     """Run what composes a configuration; UserError where it cannot."""
     try:
         return action()
@@ -41,6 +41,6 @@ def compose_job(job: str, schema: type[Any], overrides: Sequence[str]) -> DictCo
     """Return the configuration of `python -m JOB OVERRIDES`. Raises UserError."""
     register(job, schema)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        found = composing(lambda: compose(job.replace(".", "_"), list(overrides)))
+        found = translate_errors(lambda: compose(job.replace(".", "_"), list(overrides)))
     assert isinstance(found, DictConfig)
     return found

@@ -18,7 +18,7 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class Use:
+class DrafterUse:
     """One way to use a drafter. Raises UserError for words that are unknown, and for two that do
     not go together.
     """
@@ -103,14 +103,14 @@ class Use:
         }
 
     @property
-    def evaluated(self) -> dict[str, Any]:
+    def eval_only(self) -> dict[str, Any]:
         """What eval.run alone lets an entry say, as far as it is said; other jobs have one rule and
         one length for all.
         """
         said = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
         return {key: value for key, value in said.items() if value is not None}
 
-    def settled(self, capabilities: Capabilities) -> Use:
+    def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
         """With the usual policy of such a drafter where none is named."""
         return (
             self
@@ -119,15 +119,15 @@ class Use:
         )
 
 
-USE = tuple(one.name for one in fields(Use))
+USE = tuple(one.name for one in fields(DrafterUse))
 
 
-def check_not_evaluated(name: str, use: Use) -> None:
+def check_not_evaluated(name: str, use: DrafterUse) -> None:
     """Raise UserError for keys that eval.run alone follows: a job that answers would pass over them
     without a word.
     """
-    if use.evaluated:
-        said = ", ".join(f"{key}={value}" for key, value in use.evaluated.items())
+    if use.eval_only:
+        said = ", ".join(f"{key}={value}" for key, value in use.eval_only.items())
         raise UserError(
             f"drafters: {name} has {said}, which eval.run alone follows. Leave it out: this job "
             f"has its own."

@@ -25,7 +25,7 @@ from decoding.models.folder import CARD, read_json
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
-from jobs.drafter_use import ALONE, USE, Use
+from jobs.drafter_use import ALONE, USE, DrafterUse
 from jobs.paths import data_folder, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
@@ -44,10 +44,10 @@ def describe(
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in [
-        *_told_apart(_expanded(entries)),
+        *_disambiguate(_expand_patterns(entries)),
         *([CONTROL] if control and CONTROL not in entries else []),
     ]:
-        mapping = _mapping(entry, target)
+        mapping = _build_mapping(entry, target)
         name = str(
             mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name
         )
@@ -71,7 +71,7 @@ def describe(
     return found
 
 
-def _expanded(entries: Sequence[Any]) -> list[Any]:
+def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
     """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names,
     each called as its card says.
 
@@ -88,17 +88,17 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
                 f"drafters: {entry!r} names no folder with a config.json in it (looked in "
                 f"{Path.cwd()})."
             )
-        found += [{"use": folder, "name": name_on_card(Path(folder))} for folder in folders]
+        found += [{"use": folder, "name": read_card_name(Path(folder))} for folder in folders]
     return found
 
 
-def _told_apart(entries: Sequence[Any]) -> list[Any]:
+def _disambiguate(entries: Sequence[Any]) -> list[Any]:
     """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as
     their cards say.
     """
     last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
     return [
-        {"use": entry, "name": name_on_card(resolve(entry))}
+        {"use": entry, "name": read_card_name(resolve(entry))}
         if isinstance(entry, str)
         and last.count(Path(entry).name) > 1
         and "/" in entry
@@ -108,7 +108,7 @@ def _told_apart(entries: Sequence[Any]) -> list[Any]:
     ]
 
 
-def name_on_card(folder: Path) -> str:
+def read_card_name(folder: Path) -> str:
     """What a drafter folder's card calls it; the folder where it has none."""
     card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
@@ -124,7 +124,9 @@ def check_entries(entries: Sequence[Any]) -> None:
         if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
             use = str(entry.get("use", ""))
             kinds = (
-                [current_target(str(entry["_target_"]))] if "_target_" in entry else _possible(use)
+                [current_target(str(entry["_target_"]))]
+                if "_target_" in entry
+                else _possible_classes(use)
             )
             given = {key: value for key, value in entry.items() if key != "use"}
             _check_keys(
@@ -132,24 +134,24 @@ def check_entries(entries: Sequence[Any]) -> None:
                 {**given, "_target_": kinds[0]},
                 kinds[1:],
             )
-            Use(**{key: entry[key] for key in USE if key in entry})
+            DrafterUse(**{key: entry[key] for key in USE if key in entry})
             if entry.get("lookup") is not None:
                 check_lookup_before(imported(str(kinds[0])))
 
 
-def _possible(use: str) -> list[str]:
+def _possible_classes(use: str) -> list[str]:
     """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows
     whether it holds a model or a head.
     """
-    if use in _names():
-        return [_target(use)]
+    if use in _known_names():
+        return [_class_path(use)]
     if Path(use).exists():
-        return [_target(head_of(use) or "chain")]
-    return [_target(name) for name in ("chain", *HEADS.values())]
+        return [_class_path(head_of(use) or "chain")]
+    return [_class_path(name) for name in ("chain", *HEADS.values())]
 
 
-def _target(name: str) -> str:
-    return str(_written(name)["_target_"])
+def _class_path(name: str) -> str:
+    return str(_class_and_options(name)["_target_"])
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
@@ -158,7 +160,7 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
 
     others: classes that it may turn out to be instead.
     """
-    kind = _kind(name, mapping)
+    kind = _find_class(name, mapping)
     taken = options_of(kind)
     if taken is None:
         return
@@ -170,7 +172,7 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
     refuse_unknown(f"drafters: {name}", kind, given, {*taken, *USE})
 
 
-def _kind(name: str, mapping: Mapping[str, Any]) -> type:
+def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
     """The class that a mapping names."""
     try:
         return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
@@ -180,13 +182,13 @@ def _kind(name: str, mapping: Mapping[str, Any]) -> type:
         ) from error
 
 
-def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
+def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:
     """How each drafter is used: as its mapping says, else as all are. The control is always used
     plainly.
     """
     return {
         name: replace(
-            Use() if name == CONTROL else default,
+            DrafterUse() if name == CONTROL else default,
             **{key: mapping[key] for key in USE if key in mapping},
         )
         for name, mapping in mappings.items()
@@ -195,7 +197,7 @@ def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
 
 def build(
     mappings: dict[str, dict[str, Any]],
-    uses: dict[str, Use],
+    uses: dict[str, DrafterUse],
     target_folder: Path,
     beside: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def build(
             check_folder(target_folder, mapping["folder"])
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
-            if uses[name].schedule in WALL and _kind(name, mapping) is ChainDrafter:
+            if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
                 made["_target_"] = WORKER
                 if beside and made.get("device") in beside:
                     made["device"] = beside[made["device"]]
@@ -244,7 +246,7 @@ def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
     return LookupFirst(imported(kind)(**named), min_match)
 
 
-def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
+def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     """The mapping of an entry; a drafter with a model folder runs as the target does, but for what
     its file and the entry say.
     """
@@ -263,17 +265,17 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
             f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose "
             f"drafters share one."
         )
-    if use in _names():
-        mapping = _mapping_of(use, given)
+    if use in _known_names():
+        mapping = _fill_mapping(use, given)
     elif Path(use).exists():
         head = head_of(use)
         named = {"name": Path(use).name} if head else {}
-        mapping = _mapping_of(head or "chain", {**named, "folder": use, **given})
+        mapping = _fill_mapping(head or "chain", {**named, "folder": use, **given})
     else:
-        raise unknown_drafter("drafters:", use, _names())
+        raise unknown_drafter("drafters:", use, _known_names())
     if "folder" in mapping:
         mapping = as_target(
-            _kind(use, mapping),
+            _find_class(use, mapping),
             {**mapping, "folder": str(resolve(mapping["folder"]))},
             backend=target.backend,
             dtype=target.dtype,
@@ -283,12 +285,12 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     return mapping
 
 
-def _names() -> list[str]:
+def _known_names() -> list[str]:
     """The names of the registry, and of files that a user has put into conf/drafter."""
     return sorted({*DRAFTERS, *(path.stem for path in CONF.glob("*.yaml"))})
 
 
-def _written(name: str) -> dict[str, Any]:
+def _class_and_options(name: str) -> dict[str, Any]:
     """The class of a name and the options that its file in conf/drafter and the registry write.
 
     Raises UserError for a name that neither gives a class.
@@ -309,9 +311,9 @@ def _written(name: str) -> dict[str, Any]:
     return written
 
 
-def _mapping_of(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _fill_mapping(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The mapping of a name with the given keys in it. Raises UserError for what is missing."""
-    mapping = {**_written(name), **given}
+    mapping = {**_class_and_options(name), **given}
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:
         raise UserError(

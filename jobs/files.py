@@ -18,10 +18,10 @@ def save_tensors(
     SafetensorError.
     """
     save_file(tensors, path, metadata)
-    let_read(path)
+    match_folder_permissions(path)
 
 
-def let_read(path: Path) -> None:
+def match_folder_permissions(path: Path) -> None:
     """safetensors writes for its owner's eyes alone; a served folder is read by others: the file
     gets what its folder allows.
     """

@@ -43,7 +43,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def interrupting(by_sigterm: bool = True) -> Iterator[None]:
+def raise_on_signals(by_sigterm: bool = True) -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt inside the block, SIGTERM raises Terminated;
     by_sigterm=False: it ends the process.
     """

@@ -27,16 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
-from jobs.composing import CONF, composing, register
+from jobs.composing import CONF, register, translate_errors
 from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
 from jobs.files import disk_error
 from jobs.help import print_help
-from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, interrupting
+from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, raise_on_signals
 from jobs.malloc import keep_memory
-from jobs.run_lock import locked
-from jobs.saved_config import as_of_now
-from jobs.stages import ON_FILE, as_member, check_given, run_on_file, run_stages
+from jobs.run_lock import lock_folder
+from jobs.saved_config import upgrade_config
+from jobs.stages import ON_FILE, check_required_settings, name_sweep_member, run_on_file, run_stages
 from jobs.syntax import check_syntax
 from jobs.tracker import check_tracker
 
@@ -60,8 +60,8 @@ def job_main(
     130.
     """
     # A rank that waits for another one in native code would not see SIGTERM as an exception.
-    with interrupting(by_sigterm=not ranks.is_rank()):
-        _guarded(lambda: _command(job, schema, function, check))
+    with raise_on_signals(by_sigterm=not ranks.is_rank()):
+        _exit_on_errors(lambda: _command(job, schema, function, check))
 
 
 def _command(
@@ -79,13 +79,13 @@ def _command(
             sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
         saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
         assert isinstance(saved, dict)
-        run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
+        run_typed(OmegaConf.create(upgrade_config(saved)), job, schema, function, check)
         return
     sys.argv[1:] = arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
+        translate_errors(lambda: print_help(job, schema, CONF, _only_overrides(arguments)))
         return
     sweep, failed = Sweep(), []
     single: list[DictConfig] = []
@@ -101,7 +101,7 @@ def _command(
     )(task)
     # Hydra raises what it finds wrong, instead of printing it with advice
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    composing(started)
+    translate_errors(started)
     if single:  # outside of Hydra, whose frames would stand around every traceback
         run_typed(single[0], job, schema, function, check)
     if failed:
@@ -122,23 +122,23 @@ def run_typed(
     before those.
     """
     config = typed(composed, schema)
-    check_given(composed)
+    check_required_settings(composed)
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     check_job(config)
     prepare_process(config)
-    ranks.adopt(config)
+    ranks.adopt_slurm_rank(config)
     check_tracker(config)
     if config.stages:
         ranks.refuse_idle(config)
-    elif ranks.sits_out(config):
+    elif ranks.is_idle_rank(config):
         return None
     if config.stages and check is not None:
         check(config)
     try:
         if not config.stages:
             return function(config)
-        with locked(Path(config.output_dir)):
+        with lock_folder(Path(config.output_dir)):
             return run_stages(config, composed)
     except OSError as error:  # any file of the run: its log, its records, its report
         if error.errno not in _NO_ROOM:
@@ -243,14 +243,14 @@ class Sweep:
 
     def __init__(self) -> None:
         self.members = 0
-        self._meeting: ranks.Meeting | None = None
+        self._meeting: ranks.RankBarrier | None = None
 
     def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
         """One member in a process of its own. Returns its exit status."""
         if self._meeting is None:
-            ranks.adopt(config)
+            ranks.adopt_slurm_rank(config)
             ranks.refuse_idle(config)
-            self._meeting = ranks.Meeting()
+            self._meeting = ranks.RankBarrier()
         self.members += 1
         status = run_on_file(plain, job, self._meeting.environment(self.members))
         self._meeting.wait(f"member {self.members}")
@@ -268,7 +268,7 @@ def _run_member(
     """
     varying = {
         override.key_or_group
-        for override in OverridesParser.create().parse_overrides(_overrides(arguments))
+        for override in OverridesParser.create().parse_overrides(_only_overrides(arguments))
         if override.is_sweep_override()
     }
     mine = [
@@ -279,7 +279,7 @@ def _run_member(
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     # Hydra's own record of a sweep; every member has its config.yaml.
     Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
-    as_member(plain, mine)
+    name_sweep_member(plain, mine)
     status = sweep.run(plain, job, typed(plain, schema))
     wrong = f"'{Path(plain.output_dir).name}' with status {status} ({plain['output_dir']})"
     if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
@@ -287,11 +287,11 @@ def _run_member(
     return [wrong] if status else []
 
 
-def _overrides(arguments: list[str]) -> list[str]:
+def _only_overrides(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
 
-def _guarded(action: Callable[[], Any]) -> Any:
+def _exit_on_errors(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except UserError as error:

@@ -37,7 +37,7 @@ class Children:
 
     def __enter__(self) -> "Children":
         self._before = {
-            number: signal.signal(number, self._hand_on)
+            number: signal.signal(number, self._forward_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         return self
@@ -78,7 +78,7 @@ class Children:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
         for process in self.processes:
             if process.poll() is None:
@@ -103,7 +103,7 @@ def is_worker() -> bool:
     return ranks.is_rank()
 
 
-def processes_wanted(config: ParallelConfig) -> int:
+def count_processes(config: ParallelConfig) -> int:
     """How many ranks the job has, which `launch` is to start unless this process is one of them.
 
     Raises UserError where kind and number contradict each other.

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import count_processes, is_worker, launch
 from jobs.run_folder import RunFolder
 
 Config = TypeVar("Config", bound=JobConfig)
@@ -73,7 +73,7 @@ class Job(ABC, Generic[Config]):
             return artefact
         self.prepare(run)
         parallel = vars(self.config).get("parallel")
-        processes = 1 if parallel is None else processes_wanted(parallel)
+        processes = 1 if parallel is None else count_processes(parallel)
         if processes > 1 and not is_worker():
             launch(self.config.job, folder.path / "config.yaml", processes)
         else:

@@ -93,7 +93,7 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if not _LOCAL_RANK.fullmatch(text)]
 
 
-def adopt(config: JobConfig) -> None:
+def adopt_slurm_rank(config: JobConfig) -> None:
     """Where parallel.launcher says Slurm, put Slurm's word for this process's rank into torchrun's
     variables.
     """
@@ -172,7 +172,7 @@ def _shares_work(config: JobConfig) -> bool:
     return isinstance(parallel, ParallelConfig) and parallel.kind != "single"
 
 
-def sits_out(config: JobConfig) -> bool:
+def is_idle_rank(config: JobConfig) -> bool:
     """True on ranks that have no part in a job of one process: rank 0 does it. Raises UserError
     where nobody wants such ranks (`refuse_idle`).
     """
@@ -186,7 +186,7 @@ def sits_out(config: JobConfig) -> bool:
     return False
 
 
-class Meeting:
+class RankBarrier:
     """Where the ranks that run an experiment's stages, or a sweep's members, wait for each other;
     one rank waits for nobody.
 

@@ -91,13 +91,13 @@ def _object(content: bytes) -> dict[str, Any]:
     return value
 
 
-def line_of(record: Mapping[str, Any]) -> bytes:
+def journal_line(record: Mapping[str, Any]) -> bytes:
     """A record as a line of a journal: its JSON with the checksum as the last key."""
     body = json.dumps(record).encode()
     return body[:-1] + b', "crc32": "%08x"}\n' % zlib.crc32(body)
 
 
-def record_of(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> dict[str, Any]:
     """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose
     checksum does not match.
     """
@@ -114,7 +114,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Lines(Generic[Made]):
+class JournalContent(Generic[Made]):
     """What a journal holds."""
 
     records: list[Made]
@@ -130,7 +130,7 @@ class Lines(Generic[Made]):
             print(f"{path}, {self.wrong[0]}{more}: left out, and {again}")
 
 
-def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made]:
+def read_journal_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> JournalContent[Made]:
     """The whole records of a journal as `make` gives them; empty for no file."""
     content = path.read_bytes() if path.is_file() else b""
     ended = content.rfind(b"\n") + 1
@@ -140,13 +140,13 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made
         if not line.strip():
             continue
         try:
-            records.append(make(record_of(line)))
+            records.append(make(parse_record(line)))
             kept.append(line + b"\n")
         except WRONG as error:  # DamagedLineError is one of them
             wrong.append(f"line {number}: {reason_of(error, line)}")
-    return Lines(records, b"".join(kept), wrong, len(content) - ended)
+    return JournalContent(records, b"".join(kept), wrong, len(content) - ended)
 
 
-def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
+def journal_bytes(records: Iterable[Mapping[str, Any]]) -> bytes:
     """Records as the content of a journal."""
-    return b"".join(map(line_of, records))
+    return b"".join(map(journal_line, records))

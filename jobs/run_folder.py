@@ -26,7 +26,7 @@ from jobs.files import write_text
 from jobs.paths import ROOT, data_folder, is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
-from jobs.saved_config import as_of_now, read_config, stamped, with_defaults
+from jobs.saved_config import add_stamp, fill_defaults, read_config, upgrade_config
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of
 # additions, so that a run may move to another machine.
@@ -64,14 +64,14 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
         self._schema = type(config)
-        self.config = _read_alone(plain(config))
+        self.config = _drop_unused_target_config(plain(config))
         self.was_dry = False  # whether all that the folder holds is of a dry run
         self._lock = hold(self.path)
         self._artefacts: tuple[Path, ...] = ()
         self._refuse_other_config()
         if ranks.rank() == 0:  # it writes for all
             write_text(
-                self.path / CONFIG, stamped(OmegaConf.to_yaml(OmegaConf.create(self.config)))
+                self.path / CONFIG, add_stamp(OmegaConf.to_yaml(OmegaConf.create(self.config)))
             )
         self.started = time.time()
 
@@ -151,7 +151,7 @@ class RunFolder:
             f"If this command is the one that began {self.path}, delete the file and run the "
             f"command again; else give another output_dir=",
         )
-        before = with_defaults(as_of_now(before), plain(self._schema()))
+        before = fill_defaults(upgrade_config(before), plain(self._schema()))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
@@ -166,7 +166,7 @@ class RunFolder:
             )
 
 
-def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without the target's published one where the target's folder is there:
     nothing reads it then.
     """

@@ -39,10 +39,10 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         """Raises UserError naming the process that holds the folder."""
         path = folder / LOCK
-        self.descriptor = _taken(path)
+        self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps(_ourselves(), indent=1).encode(), 0)
-        os.environ[_HELD] = os.pathsep.join([*_held(), str(folder)])
+        os.pwrite(self.descriptor, json.dumps(_describe_self(), indent=1).encode(), 0)
+        os.environ[_HELD] = os.pathsep.join([*_held_folders(), str(folder)])
         weakref.finalize(self, _release, path, self.descriptor, os.getpid())
 
 
@@ -70,7 +70,7 @@ def hold(folder: Path) -> RunLock | None:
             f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir="
         ) from error
     folder = folder.resolve()
-    if ranks.rank() > 0 or str(folder) in _held():
+    if ranks.rank() > 0 or str(folder) in _held_folders():
         return _locks.get(folder)
     lock = RunLock(folder)
     _locks[folder] = lock
@@ -79,7 +79,7 @@ def hold(folder: Path) -> RunLock | None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a run folder inside the block, as `hold` does."""
     lock = hold(folder)
     yield
@@ -110,11 +110,11 @@ def held_descriptors() -> list[int]:
     return [lock.descriptor for lock in _locks.values()]
 
 
-def _held() -> list[str]:
+def _held_folders() -> list[str]:
     return [folder for folder in os.environ.get(_HELD, "").split(os.pathsep) if folder]
 
 
-def _taken(path: Path) -> int:
+def _acquire(path: Path) -> int:
     """An open lock file that is ours. Raises UserError where it is another's."""
     while True:
         try:
@@ -126,7 +126,7 @@ def _taken(path: Path) -> int:
         try:
             free = _flock(descriptor)
             owner = _owner(descriptor)
-            if not free or _may_live(owner):
+            if not free or _may_be_running(owner):
                 raise _in_use(path, owner)
             # The owner before may have removed the file between our opening and our locking it.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -149,7 +149,7 @@ def _flock(descriptor: int) -> bool:
     return True
 
 
-def _ourselves() -> dict[str, Any]:
+def _describe_self() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -168,7 +168,7 @@ def _owner(descriptor: int) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
 
 
-def _may_live(owner: dict[str, Any]) -> bool:
+def _may_be_running(owner: dict[str, Any]) -> bool:
     """Whether the owner runs. A process of another host may; a number that another process has now
     does not count.
     """
@@ -211,7 +211,7 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
             f"Whether it still runs cannot be seen from this host: if it does not, delete {path} "
             f"and run again"
         )
-    if not _may_live(owner):
+    if not _may_be_running(owner):
         return UserError(
             f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
             f"End that one, or wait for it"
@@ -226,4 +226,6 @@ def _release(path: Path, descriptor: int, pid: int) -> None:
         return
     path.unlink(missing_ok=True)
     os.close(descriptor)
-    os.environ[_HELD] = os.pathsep.join(folder for folder in _held() if folder != str(path.parent))
+    os.environ[_HELD] = os.pathsep.join(
+        folder for folder in _held_folders() if folder != str(path.parent)
+    )

@@ -16,7 +16,7 @@ from jobs.run_files import WRONG, damaged, json_kind
 _STAMP = "# sha256 of the lines below: "
 
 
-def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
+def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
     """A saved configuration as today's: with today's keys, and before `max_seconds` there was,
     `max_epochs` bounded nothing beside `max_steps`.
     """
@@ -29,12 +29,12 @@ def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
     return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
 
 
-def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+def fill_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     """Fill in the keys that a saved configuration lacks because they came later. usual: today's
     configuration with every default.
     """
     inner = {
-        key: with_defaults(value, usual[key])
+        key: fill_defaults(value, usual[key])
         if isinstance(value, dict) and isinstance(usual.get(key), dict)
         else value
         for key, value in saved.items()
@@ -42,7 +42,7 @@ def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any
     return {**usual, **inner}
 
 
-def stamped(text: str) -> str:
+def add_stamp(text: str) -> str:
     """A configuration's text below a line with its hash, so that a torn file is not taken for
     another configuration.
     """
@@ -58,7 +58,7 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
         if not text.strip():
             raise ValueError("it is empty")
         first, _, rest = text.partition("\n")
-        if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
+        if first.startswith(_STAMP) and first != add_stamp(rest).partition("\n")[0]:
             raise ValueError("its lines are not those that were written")
         value = yaml.safe_load(text)
         if type(value) is not dict:

@@ -30,11 +30,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
-from jobs.composing import CONF, compose_job, composing
+from jobs.composing import CONF, compose_job, translate_errors
 from jobs.config import JobConfig, typed
 from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
-from jobs.ranks import Meeting
+from jobs.ranks import RankBarrier
 from jobs.schemas import schema_of
 
 ON_FILE = "--config-file"
@@ -56,7 +56,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Given:
+class StageOverride:
     """One override of a stage; `values` are those of a sweep, each with its text, else one."""
 
     key: str
@@ -73,7 +73,7 @@ class Given:
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order. Raises UserError naming the stage that failed."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
-    meeting, started, number = Meeting(), time.time(), 0
+    meeting, started, number = RankBarrier(), time.time(), 0
     for position, stage in enumerate(stages, start=1):
         if meeting.rank == 0:
             print(f"[{position}/{len(stages)}] {stage.name}", flush=True)
@@ -92,7 +92,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             )
     if config.dry_run and meeting.rank == 0:
         folders = [str(member.output_dir) for stage in stages for member in stage.members]
-        _say_total([config.output_dir, *folders], started)
+        _print_total([config.output_dir, *folders], started)
 
 
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
@@ -103,14 +103,14 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     """
     job, _, label = name.partition(":")
     try:
-        given = _given(name, config, composed)
+        given = _parse_overrides(name, config, composed)
         chosen = {one.key: one.values[0][0] for one in given if one.is_of_conf}
         is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
         texts = list(chosen.values())
         schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
         own = compose_job(job, schema, texts)
         OmegaConf.set_struct(own, False)
-        written = {key: OmegaConf.select(own, key) for key in _written_by(chosen)}
+        written = {key: OmegaConf.select(own, key) for key in _keys_written_by(chosen)}
         # A stage of the called job goes on with what is written there, `${...}` and all.
         resolved = has_own_experiment or not is_called_job
         found: Any = OmegaConf.to_container(composed, resolve=resolved)
@@ -124,7 +124,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
         own.stages, own.stage_overrides = [], {}
         own.output_dir = os.path.join(config.output_dir, label or name)
         sweeps = SWEEP in config.stage_overrides.get(name, [])
-        members = list(_members(own, [one for one in given if not one.is_of_conf], sweeps))
+        members = list(_sweep_members(own, [one for one in given if not one.is_of_conf], sweeps))
         for member in members:
             typed(member, schema)
     except UserError as error:
@@ -132,7 +132,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     return Stage(name, job, schema, members)
 
 
-def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
+def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
     """The overrides of a stage, Hydra's own; `-m` among them allows several values (`key=1,2`).
 
     In them `{output_dir}` is the experiment's folder, `${key}` the experiment's value of a key, and
@@ -145,13 +145,13 @@ def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
         node = OmegaConf.select(composed, forwarded[2]) if forwarded else None
         if forwarded and OmegaConf.is_config(node):
             value = OmegaConf.to_container(node, resolve=True)
-            given.append(Given(forwarded[1], [(text, value)], is_whole=True))
+            given.append(StageOverride(forwarded[1], [(text, value)], is_whole=True))
         elif text != SWEEP:
-            given.append(_parsed(resolved, config.output_dir, SWEEP in raw))
+            given.append(_parse_override(resolved, config.output_dir, SWEEP in raw))
     return given
 
 
-def _written_by(chosen: Mapping[str, str]) -> Iterator[str]:
+def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
     """Dotted keys that chosen files write outside of their own group, as a kind of head does with
     its loss. chosen: group -> override.
     """
@@ -169,41 +169,43 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _parsed(text: str, folder: str, sweeps: bool) -> Given:
+def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
     """One override as Hydra reads it."""
     parser = OverridesParser.create()
     text = text.replace("{output_dir}", _FOLDER).replace("@{", "${")
-    override = composing(lambda: parser.parse_override(text))
+    override = translate_errors(lambda: parser.parse_override(text))
     texts = [text]
     if override.is_sweep_override():
         if not sweeps:
             raise UserError(f"'{text}' has several values, which want {SWEEP} among the overrides")
         texts = [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
-    values = [_in_folder(parser.parse_override(one).value(), folder) for one in texts]
+    values = [_insert_folder(parser.parse_override(one).value(), folder) for one in texts]
     texts = [one.replace(_FOLDER, folder) for one in texts]
-    return Given(override.key_or_group, list(zip(texts, values, strict=True)))
+    return StageOverride(override.key_or_group, list(zip(texts, values, strict=True)))
 
 
-def _in_folder(value: Any, folder: str) -> Any:
+def _insert_folder(value: Any, folder: str) -> Any:
     """A value with the experiment's folder in it."""
     if isinstance(value, list):
-        return [_in_folder(one, folder) for one in value]
+        return [_insert_folder(one, folder) for one in value]
     if isinstance(value, dict):
-        return {key: _in_folder(one, folder) for key, one in value.items()}
+        return {key: _insert_folder(one, folder) for key, one in value.items()}
     return value.replace(_FOLDER, folder) if isinstance(value, str) else value
 
 
-def _members(own: DictConfig, given: Sequence[Given], sweeps: bool) -> Iterator[DictConfig]:
+def _sweep_members(
+    own: DictConfig, given: Sequence[StageOverride], sweeps: bool
+) -> Iterator[DictConfig]:
     """The configurations of a sweep, one a combination of values; without one the only one."""
     for values in itertools.product(*(one.values for one in given)):
         member = own.copy()
         for one, (_, value) in zip(given, values, strict=True):
             OmegaConf.update(member, one.key, value, merge=not one.is_whole)
         texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
-        yield as_member(member, texts) if sweeps else member
+        yield name_sweep_member(member, texts) if sweeps else member
 
 
-def as_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
+def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
     """Give a member of a sweep a folder of its own, named by the overrides that vary, and the
     sweep's group in Weights & Biases.
     """
@@ -214,7 +216,7 @@ def as_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
     return config
 
 
-def _say_total(folders: Sequence[str], started: float) -> None:
+def _print_total(folders: Sequence[str], started: float) -> None:
     """What the dry runs of all stages, and of all members of their sweeps, counted together, each
     at the pace that it assumes.
     """
@@ -241,7 +243,7 @@ def _say_total(folders: Sequence[str], started: float) -> None:
         print(f"all stages together: {told}{missing}; evaluations are not counted")
 
 
-def check_given(composed: DictConfig) -> None:
+def check_required_settings(composed: DictConfig) -> None:
     """Raise UserError for a setting that the experiment asks of its caller (`${key}`, empty by
     default) and that was not given.
     """

@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from jobs.config import JobConfig, TrackerConfig
 from jobs.files import write_bytes, write_text
 from jobs.ranks import rank
-from jobs.run_files import WRONG, DamagedLineError, damaged, record_of
+from jobs.run_files import WRONG, DamagedLineError, damaged, parse_record
 from jobs.run_folder import RunFolder
 
 # its public server, under which logins are stored whatever address now leads there
@@ -96,7 +96,7 @@ class Tracker:
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                if record_of(line)["step"] <= step:
+                if parse_record(line)["step"] <= step:
                     kept.append(line + b"\n")
             except WRONG as error:
                 # else the write that a kill interrupted: its step is made again
@@ -115,7 +115,7 @@ class Tracker:
             self._board = _start_tensorboard(self.path.parent, step + 1)
 
 
-class Recording:
+class TrackedRun:
     """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker
     closed last; other ranks get None.
     """

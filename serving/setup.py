@@ -25,8 +25,8 @@ from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
 from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
-from jobs.drafter_use import Use, check_not_evaluated
-from jobs.drafters import build, describe, name_on_card, uses
+from jobs.drafter_use import DrafterUse, check_not_evaluated
+from jobs.drafters import build, describe, read_card_name, uses
 from jobs.paths import resolve
 from serving.config import GenerateConfig
 
@@ -157,15 +157,15 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
 
 def load_drafter(
     cfg: GenerateConfig, target_folder: Path, device: str
-) -> tuple[Drafter | None, Use]:
+) -> tuple[Drafter | None, DrafterUse]:
     """The drafter that the configuration names, and how the loop uses it; None for
     plain decoding.
     """
     found = _mapping(cfg, device)
     if found is None:
-        return None, Use()
+        return None, DrafterUse()
     name, mapping = found
-    use = uses({name: mapping}, Use(cfg.stopping))
+    use = uses({name: mapping}, DrafterUse(cfg.stopping))
     check_not_evaluated(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
@@ -194,7 +194,7 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
     use_name = str(entry.get("use", ""))
     # such folders are all called `drafter`
     if "name" not in entry and Path(use_name).expanduser().is_dir():
-        entry["name"] = name_on_card(Path(use_name).expanduser())
+        entry["name"] = read_card_name(Path(use_name).expanduser())
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
     if _holds_head(mapping):

@@ -22,7 +22,8 @@ TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=51
 # job -> what a dry run needs beyond its defaults
 DRY_RUNS = {
     "distill.compact": "model=padded",
-    "distill.pretrain": "",
+    "distill.pretrain": "model.hidden_size=64 model.num_hidden_layers=2 "
+    "model.num_attention_heads=2 model.intermediate_size=128",
     "distill.prune": "target=embedded student=shallow data=embedded",
     "distill.quality": "",
     "distill.regenerate": "",
@@ -145,7 +146,7 @@ def test_help_lists_settings_and_configurations(installed: Path, folder: Path):
 
 def test_the_embedded_target_is_distilled_and_measured(installed: Path, folder: Path):
     shape = "student.num_hidden_layers=1 held_out.max_prompts=2 held_out.max_new_tokens=4"
-    train = f"shallow-draft distill.train experiment=tiny data.max_samples=20 {TOY_LOOP} {shape}"
+    train = f"shallow-draft distill.train data.max_samples=20 {TOY_LOOP} {shape}"
     output(installed, folder, f"{train} output_dir=runs/tiny")
     assert (folder / "runs/tiny/drafter/model.safetensors").is_file()
     measure = "max_prompts=2 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50"
@@ -156,6 +157,8 @@ def test_the_embedded_target_is_distilled_and_measured(installed: Path, folder: 
     )
     assert "prompt_lookup" in told
     assert (folder / "runs/eval.run/default/results.jsonl").stat().st_size
+    output(installed, folder, "shallow-draft eval.compare runs=[runs/eval.run/default]")
+    assert (folder / "runs/eval.compare/default/comparison.html").stat().st_size
 
 
 @pytest.mark.parametrize("job", DRY_RUNS)

@@ -30,7 +30,7 @@ from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
 from jobs.aliases import current_costs
-from jobs.drafter_use import Use, check_not_evaluated
+from jobs.drafter_use import DrafterUse, check_not_evaluated
 from jobs.drafters import build, describe, uses
 from jobs.files import write_text
 from jobs.run_files import read_object
@@ -102,16 +102,16 @@ class AnswerGenerator:
         )
 
     @cached_property
-    def drafting(self) -> tuple[Drafter | None, Use]:
+    def drafting(self) -> tuple[Drafter | None, DrafterUse]:
         """The drafter and how it is used; what does not fit the target is told here."""
         mappings = describe_drafter(self.config)
         if not mappings:
-            return None, Use()
-        used = uses(mappings, Use())
+            return None, DrafterUse()
+        used = uses(mappings, DrafterUse())
         (drafter,) = build(mappings, used, self.folder).values()
         drafter.prepare(self.target, None)
         (use,) = used.values()
-        return drafter, use.settled(drafter.capabilities)
+        return drafter, use.with_default_stopping(drafter.capabilities)
 
     def load(self) -> None:
         """Load what is loaded by the first request otherwise. Raises UserError for a target or
@@ -229,7 +229,7 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
             f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they "
             f"would all draw the same answers"
         )
-    for name, use in uses(mappings, Use()).items():
+    for name, use in uses(mappings, DrafterUse()).items():
         check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(

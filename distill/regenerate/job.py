@@ -44,7 +44,7 @@ from jobs.amounts import hours
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.files import write_text
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import count_processes, is_worker, launch
 from jobs.paths import resolve
 from jobs.run_folder import RunFolder
 from training.config import data_rules
@@ -67,7 +67,7 @@ def run(config: RegenerateConfig) -> Path:
         return artefact
     target_folder = folder_of(config.target, dry_run=False)
     check_model(target_folder)
-    processes = processes_wanted(config.parallel)
+    processes = count_processes(config.parallel)
     if processes > 1:
         refuse_parallel(config.target)
     run_folder = RunFolder(config)

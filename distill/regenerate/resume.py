@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.files import write_bytes
-from jobs.run_files import lines_of, read_lines
+from jobs.run_files import journal_bytes, read_journal_lines
 
 Record = Mapping[str, Any]
 AGAIN = "its answer is made again"
@@ -26,7 +26,7 @@ class Journal:
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
         """make: raises TypeError, ValueError or KeyError for a record that is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = read_lines(path, make)
+        lines = read_journal_lines(path, make)
         lines.report(path, AGAIN)
         if lines.torn:
             print(
@@ -47,7 +47,7 @@ class Journal:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write the records, one a line, and force them to the disk."""
-        self._file.write(lines_of(records))
+        self._file.write(journal_bytes(records))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -56,6 +56,6 @@ def read_journal(path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> li
     """The records of a journal as `make` gives them; a line that is damaged, or is being written by
     another rank, is passed over.
     """
-    lines = read_lines(path, make)
+    lines = read_journal_lines(path, make)
     lines.report(path, AGAIN)
     return lines.records

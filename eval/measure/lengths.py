@@ -13,7 +13,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
 from eval.config import EvalConfig
 from eval.statistics.schema import DrafterFacts
-from jobs.drafter_use import ALONE, Use
+from jobs.drafter_use import ALONE, DrafterUse
 
 # Rule -> how a row at `gamma` came by it.
 RULES: dict[str, str] = {
@@ -54,7 +54,7 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
 
 
 def own_cap_of(
-    name: str, use: Use, capabilities: Capabilities, target: Target, usual: int
+    name: str, use: DrafterUse, capabilities: Capabilities, target: Target, usual: int
 ) -> int | None:
     """The most tokens of a draft where the drafter's stopping rule ends each one by itself; None
     where gamma does.

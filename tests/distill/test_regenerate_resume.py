@@ -17,7 +17,7 @@ import pytest
 from decoding.errors import UserError
 from distill.regenerate.resume import Journal, read_journal
 from jobs.job import CONF
-from jobs.run_files import read_lines
+from jobs.run_files import read_journal_lines
 
 from .regenerating import (
     CHATS,
@@ -156,7 +156,7 @@ def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
         ) + damage.count(whole.splitlines()[0])
         with Journal(path):
             pass
-        assert read_lines(path, dict).wrong == [] and read_journal(path) == left
+        assert read_journal_lines(path, dict).wrong == [] and read_journal(path) == left
 
 
 def test_every_flipped_bit_of_a_journal_is_found(tmp_path: Path):

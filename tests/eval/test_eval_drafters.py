@@ -22,7 +22,7 @@ from eval.measure.setup import load, middle_prompt
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
 
 from . import tiny
@@ -54,7 +54,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     weights.write_bytes(weights.read_bytes()[:-100])
     mappings = describe([str(home / "cut")], target, False)
     with pytest.raises(UserError, match="model.safetensors: has .* bytes, but its header promises"):
-        build(mappings, uses(mappings, Use()), home / "target")
+        build(mappings, uses(mappings, DrafterUse()), home / "target")
     tree = describe(
         [{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}],
         target,
@@ -69,17 +69,17 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         describe(["multi_candidate"], target, False)
     given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)
     assert list(given) == ["shallow+confidence", "prompt_lookup"]
-    used = uses(given, Use(schedule="pearl_virtual"))
+    used = uses(given, DrafterUse(schedule="pearl_virtual"))
     assert used == {
-        "shallow+confidence": Use("confidence", None, "pearl_virtual"),
-        "prompt_lookup": Use(),
+        "shallow+confidence": DrafterUse("confidence", None, "pearl_virtual"),
+        "prompt_lookup": DrafterUse(),
     }
     with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed"):
-        uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), Use())
+        uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), DrafterUse())
     with pytest.raises(
         UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"
     ):
-        Use(schedule="both")
+        DrafterUse(schedule="both")
     with pytest.raises(UserError, match="two entries are called 'shallow'"):
         describe([str(home / "shallow")] * 2, target, control=False)
     with pytest.raises(UserError, match="is empty"):
@@ -166,7 +166,7 @@ def test_lookup_goes_before_any_model_and_no_other(home):
     kinds = ("graph", "static_tree", "ouroboros")
     entries = [{"use": name, "folder": str(home / "shallow"), "lookup": 4} for name in kinds]
     mappings = describe([{"use": str(home / "shallow"), "lookup": 3}, *entries], target, False)
-    made = build(mappings, uses(mappings, Use()), home / "target")
+    made = build(mappings, uses(mappings, DrafterUse()), home / "target")
     assert list(made) == ["shallow+lookup", *kinds]
     assert {name: (type(one.drafter).__name__, one.min_match) for name, one in made.items()} == {
         "shallow+lookup": ("ChainDrafter", 3),
@@ -203,7 +203,7 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         ),
     ):
         with pytest.raises(UserError, match=words):
-            uses(describe([{"use": str(home / "shallow"), **wrong}], target, False), Use())
+            uses(describe([{"use": str(home / "shallow"), **wrong}], target, False), DrafterUse())
     rows = read_rows(
         run(config(home, "looked_up", drafters=entries, temperatures=[0.0], sweep=[3]))
         / "results.jsonl"

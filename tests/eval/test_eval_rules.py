@@ -28,7 +28,7 @@ from eval.run import run
 from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 
 from . import tiny
 from .tiny import config
@@ -300,24 +300,24 @@ def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
     recorded = load_target(home / "target", dtype="float64", execution="graph")
     chain, lookup = ChainDrafter.capabilities, PromptLookup.capabilities
     for name in SELF_ENDING:
-        assert own_cap_of("x", Use(name), chain, target, 16) == 16
-        assert own_cap_of("x", Use(name, max_draft_tokens=3), chain, target, 16) == 3
-        assert own_cap_of("x", Use(name), lookup, target, 16) is None
-        assert own_cap_of("x", Use(name), chain, recorded, 16) is None, (
+        assert own_cap_of("x", DrafterUse(name), chain, target, 16) == 16
+        assert own_cap_of("x", DrafterUse(name, max_draft_tokens=3), chain, target, 16) == 3
+        assert own_cap_of("x", DrafterUse(name), lookup, target, 16) is None
+        assert own_cap_of("x", DrafterUse(name), chain, recorded, 16) is None, (
             "each width would be a recording"
         )
     for name in ("fixed", "cost_ratio"):
-        assert own_cap_of("x", Use(name), chain, target, 16) is None
-    assert own_cap_of("x", Use("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
+        assert own_cap_of("x", DrafterUse(name), chain, target, 16) is None
+    assert own_cap_of("x", DrafterUse("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
     assert (
-        own_cap_of("x", Use("confidence", schedule="pearl_virtual"), chain, target, 16) is None
+        own_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16) is None
     ), "a chunk is gamma"
     with pytest.raises(
         UserError, match="x has max_draft_tokens=9, but this target records its steps"
     ):
-        own_cap_of("x", Use("entropy", max_draft_tokens=9), chain, recorded, 16)
+        own_cap_of("x", DrafterUse("entropy", max_draft_tokens=9), chain, recorded, 16)
     with pytest.raises(UserError, match="stopping=fixed ends no draft"):
-        own_cap_of("x", Use("fixed", max_draft_tokens=9), chain, target, 16)
+        own_cap_of("x", DrafterUse("fixed", max_draft_tokens=9), chain, target, 16)
     assert (
         rule_of("serial", given=True, own_cap=16)
         == rule_of("serial", given=False, own_cap=16)

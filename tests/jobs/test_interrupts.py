@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import QualityConfig
-from jobs.interrupts import INTERRUPTED, Terminated, interrupting
+from jobs.interrupts import INTERRUPTED, Terminated, raise_on_signals
 from jobs.job import job_main
 from jobs.stages import ON_FILE
 
@@ -104,7 +104,7 @@ def test_a_signal_in_a_job_is_reported_with_its_status(
 
 def test_a_rank_leaves_sigterm_to_the_system():
     """It may wait for another rank in native code, where no handler of Python runs."""
-    with interrupting(by_sigterm=False):
+    with raise_on_signals(by_sigterm=False):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with interrupting(), pytest.raises(Terminated):
+    with raise_on_signals(), pytest.raises(Terminated):
         signal.raise_signal(signal.SIGTERM)
