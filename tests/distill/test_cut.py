@@ -176,7 +176,7 @@ def test_a_students_weights_are_copies():
             "num_key_value_heads is 6, the target has 3",
         ),
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
-        ({"head_dim": 4}, "rope turns each channel"),
+        ({"head_dim": 4}, "rope rotates each channel"),
         (
             {"num_attention_heads": 3, "num_key_value_heads": 2},
             "not a multiple of num_key_value_heads",
@@ -229,7 +229,7 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
             f"student.name is {name}, and with this target's vocabulary of 32,000 the shape has "
             f"17.0 M" in note
         )
-        assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
+        assert note.endswith(f"{name.rsplit('_')[0]}_17m")
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
             ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
-            "has 2 query heads to a key/value head",
+            "has 2 query heads per key/value head",
         ),
         (
             ["student.num_attention_heads=3", "student.num_key_value_heads=2"],

@@ -133,7 +133,7 @@ def test_a_dry_run_says_what_it_costs(
 ):
     skip_search.run(configured(target, tmp_path, "dry_run=true"))
     assert "8 sub-layers" in (said := capsys.readouterr().out)
-    assert "forwards over the target's answers" in said
+    assert "forward passes over the target's answers" in said
     assert json.loads((tmp_path / "skips.json").read_text())["dry_run"], "a stand-in that says so"
     skip_search.run(configured(target, tmp_path))
     assert "dry_run" not in json.loads((tmp_path / "skips.json").read_text())

@@ -82,14 +82,14 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
     ("shape", "words"),
     [
         (StudentConfig(num_hidden_layers=5), "the target has 4; use init=random"),
-        (StudentConfig(num_hidden_layers=0), "at least one layer"),
+        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1"),
         (StudentConfig(num_hidden_layers=1, layers=[4]), "from 0 to 3"),
         (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
         (StudentConfig(hidden_size=64), "student.hidden_size is 64, the target's is 32"),
         (StudentConfig(init="copy"), "expected layers, folder, random"),
         (
             StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2),
-            "no multiple of",
+            "not a multiple of",
         ),
     ],
 )
