@@ -1,8 +1,6 @@
-"""What a setting may be, in one table: `Settings`, the warpers, the jobs and whoever takes settings
-from outside ask it.
+"""Valid values of settings, in one table for `Settings`, the warpers, the jobs and the server.
 
-Numbers are numbers: a bool is neither an int nor a float here, and NaN and infinity are no values
-of anything.
+A bool is neither an int nor a float here, and NaN and infinity are never valid.
 """
 
 import math
@@ -13,29 +11,29 @@ from typing import Any
 
 from decoding.errors import UserError
 
-# all noise is keyed by 64 bits: a seed beyond them, or below 0, would be another one's
+# all noise is keyed by 64 bits: any other seed would repeat one of these
 LARGEST_SEED = 2**64 - 1
-# below, logits over the temperature overflow float32; greedy decoding is temperature 0
+# below, logits / temperature overflow float32; temperature 0 is greedy decoding
 COLDEST, HOTTEST = 1e-5, 1e5
-LARGEST = 2**31 - 1  # of a count
+LARGEST = 2**31 - 1  # the largest count
 SHOWN = 60  # characters of a value that a message quotes
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Whether a value is fine, and what is expected, in words."""
+    """A test of values, and the expectation in words."""
 
     fits: Callable[[Any], bool]
     expected: str
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an int; a bool is none."""
+    """Return whether the value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite int or float; a bool is none."""
+    """Return whether the value is a finite int or float and not a bool."""
     if not (is_int(value) or isinstance(value, float)):
         return False
     try:
@@ -45,7 +43,7 @@ def is_number(value: Any) -> bool:
 
 
 def whole(least: int, most: int = LARGEST, note: str = "") -> Rule:
-    """A whole number from `least` to `most`; note: what an end of the range means."""
+    """Return the rule for whole numbers from `least` to `most`; the note explains a bound."""
     return Rule(
         lambda value: is_int(value) and least <= value <= most,
         f"a whole number from {least} to {most}{note}",
@@ -53,7 +51,7 @@ def whole(least: int, most: int = LARGEST, note: str = "") -> Rule:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text that UTF-8 can hold: no half of a surrogate pair is in it."""
+    """Return whether the value is a text that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and lone_surrogate(value) is None
 
 
@@ -61,34 +59,32 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Return where half of a surrogate pair is alone, which no encoding holds (of a cut emoji,
-    say); None: nowhere.
-    """
+    """Return the index of the first lone surrogate (such as a cut emoji), None if there is none."""
     found = _SURROGATE.search(text)
     return None if found is None else found.start()
 
 
 def texts(value: Any) -> bool:
-    """Whether it is a list or tuple of texts, none empty."""
+    """Return whether the value is a list or tuple of nonempty texts."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
 def ids(value: Any) -> bool:
-    """Whether it holds token ids alone."""
+    """Return whether the value is a collection of token ids."""
     return isinstance(value, list | tuple | set | frozenset) and all(
         is_int(one) and one >= 0 for one in value
     )
 
 
 def optional(rule: Rule) -> Rule:
-    """The rule, or None."""
+    """Return a rule that also accepts None."""
     return Rule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
 
 
 SWITCH = Rule(lambda value: isinstance(value, bool), "True or False")
 FUNCTION = Rule(callable, "a function")
 
-# Name of a setting, in `Settings` and in the jobs' configurations alike -> what it may be.
+# name of a setting, in `Settings` and in the jobs' configurations -> its valid values
 RULES: dict[str, Rule] = {
     "max_new_tokens": whole(1),
     "temperature": Rule(
@@ -116,7 +112,7 @@ RULES: dict[str, Rule] = {
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,
-    # Of `load` and `load_target`.
+    # of `load` and `load_target`
     "device": Rule(
         lambda value: (
             isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is not None
@@ -131,8 +127,9 @@ RULES: dict[str, Rule] = {
 
 
 def check_value(name: str, value: Any, rule: Rule | None = None, key: str = "") -> None:
-    """Raise UserError for a value that the setting of this name cannot have. key: what the message
-    calls it, where not its name.
+    """Raise UserError for a value that is invalid for this setting.
+
+    key: the name in the message, if it differs.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):
@@ -140,24 +137,24 @@ def check_value(name: str, value: Any, rule: Rule | None = None, key: str = "") 
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """`check_value` for each."""
+    """Check each value by the rule of its name."""
     for name, value in values.items():
         check_value(name, value)
 
 
 def check_settings(config: Any, names: Sequence[str]) -> None:
-    """`check_value` for these fields of a job's configuration."""
+    """Check these fields of a job's configuration."""
     check_values({name: vars(config)[name] for name in names})
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise UserError for a value that is none of the words that the setting takes."""
+    """Raise UserError for a value that is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise UserError(f"{name} {shown(value)} is unknown, expected one of {', '.join(choices)}.")
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: short, whatever it is."""
+    """Return a value as a message quotes it, at most `SHOWN` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

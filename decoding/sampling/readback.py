@@ -1,6 +1,4 @@
-"""What a round reads of the device: a rule's decision, and with it what the drafter asked for and
-whether the numbers are numbers.
-"""
+"""Device-to-host reads of a round: one wait for the decision, the drafter's tensors and checks."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +13,10 @@ from decoding.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """The largest of some numbers: NaN where one of them is, infinite where one is plus infinity or
-    all are minus infinity.
+    """A check for NaN and infinities, by the largest of some numbers.
 
-    Minus infinity among others rules a token out, and is fine.
+    The largest is NaN if any number is, and infinite if one is plus infinity or all are minus
+    infinity. Minus infinity among finite numbers only rules a token out, and is allowed.
     """
 
     largest: Tensor
@@ -36,18 +34,17 @@ class FiniteCheck:
 
 
 def finite_check(values: Tensor, whose: str, what: str) -> FiniteCheck:
-    """The watch over some numbers, in one operation."""
+    """Return the check of some values, made in one operation."""
     return FiniteCheck(values.amax(), whose, what)
 
 
 class DeviceReadback:
-    """`cuda.read` for one round: the first call brings some further tensors along, at no further
-    wait.
-    """
+    """`devices.read` of one round, whose first call also reads the drafter's tensors and checks."""
 
     def __init__(self, *along: Tensor, watched: Sequence[FiniteCheck] = ()) -> None:
-        """watched: refused with a UserError where they are NaN or infinite: here on a host that
-        does not run ahead, else when they are read.
+        """Add tensors and checks to the first read; a failed check raises UserError.
+
+        On a synchronous device the checks run at once.
         """
         self._along, self._drafter_values, self._watched = along, list[Any](), list[FiniteCheck]()
         for one in watched:
@@ -57,7 +54,7 @@ class DeviceReadback:
                 one.check(one.largest.item())
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
-        """The tensors as lists."""
+        """Return the tensors as lists."""
         watched, self._watched = self._watched, []
         found = devices.read(*tensors, *self._along, *(one.largest for one in watched))
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):
@@ -70,9 +67,7 @@ class DeviceReadback:
         return found[: len(tensors)]
 
     def drafter_values(self) -> list[Any]:
-        """What came along; read now where nothing was read before, which is no wait for a host that
-        does not run ahead.
-        """
+        """Return the drafter's tensors as lists, reading them now if nothing was read yet."""
         if self._along or self._watched:
             self()
         return self._drafter_values
