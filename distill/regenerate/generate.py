@@ -25,7 +25,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from decoding.schedules.by_name import weighs_costs
-from decoding.session import Turns
+from decoding.session import ConversationBatches
 from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
@@ -120,8 +120,8 @@ class AnswerGenerator:
         _ = self.target, self.drafting
 
     @cached_property
-    def turns(self) -> Turns:
-        return Turns(self.target, self.drafting[0])
+    def turns(self) -> ConversationBatches:
+        return ConversationBatches(self.target, self.drafting[0])
 
     def __call__(self, requests: Sequence[Request], continues: bool = False) -> list[Answer]:
         """One answer a request, in their order; all run as one ragged batch."""
