@@ -1,9 +1,8 @@
-"""`token` and `block` verification of chains where the host runs ahead of the device: everything is
-decided there, and read back once.
+"""Device versions of `token` and `block` verification of chains: one wait a round.
 
-The eager twins are the rules of the same names in decoding/verification/rules.py, which ask for
-probabilities, decide on the host and then ask for the next token: three waits a round on a GPU, and
-fewer operations on a CPU. Same numbers, same float64 comparisons, same outcome.
+The eager versions (token.py, block.py) read probabilities, decide on the host and then read the
+next token: three waits on a GPU, but fewer operations on a CPU. Both use the same numbers and the
+same float64 comparisons, and have the same outcome.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the
 proposal: the tip comes first.
@@ -21,7 +20,7 @@ from decoding.sampling.warpers import draw_at
 
 
 def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
-    """Leviathan et al. 2023, Algorithm 1; see `verify.token`."""
+    """Verify like `token` (Leviathan et al. 2023, Algorithm 1)."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
@@ -39,8 +38,9 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Rea
 def block(
     probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback
 ) -> Outcome:
-    """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
-    proposal has none.
+    """Verify like `block` (Sun et al. 2025, Algorithm 2).
+
+    q_BNV: over the vocabulary, a point mass if the proposal has none.
     """
     accept_BN, last_BN = _uniforms(proposal, chooser)
     w_BN = _running_ratios(*_probabilities(probs_BNV, proposal))  # w_0 .. w_N
@@ -60,8 +60,10 @@ def block(
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
-    """The uniforms that test each drafted token, (B, N), infinite where a row drafted none, and
-    those that draw the token after n accepted ones, (B, N + 1): float64, in one copy.
+    """Return the uniforms that test tokens (B, N), and those that sample the next one (B, N + 1).
+
+    The first are infinite where a row drafted nothing; the second are indexed by the number of
+    accepted tokens. Both are float64, made in one copy.
     """
     N = proposal.tokens_BN.shape[1]
     numbers = [
@@ -76,7 +78,7 @@ def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """p and q of each drafted token, float64."""
+    """Return p and q of each drafted token, float64."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
     p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).double()
     if proposal.q_BNV is None:
@@ -85,8 +87,9 @@ def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tenso
 
 
 def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1). A padded node (q = 0) counts as
-    ratio 0.
+    """Return w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1).
+
+    A padded node (q = 0) has ratio 0.
     """
     ratios = [torch.ones_like(p_BN[:, 0])]
     for n in range(p_BN.shape[1]):
@@ -96,12 +99,12 @@ def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
 
 
 def _at(values_BN: Tensor, nodes_B: Tensor) -> Tensor:
-    """values_BN[b, nodes_B[b]] for each row."""
+    """Return values_BN[b, nodes_B[b]] for each row."""
     return values_BN[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B]
 
 
 def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
-    """The node whose test failed; where none did, any."""
+    """Return the node whose test failed, or any node if none did."""
     return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
 
 
@@ -113,8 +116,8 @@ def _outcome(
     proposal: Proposal,
     readback: Readback,
 ) -> Outcome:
-    """Draw the token after the accepted ones and read everything back."""
-    # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
+    """Sample the token after the accepted ones and read everything back."""
+    # If p = q up to rounding, there is no residual and the rejection had probability zero: then p
     # itself is right.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     counts_B = proposal.counts_B

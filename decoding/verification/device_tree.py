@@ -1,27 +1,26 @@
-"""`token` verification of trees where the host runs ahead of the device: one wait a round, whatever
-the tree.
+"""Device version of `token` verification of trees: one wait a round for any tree.
 
-The eager twin is `token_tree.token`, which asks at every node. Here the device makes, for all
-nodes at once, the few numbers that a walk may need; they are read together, and the host walks. Of
-a node these are the chances of its children, each given that those before it have failed, and the
-token that follows if they all have. That token is drawn at every node before the walk, by one
-uniform a row: where the walk ends hangs on other uniforms, so one will do for all nodes.
+The eager version (token_tree.py) waits at every node. Here the device computes the numbers that a
+walk may need for all nodes at once, and the host walks with them. For each node these are the
+acceptance probability of each child, given that its earlier siblings were rejected, and the token
+that follows if all were. That token is sampled at every node before the walk by one uniform a row,
+which is valid because the end of the walk depends on other uniforms only.
 
-- Point masses: a failed child takes its own probability out of p. What is left where all have
-  failed is known before any is tested.
-- Drawn from few candidates (`Proposal.q_top`): failures change p at the candidates, and at all
-  other tokens together, by numbers that the host reads and works out where the walk comes by
-  (decoding/verification/tail_rejection.py). The device draws from all other tokens, once from p and
-  once from what p has there and q has not, and the host says whether it is one of these.
-- Drawn from the whole vocabulary (`Proposal.q_BNV`): the device works it out for all nodes at once,
-  child by child.
+- Point masses: a rejected child removes its probability from p, so the rest is known before any
+  test.
+- Children sampled from few candidates (`Proposal.q_top`): rejections change p at the candidates
+  and at all other tokens together, by numbers that the host computes along the walk
+  (decoding/verification/tail_rejection.py). The device samples from all other tokens twice, from p
+  and from the part of p that exceeds q, and the host chooses between the two.
+- Children sampled from the whole vocabulary (`Proposal.q_BNV`): the device computes all rejections
+  for all nodes at once, child by child.
 
-Same uniforms and same tests as in the twin, so the same path up to rounding; the token behind it is
-drawn by another uniform.
+Tests and uniforms are those of the eager version, so the path is equal up to rounding; the token
+after it is sampled by another uniform.
 
-Rounding never lets a token through that the target forbids: whatever is subtracted from p, only
-what p has a share of is left, and a child that failed is left with nothing. Of point masses nothing
-is subtracted at all: where siblings are all that p has, one of them passes.
+Rounding never accepts a token that the target forbids: subtraction only keeps tokens with a share
+of p, and a rejected child keeps nothing. Nothing is subtracted from point masses: if the siblings
+hold all of p, one of them is accepted.
 
 Shapes: B rows, N drafted tokens, V vocabulary, P = N + 1 nodes with the tip, K candidates, S
 children of a node, Q nodes with candidates.
@@ -43,32 +42,31 @@ from decoding.verification.tail_rejection import TailRejection, tail_ratio
 
 
 class NodeTest(Protocol):
-    """A node where a walk stands."""
+    """The tests of one node's children, in their order."""
 
     def acceptance_probability(self, child: int) -> float:
-        """Of this child to pass, given that all before it have failed."""
+        """Return the probability to accept this child after its earlier siblings' rejection."""
         ...
 
     def reject(self, child: int, uniform: float) -> bool:
-        """The child did not pass by this uniform. Whether the next one is tested."""
+        """Record that this uniform rejected the child; return whether the next one is tested."""
         ...
 
     def next_token(self, uniform: float) -> int:
-        """The token that follows when no child has passed."""
+        """Return the token that follows when no child is accepted."""
         ...
 
 
-NodeTests = Callable[
-    [int, int, list[int]], NodeTest
-]  # of (row, node, its children), the node -1 for the tip
+# (row, node, its children) -> the node's tests; node -1 is the tip
+NodeTests = Callable[[int, int, list[int]], NodeTest]
 
 
 def token(
     logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback = devices.read
 ) -> Outcome:
-    """See `verify.token`. The proposal is a tree, of point masses or with q."""
+    """Verify like `token` a tree of point masses or of children with q."""
     probs_BPV = chooser.warper.probs(logits_BPV)
-    # that of a row without a draft
+    # for rows without a draft
     ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
     ends_B11 = devices.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
     kind = (
@@ -93,8 +91,9 @@ def token(
 def _walk(
     row: int, parents: list[int], node_tests: NodeTests, chooser: Chooser
 ) -> tuple[list[int], int, int]:
-    """From the tip to where the target goes on by itself: (the path, tokens tested along it, the
-    token that follows).
+    """Walk from the tip until no child is accepted.
+
+    Returns the path, the number of tokens tested along it, and the token that follows.
     """
     path: list[int] = []
     children_of: dict[int, list[int]] = {}
@@ -123,15 +122,18 @@ def _walk(
 class PointMassNode:
     """A node whose children are point masses."""
 
-    tokens: list[int]  # of all nodes
-    untested: dict[int, float]  # token -> p of the children that have not failed
-    rest: float  # p of all other tokens
+    # tokens of all nodes
+    tokens: list[int]
+    # token -> p of the children that are not rejected yet
+    untested: dict[int, float]
+    # p of all other tokens
+    rest: float
     follows: int
 
     def acceptance_probability(self, child: int) -> float:
         p = self.untested.get(self.tokens[child], 0.0)
-        # A sum of what is left. One less what has failed would leave rounding behind, and the last
-        # child of all that p has could fail by it.
+        # A sum of the rest: 1 minus the rejected probabilities has rounding errors, by which the
+        # last child could be rejected although the children hold all of p.
         return p / (self.rest + sum(self.untested.values())) if p > 0 else 0.0
 
     def reject(self, child: int, uniform: float) -> bool:
@@ -145,11 +147,11 @@ class PointMassNode:
 def _point_mass_tests(
     probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
 ) -> tuple[list[list[int]], list[list[int]], NodeTests]:
-    """Tokens, parents and stands of a tree of point masses."""
+    """Return tokens, parents and node tests of a tree of point masses."""
     assert proposal.parents_BN is not None
     real_BN = _is_node(proposal)
     own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
-    # What is no drafted node points at its own row, which no walk looks at.
+    # a node that was not drafted points at its own row, which no walk reads
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
     flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
@@ -171,16 +173,17 @@ def _point_mass_tests(
 
 @dataclass(slots=True)
 class PrecomputedNode:
-    """A node of which the device has worked out everything."""
+    """A node whose tests the device has computed completely."""
 
-    chances: list[float]  # of all nodes
+    # acceptance probabilities of all nodes
+    chances: list[float]
     follows: int
 
     def acceptance_probability(self, child: int) -> float:
         return self.chances[child]
 
     def reject(self, child: int, uniform: float) -> bool:
-        return True  # the next chance knows of it
+        return True  # the next sibling's probability includes this rejection
 
     def next_token(self, uniform: float) -> int:
         return self.follows
@@ -188,15 +191,17 @@ class PrecomputedNode:
 
 @dataclass(slots=True)
 class CandidateNode:
-    """A node whose children were drawn from few candidates, and perhaps from the tail of all other
-    tokens.
-    """
+    """A node whose children were sampled from few candidates, perhaps with a tail."""
 
-    tokens: list[int]  # of all nodes
+    # tokens of all nodes
+    tokens: list[int]
     rejection: TailRejection
-    other: int  # drawn from what p has in the tail
-    refused: int  # drawn from what p has there and q has not
-    p: list[float]  # of the rejection before any test
+    # sampled from p in the tail
+    other: int
+    # sampled from the part of p that exceeds q in the tail
+    refused: int
+    # p of the candidates and the tail before any test
+    p: list[float]
 
     def acceptance_probability(self, child: int) -> float:
         return self.rejection.acceptance_probability(self.tokens[child])
@@ -215,16 +220,14 @@ class CandidateNode:
             if point < 0:
                 return token
             if weights[-1] == 0 and weight > 0:
-                drawn = token  # the last one, if rounding goes past it
+                drawn = token  # the last one, if rounding exceeds it
         return drawn
 
 
 def _candidate_tests(
     probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
 ) -> tuple[list[list[int]], list[list[int]], NodeTests]:
-    """Tokens, parents and stands of a tree whose children were drawn from few candidates, and
-    perhaps from the tail of all other tokens.
-    """
+    """Return tokens, parents and node tests of a tree whose children have few candidates."""
     assert proposal.parents_BN is not None and proposal.q_top is not None
     P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
     ids_BQK, q_BQK, tail_BPV = (
@@ -232,10 +235,10 @@ def _candidate_tests(
         proposal.q_top.probs_BPK[:, :P],
         proposal.q_top.tail_BPV,
     )
-    Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes behind these have no children
+    Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes past Q have no children
     p_BQK = probs_BPV.gather(2, ids_BQK)
-    # A node without children is drawn from as if it had no candidates: whether it has any may hang
-    # on how deep its row's neighbours draft.
+    # A node without children ignores its candidates, since it may only have some because another
+    # row of the batch drafts deeper.
     any_BP = draw_at(probs_BPV, ends_B11.expand(-1, P, 1))
     others_BQV = probs_BPV[:, :Q].scatter_(2, ids_BQK[:, :, :-1] if has_tail else ids_BQK, 0.0)
     cumulative_BQV = others_BQV.cumsum(-1, dtype=torch.float64)
@@ -267,13 +270,13 @@ def _candidate_tests(
             [max(share, 0.0) for share in q[row][place]],
             others[row][place],
         )
-        # of no weight at all, past the end, and then nobody asks for it
+        # past the end if it has no weight, and then it is not used
         drawn = refused = min(other[row][place], last)
         within = 0.0
         if has_tail:
             drawn_q, sum_q, left = (each[row][place] for each in of_tail)
             within = tail_ratio(own.pop(), all_others, drawn_q, sum_q)
-            refused = left if left <= last else drawn  # p = q up to rounding has left nothing
+            refused = left if left <= last else drawn  # p = q up to rounding leaves nothing
         else:
             shares.append(0.0)
         rejection = TailRejection(ids[row][place], [*own, all_others], shares, within)
@@ -285,8 +288,9 @@ def _candidate_tests(
 def _full_vocabulary_tests(
     probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
 ) -> tuple[list[list[int]], list[list[int]], NodeTests]:
-    """Tokens, parents and stands of a tree whose children were drawn from the whole vocabulary, in
-    as many steps as a node has children.
+    """Return tokens, parents and node tests of a tree sampled from the whole vocabulary.
+
+    Takes as many steps as a node has children.
     """
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
     children_BPS, ranks_BN = _children_by_node(proposal)
@@ -297,7 +301,7 @@ def _full_vocabulary_tests(
     tokens_BPS = (
         F.pad(proposal.tokens_BN, (0, 1)).gather(1, children_BPS.flatten(1)).view_as(children_BPS)
     )
-    # Where a sibling repeats an earlier one nothing was drawn (`sampling.draw_different`).
+    # nothing was sampled where a sibling repeats an earlier one (`draw_different`)
     again_BPS = (tokens_BPS[..., None] == tokens_BPS[..., None, :]).tril_(-1).any(-1)
     has_BPS = (children_BPS < N) & ~again_BPS
     chances = []
@@ -306,7 +310,7 @@ def _full_vocabulary_tests(
         scale_BP1 = left_BPV.sum(-1, keepdim=True) / q_BPV.sum(-1, keepdim=True)
         chance_BP1 = left_BPV.gather(2, token_BP1) / (scale_BP1 * q_BPV.gather(2, token_BP1))
         has_BP1 = has_BPS[:, :, s : s + 1]
-        # what has no q was not drawn
+        # a token without q was not sampled
         chances.append(chance_BP1.nan_to_num(nan=0.0, posinf=0.0) * has_BP1)
         scale_BP1 = torch.where(has_BP1, scale_BP1, 0.0).nan_to_num(nan=0.0, posinf=0.0)
         left_BPV = torch.addcmul(left_BPV, scale_BP1, q_BPV, value=-1).clamp_(min=0)
@@ -328,14 +332,15 @@ def _full_vocabulary_tests(
 
 
 def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """The children (B, P, S) of every node, N where there is none, and each node's place (B, N)
-    among its siblings.
+    """Return the children (B, P, S) of every node and each node's index (B, N) among its siblings.
+
+    Missing children are N.
     """
     assert proposal.parents_BN is not None
     B, N = proposal.parents_BN.shape
     device, S = proposal.parents_BN.device, min(proposal.siblings or N, N)
     real_BN = _is_node(proposal)
-    # a place more, for what is no node
+    # one more place, for what is not a node
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, N + 1)
     earlier_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     ranks_BN = ((above_BN[:, :, None] == above_BN[:, None]) & earlier_NN).sum(-1).clamp_(max=S - 1)
@@ -345,7 +350,7 @@ def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
 
 
 def _is_node(proposal: Proposal) -> Tensor:
-    """Which nodes (B, N) were drafted and are verified."""
+    """Return which nodes (B, N) were drafted and are verified."""
     assert proposal.parents_BN is not None
     counts_B1 = devices.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
     places_N = torch.arange(proposal.parents_BN.shape[1], device=proposal.parents_BN.device)
@@ -353,7 +358,5 @@ def _is_node(proposal: Proposal) -> Tensor:
 
 
 def _residual_or_p(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
-    """What is left of p; where p = q up to rounding left nothing, and the failed test was one of
-    probability zero, p itself.
-    """
+    """Return the weights, or p where p = q up to rounding leaves no residual."""
     return torch.where(weights_BPV.sum(-1, keepdim=True) > 0, weights_BPV, probs_BPV)

@@ -1,9 +1,9 @@
-"""A node whose children were drawn from few candidates, in host numbers: what each failed child
-leaves of p and of q.
+"""Rejection at a node whose children were sampled from few candidates, in host numbers.
 
-Failures change p at the candidates and, all together, at the tokens that are none: the *tail*, one
-more symbol. Where a child was drawn from the tail it is tested twice (why that is exact stands in
-decoding/drafters/trees/sampled_children.py). What is left is not normalised.
+A rejected child changes p and q at the candidates and, together, at all other tokens: the *tail*,
+which counts as one more symbol. A child sampled from the tail is tested twice
+(decoding/drafters/trees/sampled_children.py proves that this is exact). The residual is not
+normalised.
 
 Shapes: K candidates, V vocabulary.
 """
@@ -17,25 +17,29 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class TailRejection:
-    """A node where a walk stands, and its tests in their order."""
+    """The residual of p and q at one node, updated by each rejected child."""
 
-    ids: list[int]  # the candidates', and that of the token drawn from the tail, if q has one
-    p: list[float]  # of the candidates, and of the tail
-    q: list[float]  # that the next child is drawn from, in proportion; of the tail 0 if it has none
-    # what p has of the tail's drawn token over what q has of it, both as shares of their tails
+    # the candidates, and the token sampled from the tail if q has a tail
+    ids: list[int]
+    # p of the candidates, then of the tail
+    p: list[float]
+    # unnormalised q of the next child, at the candidates, then the tail (0 if there is none)
+    q: list[float]
+    # p / q of the token sampled from the tail, both as shares of their tails
     within_tail: float
     rejected: bool = False
-    # the tail passed, and its drawn token did not: another token of the tail follows
+    # The tail was accepted but its sampled token was not: another token of the tail follows.
+    rejected_in_tail: bool = False
     rejected_in_tail: bool = False
 
     def acceptance_probability(self, token: int) -> float:
-        """Of a child with this token to pass, given that those before it have failed."""
-        # A token that is there twice was not drawn the second time, and has failed before.
+        """Return the probability to accept this token after its earlier siblings' rejection."""
+        # The second copy of a token was not sampled, and the first was rejected before.
         place = self.ids.index(token)
         return self._ratio_at(place) * (min(self.within_tail, 1.0) if self._is_tail(place) else 1.0)
 
     def reject(self, token: int, uniform: float) -> bool:
-        """The child did not pass by this uniform. Whether there is anything left to test."""
+        """Record that this uniform rejected the token; return whether more is left to test."""
         place = self.ids.index(token)
         if self._is_tail(place) and uniform < self._ratio_at(place):
             self.rejected_in_tail = True
@@ -51,16 +55,14 @@ class TailRejection:
         return place == len(self.p) - 1
 
     def _ratio_at(self, place: int) -> float:
-        """min(1, p / q) of a symbol."""
+        """Return min(1, p / q) of a symbol."""
         total, q = sum(self.p), self.q[place]
         return min((self.p[place] / total) / (q / sum(self.q)), 1.0) if total > 0 and q > 0 else 0.0
 
 
 def tail_ratio(p: float, p_of_tail: float, q: float, q_of_tail: float) -> float:
-    """(p / p_of_tail) / (q / q_of_tail), of a token of the tail; 0 where one of the two has none of
-    it.
-    """
-    # products of the two may underflow
+    """Return (p / p_of_tail) / (q / q_of_tail) of a token of the tail, 0 if p or q is 0."""
+    # the products of two probabilities may underflow
     return (p / p_of_tail) / (q / q_of_tail) if q > 0 and p_of_tail > 0 else 0.0
 
 
@@ -73,9 +75,10 @@ def verify_children(
     tail_V: Tensor | None,
     uniform: Callable[[int], float],
 ) -> tuple[int | None, Tensor]:
-    """The first child that passes, and weights (V,) of the token that follows if none does: what is
-    done for every token is done once where a walk comes by, and once where it ends. ids_K, q_K,
-    tail_V: a row of `TopRows`; uniform: of a child's test.
+    """Return the first accepted child, and the weights (V,) of the next token if there is none.
+
+    Whole-vocabulary work is done once when the walk reaches the node and once where it ends. ids_K,
+    q_K, tail_V: a row of `TopRows`. uniform: the uniform that tests a child.
     """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)
@@ -98,7 +101,7 @@ def verify_children(
             break
     if rejection.rejected_in_tail and tail_V is not None:
         surplus_V = (others_V / others - tail_V / tail_V.sum()).clamp_(min=0)
-        # nothing is left where p = q up to rounding
+        # p = q up to rounding leaves nothing
         return None, surplus_V if surplus_V.sum() > 0 else others_V
     if not rejection.rejected or sum(rejection.p) <= 0:
         return None, p_V

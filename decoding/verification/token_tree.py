@@ -1,9 +1,9 @@
-"""Token verification on trees: recursive rejection among siblings (Yang et al. 2024, arXiv
-2401.06706, section 3.2).
+"""Token verification of trees: recursive rejection among siblings.
 
-The eager reference; its twin that stays on the device is decoding/verification/device_tree.py.
+Yang et al. 2024, arXiv 2401.06706, section 3.2. This is the eager reference; its device version is
+decoding/verification/device_tree.py.
 
-Shapes: B rows, N drafted tokens, R rows that go on, V vocabulary.
+Shapes: B rows, N drafted tokens, R rows that continue, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,9 @@ from decoding.verification.tail_rejection import verify_children
 
 
 def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
-    """`token` on a tree whose siblings were drawn without replacement, or are point masses. Logits
-    are warped where the walk comes by.
+    """Verify a tree of point masses, or of siblings sampled without replacement, like `token`.
+
+    Logits are only warped at nodes that the walk reaches.
     """
     assert proposal.parents_BN is not None
     drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()
@@ -73,13 +74,14 @@ def _verify_siblings(
     q_V: Tensor | None,
     uniform: Callable[[int], float],
 ) -> tuple[int | None, Tensor]:
-    """The first child that passes, and what those before it left of p: p and q are made anew after
-    every failure. q_V: None for point masses.
+    """Return the first accepted child, and the residual of p after the children before it.
+
+    p and q are recomputed after every rejection. q_V: None for point masses.
     """
     failed: set[int] = set()
     for child in children:
         token = tokens[child]
-        if token in failed:  # nothing was drawn there (`sampling.draw_different`)
+        if token in failed:  # nothing was sampled there (`draw_different`)
             continue
         p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
         if uniform(child) * q < p and q > 0:
@@ -92,9 +94,7 @@ def _verify_siblings(
 def residual_after_rejection(
     p_V: Tensor, q_V: Tensor | None, token: int
 ) -> tuple[Tensor, Tensor | None]:
-    """p and q that the next sibling is tested by: what q left of p, and q without the
-    failed token.
-    """
+    """Return p and q for the next sibling: the residual max(p - q, 0), and q without the token."""
     without_V = p_V.clone() if q_V is None else q_V.clone()
     without_V[token] = 0.0
     residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)

@@ -1,9 +1,9 @@
-"""Typical acceptance: keep what is likely enough for the target (Cai et al. 2024, arXiv 2401.10774,
-section 2.3.2). LOSSY: the output does not have the target's distribution.
+"""Typical acceptance: keep tokens that are likely enough for the target. LOSSY.
 
-A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), p being the target's warped
-distribution there and H its entropy in nats. The longest accepted path is kept, among equals the
-first; then a token is sampled from p.
+Cai et al. 2024, arXiv 2401.10774, section 2.3.2. The output does not have the target's
+distribution. A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), where p is the
+target's warped distribution and H its entropy in nats. The longest accepted path is kept (the first
+of equals); then a token is sampled from p.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.
@@ -27,14 +27,14 @@ def typical(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest path of typical tokens. Not lossless."""
+    """Keep the longest path of typical tokens (lossy)."""
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B, N = proposal.tokens_BN.shape
     chain_BN = torch.arange(-1, N - 1, device=probs_BNV.device).expand(B, -1)
     parents_BN = chain_BN if proposal.parents_BN is None else proposal.parents_BN
-    above_BN = parents_BN.clamp(min=-1) + 1  # padding is never looked at
+    above_BN = parents_BN.clamp(min=-1) + 1  # padding is not used
     entropy_BN = torch.special.entr(probs_BNV).sum(-1)
     least_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON).gather(1, above_BN)
     rows_B1 = torch.arange(B, device=probs_BNV.device)[:, None]
@@ -58,10 +58,10 @@ def typical(
 
 
 def _longest(parents: list[int], passes: list[bool]) -> tuple[list[int], int]:
-    """The longest path of accepted nodes, and the tokens tested along it."""
+    """Return the longest path of accepted nodes, and the number of tokens tested along it."""
     best: list[int] = []
     path_to: dict[int, list[int]] = {-1: []}
-    for node, parent in enumerate(parents):  # parents come first
+    for node, parent in enumerate(parents):  # parents precede their children
         if parent in path_to and passes[node]:
             path_to[node] = [*path_to[parent], node]
             if len(path_to[node]) > len(best):
