@@ -1,6 +1,6 @@
-"""Names of earlier versions and what they are called now; each works for one release.
+"""Names of earlier versions and their current names; each works for one release.
 
-The command line is rewritten before Hydra composes, a configuration before it is checked.
+A command line is rewritten before Hydra composes, a configuration before it is checked.
 """
 
 import re
@@ -56,8 +56,9 @@ def current_target(name: str) -> str:
 
 
 def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
-    """Return a job's command line, or the overrides of its stage, with today's keys. Prints one
-    note for each key that was renamed.
+    """Return a job's command line, or the overrides of its stage, with today's keys.
+
+    Prints one note for each renamed key.
     """
     for old, new in OPTIONS.items():  # `typed` renames them, where no command line is left
         if any(re.match(rf"\+*drafters?\b.*\b{old}\s*[:=]", argument) for argument in arguments):
@@ -66,8 +67,9 @@ def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
 
 
 def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a configuration with today's keys, in its drafters and in the overrides of its stages
-    too.
+    """Return a configuration with today's keys.
+
+    Keys of its drafters and of the overrides of its stages are renamed too.
     """
     job = str(saved.get("job"))
     found = _rename_keys(saved, KEYS.get(job, {}))
@@ -89,7 +91,10 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _current_drafter(entry: Any) -> Any:
-    """An entry of `drafters=` with today's options; a class that still takes one keeps it."""
+    """Return an entry of `drafters=` with today's options.
+
+    A class that still has an old option keeps it.
+    """
     if not isinstance(entry, dict):
         return entry
     old = OPTIONS.keys() & entry.keys()
@@ -104,7 +109,7 @@ def _current_drafter(entry: Any) -> Any:
 
 
 def _rename_keys(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """A mapping with today's keys, and today's values of those that were renamed."""
+    """Return a mapping with today's keys, and with today's values of the renamed ones."""
     return {
         names.get(key, key): _current_value(names[key], value) if key in names else value
         for key, value in values.items()
@@ -118,8 +123,9 @@ def _current_value(key: str, value: Any) -> Any:
 def _current_override(
     job: str, argument: str, note: Callable[[str, str], None] = lambda old, new: None
 ) -> str:
-    """An override with today's key, and with today's keys where its value is another key's. note:
-    called with the old key and the new one.
+    """Return an override with today's keys.
+
+    note: called with the old and the new key.
     """
     match = re.match(r"(\+\+|\+|~)?([\w/]+)(?=[.=@])", argument)
     known = KEYS.get(job, {})
@@ -133,8 +139,9 @@ def _current_override(
 
 
 def _rename_interpolations(job: str, text: str, sign: str) -> str:
-    """A text whose interpolations name today's keys of a job. sign: `$` or, for the own keys of a
-    stage, `@`.
+    """Return a text whose interpolations use today's keys of a job.
+
+    sign: `$`, or `@` for a stage's own keys.
     """
     known = KEYS.get(job, {})
     pattern = re.escape(sign) + r"\{(\w+)(?=[.}])"

@@ -1,4 +1,4 @@
-"""A job's configuration put together by Hydra from conf/ and overrides."""
+"""Composition of a job's configuration by Hydra, from conf/ and overrides."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CONF = data_folder("conf")
 
 
 def translate_errors(action: Callable[[], Any]) -> Any:
-    """Run what composes a configuration; UserError where it cannot."""
+    """Run an action that composes a configuration. Raises UserError where it fails."""
     try:
         return action()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -25,11 +25,10 @@ def translate_errors(action: Callable[[], Any]) -> Any:
 
 
 def register(job: str, schema: type[Any]) -> None:
-    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
-    `--help` shows all.
+    """Register a schema's fields and defaults with Hydra, so that overrides and `--help` know them.
 
-    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
-    all files are merged.
+    They are stored as plain values. `typed` checks keys and types after all files are merged, and
+    suggests the nearest key.
     """
     fields = OmegaConf.to_container(OmegaConf.structured(schema))
     ConfigStore.instance().store(

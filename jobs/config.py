@@ -1,8 +1,8 @@
-"""Typed configuration: a dataclass a stage, a doc line a field; an unknown key is an error that
-names the nearest valid one.
+"""Typed configuration: one dataclass for each job.
 
-Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches
-`+key=` and keys inside experiment files too, which Hydra alone lets through.
+Hydra composes plain YAML, and `typed` checks the result against the job's dataclass. This also
+catches unknown keys given as `+key=` and those in experiment files, which Hydra accepts. The error
+for an unknown key suggests the nearest valid one.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Schema = TypeVar("Schema")
 
 @dataclass
 class JobConfig:
-    """Fields that every job takes."""
+    """Settings that every job has."""
 
     SHARED: ClassVar = ("seed", "dry_run", "threads")  # what stages inherit (jobs/inheritance.py)
 
@@ -41,7 +41,7 @@ class JobConfig:
 
 @dataclass
 class TargetConfig:
-    """The model that is kept exact, or the teacher that is frozen."""
+    """Target, which stays exact in decoding and frozen in training."""
 
     path: str = MISSING  # model folder in Hugging Face form
     # its published config.json (conf/target); a dry run takes it where `path` is not there
@@ -62,7 +62,7 @@ class TargetConfig:
 
 @dataclass
 class ParallelConfig:
-    """How many processes train, and how they split the work."""
+    """Number of training processes, and how they share the work."""
 
     # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
     kind: str = "single"
@@ -89,10 +89,9 @@ SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 
 
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
-    """The composed configuration as an instance of `schema`.
+    """Convert a composed configuration to an instance of `schema`.
 
-    Raises UserError for unknown keys (with the nearest valid one), wrong types and values that are
-    still missing.
+    Raises UserError for unknown keys (with the nearest valid one), wrong types and missing values.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
@@ -120,7 +119,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def refuse_parallel(target: TargetConfig) -> None:
-    """Raise UserError for a job that has no use for a target in several processes."""
+    """Raise UserError for a job that cannot use a target in several processes."""
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
             f"target.parallel is {target.parallel} with target.processes={target.processes}, "
@@ -130,7 +129,7 @@ def refuse_parallel(target: TargetConfig) -> None:
 
 
 def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
-    """All dotted keys of `schema`, inner nodes included."""
+    """Return all dotted keys of `schema`, groups included."""
     keys = []
     for name, kind in fields_of(schema).items():
         keys.append(prefix + name)
@@ -140,9 +139,7 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
 
 
 def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand
-    -> the type of an entry.
-    """
+    """Return dotted key -> entry type for all fields that hold a mapping or a list."""
     found: dict[str, Any] = {}
     for name, kind in fields_of(schema).items():
         if dataclasses.is_dataclass(kind):
@@ -153,7 +150,7 @@ def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unknown_key(key: str, choices: list[str]) -> UserError:
-    """The error for a key that no field has; names the nearest that one does."""
+    """Return the error for an unknown key, with the nearest valid one."""
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
     leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
     best = (leaf or near or [""])[0]
@@ -163,12 +160,12 @@ def unknown_key(key: str, choices: list[str]) -> UserError:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A dataclass configuration as plain dicts and lists, ready for YAML and JSON."""
+    """Convert a dataclass configuration to dicts and lists, ready for YAML and JSON."""
     return dataclasses.asdict(config)
 
 
 def fields_of(schema: type[Any]) -> dict[str, Any]:
-    """Names and types of a dataclass's fields, in order."""
+    """Return the names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
 

@@ -1,6 +1,4 @@
-"""How the loop uses a drafter: the keys of an entry's mapping that say nothing of how the drafter
-is made.
-"""
+"""Options of a drafter that belong to the decoding loop, not to the drafter's class."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class DrafterUse:
-    """One way to use a drafter. Raises UserError for words that are unknown, and for two that do
-    not go together.
+    """Loop options of one drafter.
+
+    Raises UserError for unknown values and for options that contradict each other.
     """
 
     stopping: str | None = None  # None: the drafter's usual one
@@ -91,9 +90,7 @@ class DrafterUse:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of decoding.Settings among them, but for those that the job has its own
-        way with.
-        """
+        """Options that are fields of decoding.Settings, except those that the job sets itself."""
         # a text of its own is plain decoding
         schedule = "serial" if self.schedule == ALONE else self.schedule
         return {
@@ -104,14 +101,15 @@ class DrafterUse:
 
     @property
     def eval_only(self) -> dict[str, Any]:
-        """What eval.run alone lets an entry say, as far as it is said; other jobs have one rule and
-        one length for all.
+        """Options that only eval.run supports, as far as they are given.
+
+        Other jobs have one rule and one length for all drafters.
         """
         said = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
         return {key: value for key, value in said.items() if value is not None}
 
     def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
-        """With the usual policy of such a drafter where none is named."""
+        """Return a copy with the drafter's default stopping policy where none is given."""
         return (
             self
             if self.stopping
@@ -123,9 +121,7 @@ USE = tuple(one.name for one in fields(DrafterUse))
 
 
 def check_not_evaluated(name: str, use: DrafterUse) -> None:
-    """Raise UserError for keys that eval.run alone follows: a job that answers would pass over them
-    without a word.
-    """
+    """Raise UserError for options that only eval.run supports. Other jobs would ignore them."""
     if use.eval_only:
         said = ", ".join(f"{key}={value}" for key, value in use.eval_only.items())
         raise UserError(

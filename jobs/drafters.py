@@ -1,5 +1,6 @@
-"""Drafters by what a user calls them: a folder, a name of the registry or of conf/drafter, or a
-mapping with `_target_`; for every job that decodes.
+"""Drafters as users name them, for every job that decodes.
+
+An entry is a folder, a name of the registry or of conf/drafter, or a mapping with `_target_`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ CONF = data_folder("conf") / "drafter"
 def describe(
     entries: Sequence[Any], target: TargetConfig, control: bool
 ) -> dict[str, dict[str, Any]]:
-    """Drafter name -> the mapping that Hydra makes it from; the control row comes last unless it is
-    named already.
+    """Return drafter name -> the mapping that Hydra instantiates.
 
-    Raises UserError for an entry that is none of the three forms, and for two drafters of one name.
+    control: add the control row at the end, unless an entry names it already. Raises UserError for
+    an entry of none of the three forms, and for two drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in [
@@ -72,10 +73,9 @@ def describe(
 
 
 def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
-    """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names,
-    each called as its card says.
+    """Replace patterns such as `runs/sweep/*/drafter` by the folders that match.
 
-    Raises UserError for a pattern that names no folder.
+    Each folder is named as on its card. Raises UserError for a pattern without a match.
     """
     found: list[Any] = []
     for entry in entries:
@@ -93,9 +93,7 @@ def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
 
 
 def _disambiguate(entries: Sequence[Any]) -> list[Any]:
-    """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as
-    their cards say.
-    """
+    """Name folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`) as on their cards."""
     last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
     return [
         {"use": entry, "name": read_card_name(resolve(entry))}
@@ -109,16 +107,16 @@ def _disambiguate(entries: Sequence[Any]) -> list[Any]:
 
 
 def read_card_name(folder: Path) -> str:
-    """What a drafter folder's card calls it; the folder where it has none."""
+    """Return the name on a drafter folder's card, or the folder where it has no card."""
     card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
 
 def check_entries(entries: Sequence[Any]) -> None:
-    """Raise UserError for keys that an entry's drafter does not take, and for ways to use it that
-    there are not.
+    """Raise UserError for options that a drafter does not take and for invalid ways to use it.
 
-    Nothing is loaded and no model has to be there: a stage of an experiment may yet write it.
+    Loads nothing and needs no model on the disk, as a stage of the experiment may still have to
+    write it.
     """
     for entry in entries:
         if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
@@ -140,8 +138,9 @@ def check_entries(entries: Sequence[Any]) -> None:
 
 
 def _possible_classes(use: str) -> list[str]:
-    """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows
-    whether it holds a model or a head.
+    """Return the classes that `use` may stand for.
+
+    A folder that a stage has yet to write may hold a model or a head.
     """
     if use in _known_names():
         return [_class_path(use)]
@@ -155,10 +154,9 @@ def _class_path(name: str) -> str:
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Raise UserError for a class that is not there, and for a key that neither it nor the loop
-    takes, with the nearest one.
+    """Raise UserError for a missing class and for a key that neither it nor the loop takes.
 
-    others: classes that it may turn out to be instead.
+    others: further classes that the entry may turn out to be.
     """
     kind = _find_class(name, mapping)
     taken = options_of(kind)
@@ -173,7 +171,7 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
 
 
 def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
-    """The class that a mapping names."""
+    """Import the class that a mapping names. Raises UserError where that fails."""
     try:
         return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
     except ImportError as error:
@@ -183,8 +181,9 @@ def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:
-    """How each drafter is used: as its mapping says, else as all are. The control is always used
-    plainly.
+    """Return how each drafter is used: its own options over the default ones.
+
+    The control always has the plain options.
     """
     return {
         name: replace(
@@ -201,11 +200,12 @@ def build(
     target_folder: Path,
     beside: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Make the drafters, in a worker process where the schedule needs that.
+    """Instantiate the drafters, in a worker process where the schedule needs one.
 
-    Those with a model folder must share every token id with the target, a head its sizes and its
-    card's hash (UserError). beside: the target's device -> the one for a drafter that works at the
-    same time; one whose mapping names RemoteChain or another device stays where that says.
+    beside: the target's device -> the device for a drafter that works at the same time. A mapping
+    that names RemoteChain or another device keeps it. Raises UserError where a model folder does
+    not share every token id with the target, and where a head does not match the target's sizes or
+    hash.
     """
     drafters = {}
     for name, mapping in mappings.items():
@@ -241,14 +241,19 @@ def build(
 
 
 def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
-    """A drafter of this class with suffix lookup before it; named: what the drafter takes."""
+    """Return a drafter of this class behind suffix lookup.
+
+    named: arguments of the drafter.
+    """
     check_lookup_before(imported(kind))
     return LookupFirst(imported(kind)(**named), min_match)
 
 
 def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    """The mapping of an entry; a drafter with a model folder runs as the target does, but for what
-    its file and the entry say.
+    """Return the mapping of an entry.
+
+    A drafter with a model folder takes the target's backend, dtype and device, unless its file or
+    the entry sets them.
     """
     if isinstance(entry, dict) and "_target_" in entry:
         return {**entry, "_target_": current_target(str(entry["_target_"]))}
@@ -286,14 +291,14 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
 
 
 def _known_names() -> list[str]:
-    """The names of the registry, and of files that a user has put into conf/drafter."""
+    """Return the names of the registry and of the files in conf/drafter."""
     return sorted({*DRAFTERS, *(path.stem for path in CONF.glob("*.yaml"))})
 
 
 def _class_and_options(name: str) -> dict[str, Any]:
-    """The class of a name and the options that its file in conf/drafter and the registry write.
+    """Return the class of a name with the options from its file in conf/drafter and the registry.
 
-    Raises UserError for a name that neither gives a class.
+    Raises UserError for a name without a class.
     """
     file, entry = CONF / f"{name}.yaml", DRAFTERS.get(name)
     written: dict[str, Any] = {}
@@ -312,7 +317,7 @@ def _class_and_options(name: str) -> dict[str, Any]:
 
 
 def _fill_mapping(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The mapping of a name with the given keys in it. Raises UserError for what is missing."""
+    """Return the mapping of a name with the given keys. Raises UserError for a missing one."""
     mapping = {**_class_and_options(name), **given}
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:

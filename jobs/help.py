@@ -1,9 +1,7 @@
-"""`--help` of every job: what it is, how it is called, and each setting with its present value and
-what it means.
+"""`--help` of every job: its purpose, its usage, and each setting with its value and meaning.
 
-Values are those of the command line that asks, so `+experiment=smoke --help` shows what that
-experiment sets. The words are the comments beside the fields in the code, so there is one place to
-write them.
+Values are those of the given command line: `+experiment=smoke --help` shows the values of that
+experiment. The descriptions are the comments on the fields in the code.
 """
 
 import ast
@@ -28,9 +26,7 @@ EXPERIMENT = "+experiment="
 
 
 def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside
-    it, in order.
-    """
+    """Return dotted key -> the comment on its field, nested fields included, in order."""
     comments = {
         name: text
         for owner in reversed(schema.__mro__)
@@ -82,7 +78,7 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
 
 
 def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
-    """The groups that the job takes and how they are called, with the names in each."""
+    """Yield each group that the job takes, as it is written on a command line, with its files."""
     fields = fields_of(schema)
     # What decodes is a list, or one mapping.
     decodes = (
@@ -115,9 +111,7 @@ def _short(value: Any) -> str:
 
 
 def _comments(owner: type[Any]) -> dict[str, str]:
-    """Field name -> the comment on the line that ends its definition, or where there is none the
-    lines of comment above it.
-    """
+    """Return field name -> its comment, on its definition's last line or on the lines above."""
     source = textwrap.dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {

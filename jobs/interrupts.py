@@ -1,8 +1,7 @@
-"""Signals that end a job: SIGINT and SIGTERM, from the first import on, in words and with one exit
-status.
+"""Signals that end a job: SIGINT and SIGTERM, with a message and one exit status.
 
-Nothing heavy is imported here: the packages of the jobs call `end_imports_quietly` before they
-import anything else.
+This module imports nothing heavy: the packages of the jobs call `end_imports_quietly` before any
+other import.
 """
 
 import os
@@ -17,15 +16,14 @@ INTERRUPTED = 130  # exit status of a job that a signal stopped
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """SIGTERM, raised as an exception."""
 
 
 def end_imports_quietly() -> None:
-    """Let a signal during the imports of `python -m <job>` end the process with a line instead of a
-    traceback.
+    """End the process with one line on a signal during the imports of `python -m <job>`.
 
-    Without effect where the package is imported by anything else: while Python looks for the module
-    that it is to run, and imports its package, sys.argv[0] is "-m".
+    Has no effect where the package is imported in another way: sys.argv[0] is "-m" only while
+    Python looks for the module to run.
     """
     if sys.argv[:1] != ["-m"]:
         return
@@ -44,8 +42,9 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def raise_on_signals(by_sigterm: bool = True) -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt inside the block, SIGTERM raises Terminated;
-    by_sigterm=False: it ends the process.
+    """Raise KeyboardInterrupt on SIGINT and Terminated on SIGTERM inside the block.
+
+    by_sigterm=False: SIGTERM ends the process.
     """
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
@@ -69,4 +68,4 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""
+    """SIGINT or SIGTERM after which a checkpoint was written; the same command resumes."""

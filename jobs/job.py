@@ -1,9 +1,8 @@
-"""How every job starts: Hydra composes, the result is typed and checked, and the job's function
-runs on it.
+"""Start of every job: Hydra composes the configuration, it is checked, and the job's function runs.
 
-A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment
-are fresh processes, each on a saved config.yaml, so that one cannot disturb another and every one
-can be run again by hand.
+A single run uses this process. Members of a sweep (`-m`) and stages of an experiment are fresh
+processes, each on a saved config.yaml. So they cannot disturb each other, and each can be repeated
+by hand.
 """
 
 import dataclasses
@@ -50,14 +49,12 @@ def job_main(
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
 ) -> None:
-    """Entry of `python -m <job>`: Hydra overrides on the command line, or
-    `--config-file config.yaml`.
+    """Run `python -m <job>` with Hydra overrides, or with `--config-file config.yaml`.
 
-    check: raises UserError for a configuration that the job cannot run; it is asked before the
+    check: raises UserError for a configuration that the job cannot run. It is called before the
     stages of an experiment, which may take hours.
 
-    A UserError is printed without a traceback and ends the process with status 2; a signal with
-    130.
+    A UserError is printed without a traceback and gives exit status 2; a signal gives 130.
     """
     # A rank that waits for another one in native code would not see SIGTERM as an exception.
     with raise_on_signals(by_sigterm=not ranks.is_rank()):
@@ -118,8 +115,9 @@ def run_typed(
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
 ) -> Any:
-    """Check a composed configuration and run the job, or the stages it lists; `check` is asked
-    before those.
+    """Check a composed configuration, then run the job or its stages.
+
+    check: called before any stage runs.
     """
     config = typed(composed, schema)
     check_required_settings(composed)
@@ -147,7 +145,7 @@ def run_typed(
 
 
 def prepare_process(config: JobConfig) -> None:
-    """Malloc settings and thread count before the first tensor; no progress bars but our own."""
+    """Configure malloc, the number of threads and progress bars before the first tensor exists."""
     keep_memory()
     # else DeepSpeed, where it is installed, says at every start that it found no card
     if shutil.which("nvidia-smi") is None:
@@ -163,8 +161,9 @@ def prepare_process(config: JobConfig) -> None:
 
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
-    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message
-    names neither place nor nearest key.
+    """Raise UserError for malformed overrides, unknown keys and an experiment of another job.
+
+    Hydra's own messages give neither the place nor the nearest key.
     """
     check_syntax(arguments)
     keys = valid_keys(schema)
@@ -185,9 +184,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
 
 
 def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
-    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry,
-    or an entry of its kind.
-    """
+    """Raise UserError for a key that is no field and no entry of a field with arbitrary entries."""
     for name, kind in open_fields(schema).items():
         entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
         if entry and dataclasses.is_dataclass(kind):
@@ -200,7 +197,7 @@ def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
 
 
 def _check_slurm() -> None:
-    """Raise UserError where the members of a sweep cannot become Slurm jobs."""
+    """Raise UserError where Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
             "hydra/launcher=slurm needs Hydra's submitit launcher: pip install "
@@ -229,7 +226,7 @@ def _check_experiment(name: str, job: str) -> None:
 
 
 def wrong_job(experiment: str, right: str, called: str) -> UserError:
-    """The error of an experiment that was called with another job than its own."""
+    """Return the error for an experiment that belongs to another job."""
     return UserError(
         f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} "
         f"+experiment={experiment}"
@@ -237,16 +234,14 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
 
 
 class Sweep:
-    """The members that this process has run; where it is one rank of several, all run every member
-    together.
-    """
+    """Members of a sweep, run one after another; several ranks run each member together."""
 
     def __init__(self) -> None:
         self.members = 0
         self._meeting: ranks.RankBarrier | None = None
 
     def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
-        """One member in a process of its own. Returns its exit status."""
+        """Run one member in a process of its own. Returns its exit status."""
         if self._meeting is None:
             ranks.adopt_slurm_rank(config)
             ranks.refuse_idle(config)
@@ -260,11 +255,11 @@ class Sweep:
 def _run_member(
     composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep
 ) -> list[str]:
-    """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
+    """Run one member of a sweep in its own folder and process. Returns descriptions of failures.
 
-    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
-    Where another launcher than Hydra's own (submitit) runs members, nobody reads this process's
-    memory, and what went wrong is a UserError.
+    The folder's name lists the overrides that vary. The other members still run after a failure; a
+    signal ends the sweep. A launcher other than Hydra's own (submitit) does not share this
+    process's memory, so a failure raises UserError there.
     """
     varying = {
         override.key_or_group

@@ -1,8 +1,8 @@
 """Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
-Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us:
-they save a checkpoint and end, and we wait for them. A worker that dies ends the job: the others
-are stopped and the error names the rank.
+Children run in their own sessions, so Ctrl-C on a terminal reaches them once, through the parent:
+they save a checkpoint and end while it waits. When a worker dies, the others are stopped and the
+error names its rank.
 """
 
 import os
@@ -26,7 +26,8 @@ _GRACE_SECONDS = 30.0
 
 
 class Children:
-    """Processes that are started, signalled and awaited together:
+    """Processes that are started, signalled and awaited together.
+
     `with Children() as children: children.start(...)`.
     """
 
@@ -48,15 +49,17 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        """Start one more child; environment None: ours."""
+        """Start a child. environment: None inherits this process's."""
         started = subprocess.Popen(
             command, env=environment, start_new_session=True, pass_fds=held_descriptors()
         )
         self.processes.append(started)
 
     def wait(self) -> list[int | None]:
-        """Wait until all have ended or, unless a signal came, one has failed. Returns exit
-        statuses, None for those still running.
+        """Wait until all have ended or one has failed.
+
+        After a signal it always waits for all. Returns exit statuses, None for processes that still
+        run.
         """
         while True:
             states = [process.poll() for process in self.processes]
@@ -67,7 +70,7 @@ class Children:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End what still runs: SIGTERM, and SIGKILL after a grace time."""
+        """Terminate the running children, and kill them after a grace period."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.terminate()
@@ -86,8 +89,9 @@ class Children:
 
 
 def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
-    """Run one command to its end; environment None: ours. Returns its exit status; raises
-    Interrupted when a signal stopped it.
+    """Run one command to its end and return its exit status.
+
+    environment: None inherits this process's. Raises Interrupted when a signal stopped it.
     """
     with Children() as children:
         children.start(command, environment)
@@ -99,14 +103,14 @@ def run_child(command: list[str], what: str, environment: dict[str, str] | None 
 
 
 def is_worker() -> bool:
-    """True inside a rank that `launch`, torchrun or Slurm started."""
+    """Check whether `launch`, torchrun or Slurm started this process as a rank."""
     return ranks.is_rank()
 
 
 def count_processes(config: ParallelConfig) -> int:
-    """How many ranks the job has, which `launch` is to start unless this process is one of them.
+    """Return the number of ranks of the job; `launch` starts them unless this process is one.
 
-    Raises UserError where kind and number contradict each other.
+    Raises UserError where the kind of parallelism and the number contradict each other.
     """
     if ranks.is_rank():
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -136,7 +140,7 @@ def count_processes(config: ParallelConfig) -> int:
 def launch(job: str, config_file: Path, processes: int) -> None:
     """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
 
-    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the
+    Raises UserError with the first rank that failed, and Interrupted when a signal stopped the
     ranks.
     """
     port = _free_port()
@@ -177,7 +181,7 @@ def launch(job: str, config_file: Path, processes: int) -> None:
 
 
 def _end(status: int) -> str:
-    """An exit status in words: `subprocess` gives a process that signal N ended the status -N."""
+    """Describe an exit status; `subprocess` reports a process ended by signal N as status -N."""
     if status >= 0:
         return f"ended with status {status}"
     hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""

@@ -1,6 +1,4 @@
-"""Folders that ship with the project, and paths by name: `embedded:NAME` is a file or folder of
-assets/.
-"""
+"""Folders that ship with the project, and the names `embedded:NAME` of their files."""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
-"""The protocol of a job that leaves one artefact: check the configuration, open the run folder,
-pass over what is finished, answer a dry run, and work, in as many ranks as are wanted.
+"""Protocol of a job that writes one artefact.
+
+It checks the configuration, opens the run folder, skips finished work, answers a dry run, and works
+in one or several ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +19,7 @@ Config = TypeVar("Config", bound=JobConfig)
 
 @dataclass(frozen=True)
 class Run:
-    """An open run folder, what it is to hold in the end, and what is read for it."""
+    """Open run folder with its artefact and inputs."""
 
     folder: RunFolder
     artefact: Path  # a file or a model folder in it
@@ -25,13 +27,15 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """Run folder."""
         return self.folder.path
 
 
 class Job(ABC, Generic[Config]):
-    """One run of a job. `__init__` raises UserError for what the job cannot run, before the folder
-    belongs to this configuration; `work` ends with a manifest that says finished.
+    """One run of a job.
+
+    `__init__` raises UserError for a configuration that the job cannot run, before the folder is
+    taken for it. `work` ends with a manifest marked as finished.
     """
 
     artefact: ClassVar[str]  # its name in the run folder
@@ -46,12 +50,14 @@ class Job(ABC, Generic[Config]):
 
     @abstractmethod
     def dry_run(self, run: Run) -> float | None:
-        """Print what a run takes, and write what needs neither weights nor data. Returns the
-        operations that it takes: 0 where the data alone tells, None where none are counted.
+        """Print what a run costs, and write what needs neither weights nor data.
+
+        Returns the number of operations: 0 where only the data determines it, None where it is not
+        counted.
         """
 
     def prepare(self, run: Run) -> None:
-        """Check what only a real run needs, on the process that starts the ranks and on each."""
+        """Check what only a real run needs, in the starting process and in each rank."""
 
     @abstractmethod
     def work(self, run: Run) -> None:

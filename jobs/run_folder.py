@@ -1,5 +1,6 @@
-"""The folder of a run: its configuration, its manifest, and the refusal to mix two configurations
-in one folder.
+"""Folder of a run, with its configuration and manifest.
+
+Two configurations never share a folder.
 """
 
 import functools
@@ -54,11 +55,11 @@ _PACKAGES = (
 
 
 class RunFolder:
-    """A run folder that is open for one configuration.
+    """Run folder that is open for one configuration.
 
-    It stays locked as long as the object lives. Raises UserError when another command works in the
-    folder (jobs/run_lock.py), and when it belongs to another configuration, naming the keys
-    that differ.
+    It stays locked as long as the object lives. Raises UserError when another command uses the
+    folder (jobs/run_lock.py), and when it belongs to another configuration, with the keys that
+    differ.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -77,19 +78,20 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says so far; empty before the first write. Raises UserError for a
-        damaged one.
+        """Content of manifest.json; empty before the first write.
+
+        Raises UserError for a damaged file.
         """
         path = self.path / "manifest.json"
         return read_manifest(path) if path.is_file() else {}
 
     def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
-        """True when the run is done and its artefacts are as it left them; else they are made again
-        from what the folder holds.
+        """Check whether the run is done and its artefacts are unchanged.
 
-        artefacts: files, or model folders. also: further files whose hashes are recorded, which
-        runs of earlier versions may lack. Raises UserError when something that the run read has
-        changed since.
+        Prints the artefacts that have to be made again.
+
+        artefacts: files or model folders. also: further files whose hashes are recorded; runs of
+        earlier versions may lack them. Raises UserError when an input of the run has changed since.
         """
         self._artefacts = (*artefacts, *also)
         manifest = self.manifest
@@ -111,7 +113,9 @@ class RunFolder:
         return not wrong
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
-        """inputs: files or folders that the run read; their hashes are recorded. A dry run has read
+        """Write manifest.json.
+
+        inputs: files or folders that the run read, recorded with their hashes. A dry run reads
         none.
         """
         dry = self.config["dry_run"]
@@ -134,7 +138,7 @@ class RunFolder:
         write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
 
     def command(self) -> str:
-        """The command line that makes this run again."""
+        """Return the command line that repeats this run."""
         arguments = sys.argv[1:]
         # a stage, a member of a sweep or a rank: its file was a temporary one
         if arguments[:1] == ["--config-file"]:
@@ -167,8 +171,9 @@ class RunFolder:
 
 
 def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without the target's published one where the target's folder is there:
-    nothing reads it then.
+    """Remove the target's published configuration where the target's folder exists.
+
+    Nothing reads it then.
     """
     target = config.get("target")
     if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
@@ -192,7 +197,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The object in a manifest.json. Raises UserError for a damaged one."""
+    """Return the object in a manifest.json. Raises UserError for a damaged one."""
 
     def check(manifest: dict[str, Any]) -> dict[str, Any]:
         for key in ("inputs", "artefacts"):
@@ -214,8 +219,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
-    """Hashes of a run's artefacts by their path in its folder; of a model folder all files but the
-    page that people read.
+    """Return path in the run folder -> hash for each file of the artefacts.
+
+    A model folder's README.md is left out, as people edit it.
     """
     files = [
         file
@@ -229,10 +235,9 @@ def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
 def changed_artefacts(
     root: Path, manifest: dict[str, Any], names: Sequence[str] | None = None
 ) -> list[str]:
-    """What is missing or changed of the artefacts that a manifest lists, in words; runs of earlier
-    versions list none.
+    """Describe the artefacts in a manifest that are missing or changed.
 
-    names: of those to look at; None: all.
+    Runs of earlier versions list none. names: the artefacts to check; None checks all.
     """
     wrong = []
     for name, digest in manifest.get("artefacts", {}).items():
@@ -246,7 +251,7 @@ def changed_artefacts(
 
 
 def _is_whole(artefact: Path) -> bool:
-    """Whether a file is there, or a model folder's configuration and weights."""
+    """Check whether a file exists, or a model folder's configuration and weights."""
     if artefact.suffix:
         return artefact.is_file()
     return (artefact / "config.json").is_file() and any(

@@ -1,9 +1,9 @@
-"""One run folder, one command: a lock file that names its owner, and goes when the owner ends.
+"""One command per run folder: a lock file names its owner and disappears with it.
 
 The owner holds the file's `flock` as long as it lives, and so do the ranks and stages that it
-starts. The kernel drops that lock with the last of them, so a file that SIGKILL left behind is
-taken over. What the file says decides where locks do not reach from host to host (some network file
-systems) or do not exist: an owner on another host is never judged dead.
+starts. The kernel releases the lock with the last of them, so the next command takes over a file
+that SIGKILL left behind. Some network file systems have no locks, or none across hosts. There the
+content of the file decides, and an owner on another host always counts as alive.
 """
 
 import errno
@@ -34,10 +34,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system w
 
 
 class RunLock:
-    """A run folder that this process holds until the object is dropped or the process ends."""
+    """Run folder that this process holds until the object is dropped or the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError naming the process that holds the folder."""
+        """Take the lock. Raises UserError with the process that holds the folder."""
         path = folder / LOCK
         self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
@@ -50,11 +50,11 @@ _locks: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictiona
 
 
 def hold(folder: Path) -> RunLock | None:
-    """Make a run folder and lock it; what a run that was killed left half written there is deleted.
+    """Create and lock a run folder, and delete half-written files of a killed run.
 
-    None on other ranks than the first, and where what started this process (a launcher, an
-    experiment) holds the folder for it. Raises UserError for a folder that cannot be, and naming
-    process, host and time where another command works in it.
+    Returns None on all ranks but the first, and where the parent process (a launcher, an
+    experiment) holds the folder. Raises UserError for a folder that cannot be created, and with
+    process, host and time where another command uses it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,9 +87,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_partials(root: Path) -> None:
-    """Delete what is half written in a run folder; folders of other runs inside of it are left
-    alone.
-    """
+    """Delete half-written files in a run folder, but not in the folders of other runs inside it."""
     for folder, inner, files in os.walk(root):
         for name in [name for name in inner if name.endswith(_PARTIAL)]:
             shutil.rmtree(Path(folder, name))
@@ -104,9 +102,7 @@ def remove_partials(root: Path) -> None:
 
 
 def held_descriptors() -> list[int]:
-    """Open files that a child process inherits, so that the folders stay locked as long
-    as it runs.
-    """
+    """Return open files for a child process to inherit, so that the folders stay locked."""
     return [lock.descriptor for lock in _locks.values()]
 
 
@@ -115,7 +111,7 @@ def _held_folders() -> list[str]:
 
 
 def _acquire(path: Path) -> int:
-    """An open lock file that is ours. Raises UserError where it is another's."""
+    """Open and lock the file. Raises UserError where another process holds it."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -138,7 +134,10 @@ def _acquire(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> bool:
-    """Whether the file's lock is ours now, or its file system has none."""
+    """Try to lock the file. Returns False where another process has it locked.
+
+    Returns True on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,7 +159,7 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Who the file names; empty for one that is new, or was never written whole."""
+    """Return the owner that the file names; empty for a new or incomplete file."""
     try:
         owner = json.loads(os.pread(descriptor, 2**16, 0))
     except ValueError:
@@ -169,8 +168,9 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _may_be_running(owner: dict[str, Any]) -> bool:
-    """Whether the owner runs. A process of another host may; a number that another process has now
-    does not count.
+    """Check whether the owner may still run.
+
+    An owner on another host may. A reused process id does not count.
     """
     if not owner:
         return False
@@ -181,9 +181,7 @@ def _may_be_running(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host began, as the system counts it; empty where there is no such
-    process.
-    """
+    """Return the start time of a process on this host; empty where it does not exist."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:

@@ -1,5 +1,6 @@
-"""A run's saved configuration: written with a hash, read back with what is damaged named, and one
-of an earlier version read as today's.
+"""Saved configuration of a run: written with a hash, and checked when it is read.
+
+A configuration of an earlier version is converted to today's keys.
 """
 
 import hashlib
@@ -17,8 +18,9 @@ _STAMP = "# sha256 of the lines below: "
 
 
 def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: with today's keys, and before `max_seconds` there was,
-    `max_epochs` bounded nothing beside `max_steps`.
+    """Return a saved configuration with today's keys and meaning.
+
+    Before `max_seconds` existed, `max_epochs` had no effect next to `max_steps`.
     """
     saved = current_config(saved)
 
@@ -30,8 +32,9 @@ def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def fill_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the keys that a saved configuration lacks because they came later. usual: today's
-    configuration with every default.
+    """Add the keys that a saved configuration lacks because they are newer.
+
+    usual: today's configuration with every default.
     """
     inner = {
         key: fill_defaults(value, usual[key])
@@ -43,15 +46,14 @@ def fill_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any
 
 
 def add_stamp(text: str) -> str:
-    """A configuration's text below a line with its hash, so that a torn file is not taken for
-    another configuration.
-    """
+    """Return a configuration's text below a line with its hash, which reveals a truncated file."""
     return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the
-    remedy, for anything else.
+    """Return the mapping in a config.yaml, with or without a hash.
+
+    Raises UserError, with the remedy, for anything else.
     """
     try:
         text = path.read_text(encoding="utf-8")

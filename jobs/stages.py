@@ -1,14 +1,12 @@
-"""Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own,
-folder to folder.
+"""Experiments that span several jobs: each stage is `python -m <stage>` in its own process.
 
-A stage inherits every key that it shares with the experiment (jobs/inheritance.py) and writes to
-OUTPUT_DIR/<stage>. Its `stage_overrides` hold what differs, and what a file of conf/ that is chosen
-there writes (`parallel=single`, `head=medusa`) is not inherited.
+Stages talk only through folders. A stage inherits every key that it shares with the experiment
+(jobs/inheritance.py) and writes to OUTPUT_DIR/<stage>. Its `stage_overrides` hold the differences.
+Values in a file of conf/ that they choose (`parallel=single`, `head=medusa`) are not inherited.
 
-Stages talk only through folders. All are composed before the first one starts, so that a wrong key
-of the last is found at once. A finished stage passes over its work by itself (its manifest says
-so). Where several ranks run an experiment (torchrun, Slurm), all start every stage together, and a
-stage of one process is rank 0's.
+All stages are composed before the first one starts, so that an error in the last is found at once.
+A finished stage skips its work, as its manifest records that. Where several ranks run an experiment
+(torchrun, Slurm), all start every stage together, and rank 0 runs a stage of one process.
 """
 
 import functools
@@ -45,9 +43,7 @@ _FOLDER = "_output_dir_of_the_experiment_"
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of an experiment: a job, and the configurations that it runs on one after another
-    (one, but in a sweep).
-    """
+    """One stage of an experiment: a job and its configurations, one per member of a sweep."""
 
     name: str
     job: str
@@ -57,7 +53,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageOverride:
-    """One override of a stage; `values` are those of a sweep, each with its text, else one."""
+    """Override of a stage.
+
+    values: (text, value) pairs, several in a sweep.
+    """
 
     key: str
     values: list[tuple[str, Any]]
@@ -65,13 +64,13 @@ class StageOverride:
 
     @property
     def is_of_conf(self) -> bool:
-        """Whether it chooses a file in conf/."""
+        """True where it chooses a file in conf/."""
         (text, value), *_ = self.values
         return text.startswith("~") or (isinstance(value, str) and (CONF / self.key).is_dir())
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order. Raises UserError naming the stage that failed."""
+    """Run `config.stages` in order. Raises UserError with the stage that failed."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
     meeting, started, number = RankBarrier(), time.time(), 0
     for position, stage in enumerate(stages, start=1):
@@ -96,10 +95,9 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
 
 
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
-    """Put a stage together: its job's defaults, the files of conf/ that it chooses, what it
-    inherits, and its other overrides.
+    """Compose a stage: its job's defaults, its files of conf/, inherited keys and other overrides.
 
-    name: a job, or `job:label` where a job comes twice. Raises UserError naming the stage.
+    name: a job, or `job:label` where a job occurs twice. Raises UserError with the stage's name.
     """
     job, _, label = name.partition(":")
     try:
@@ -133,7 +131,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
 
 
 def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
-    """The overrides of a stage, Hydra's own; `-m` among them allows several values (`key=1,2`).
+    """Parse the overrides of a stage; `-m` among them allows several values (`key=1,2`).
 
     In them `{output_dir}` is the experiment's folder, `${key}` the experiment's value of a key, and
     `@{key}` the stage's own.
@@ -152,8 +150,9 @@ def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list
 
 
 def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
-    """Dotted keys that chosen files write outside of their own group, as a kind of head does with
-    its loss. chosen: group -> override.
+    """Yield dotted keys that chosen files write outside of their own group.
+
+    A kind of head does so with its loss. chosen: group -> override.
     """
     for group, text in chosen.items():
         file = CONF / group / f"{text.partition('=')[2]}.yaml"
@@ -170,7 +169,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
-    """One override as Hydra reads it."""
+    """Parse one override with Hydra's grammar."""
     parser = OverridesParser.create()
     text = text.replace("{output_dir}", _FOLDER).replace("@{", "${")
     override = translate_errors(lambda: parser.parse_override(text))
@@ -185,7 +184,6 @@ def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
 
 
 def _insert_folder(value: Any, folder: str) -> Any:
-    """A value with the experiment's folder in it."""
     if isinstance(value, list):
         return [_insert_folder(one, folder) for one in value]
     if isinstance(value, dict):
@@ -196,7 +194,7 @@ def _insert_folder(value: Any, folder: str) -> Any:
 def _sweep_members(
     own: DictConfig, given: Sequence[StageOverride], sweeps: bool
 ) -> Iterator[DictConfig]:
-    """The configurations of a sweep, one a combination of values; without one the only one."""
+    """Yield one configuration per combination of values; without a sweep, only one."""
     for values in itertools.product(*(one.values for one in given)):
         member = own.copy()
         for one, (_, value) in zip(given, values, strict=True):
@@ -206,8 +204,9 @@ def _sweep_members(
 
 
 def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
-    """Give a member of a sweep a folder of its own, named by the overrides that vary, and the
-    sweep's group in Weights & Biases.
+    """Set a sweep member's folder, named after the overrides that vary, and its tracker group.
+
+    The group is the sweep's group in Weights & Biases.
     """
     name = ",".join(text.lstrip("+") for text in varying) or "member"
     config.output_dir = os.path.join(str(config.output_dir), re.sub(r"[^\w.,=+-]+", "_", name))
@@ -217,8 +216,9 @@ def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
 
 
 def _print_total(folders: Sequence[str], started: float) -> None:
-    """What the dry runs of all stages, and of all members of their sweeps, counted together, each
-    at the pace that it assumes.
+    """Print the total cost of the dry runs of all stages and sweep members.
+
+    Each is converted to hours with its own assumed_tflops.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     planned = {
@@ -244,8 +244,9 @@ def _print_total(folders: Sequence[str], started: float) -> None:
 
 
 def check_required_settings(composed: DictConfig) -> None:
-    """Raise UserError for a setting that the experiment asks of its caller (`${key}`, empty by
-    default) and that was not given.
+    """Raise UserError for a setting that the experiment needs from its caller.
+
+    Such a setting is empty by default, and the experiment refers to it as `${key}`.
     """
     written = str(OmegaConf.to_container(composed, resolve=False))
     for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):
@@ -257,8 +258,9 @@ def check_required_settings(composed: DictConfig) -> None:
 
 
 def run_on_file(composed: DictConfig, job: str, environment: dict[str, str] | None = None) -> int:
-    """`python -m <job>` on a saved configuration, in a fresh process; environment None: ours.
-    Returns its exit status.
+    """Run `python -m <job>` on a saved configuration in a fresh process. Returns its exit status.
+
+    environment: None inherits this process's.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
         file.write(OmegaConf.to_yaml(composed))

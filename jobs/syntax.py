@@ -1,5 +1,4 @@
-"""What Hydra cannot read or put together, told in our words: what was found, where, and what is
-expected.
+"""Readable errors for overrides and configurations that Hydra rejects.
 
 Hydra's own messages are those of a grammar, name no place and end in advice on stack traces.
 """
@@ -42,7 +41,7 @@ def check_syntax(arguments: list[str]) -> None:
 
 
 def _place(text: str, error: HydraException) -> str:
-    """What is wrong with it, and where."""
+    """Describe the syntax error and its position."""
     cause, said = error.__cause__, " ".join(str(error).split())
     if isinstance(cause, LexerNoViableAltException):
         return (
@@ -64,9 +63,7 @@ def _place(text: str, error: HydraException) -> str:
 
 
 def composition_error(error: Exception) -> UserError:
-    """The error of a configuration that could not be put together from conf/ and the
-    command line.
-    """
+    """Return the error for conf/ and a command line that do not compose."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group = error.missing_cfg_file.rpartition("/")[0]
         return UserError(
