@@ -20,12 +20,12 @@ slots.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding import devices
@@ -39,6 +39,9 @@ from decoding.models.folder import (
 )
 from decoding.models.model_check import check_loaded
 from decoding.models.taps import check_taps, join_taps
+
+if TYPE_CHECKING:  # its import takes seconds, which only models of this backend need
+    from transformers import PreTrainedModel
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
 WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
@@ -124,7 +127,7 @@ class HFTarget:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         name: str,
         max_length: int | None = None,
         execution: str | None = None,

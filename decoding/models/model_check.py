@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from decoding.errors import UserError
 from decoding.models.folder import Tensors, load_state, read_config, read_headers
@@ -155,6 +154,9 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config")
     if found is None:
         return
+    # imported here: it takes seconds, and few models are quantized
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(
