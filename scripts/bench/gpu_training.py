@@ -19,7 +19,7 @@ from decoding import devices
 from scripts.bench.random_models import Shape
 from training.data.packing import PackedData, Sample, collate, micro_batches
 from training.models.attention import PACKED
-from training.objectives import Constant, freeze
+from training.objectives import StaticObjective, freeze
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 
@@ -76,7 +76,7 @@ def frozen_target(sizes: Sizes, device: str) -> Any:
 
 
 def step(
-    objective: Constant,
+    objective: StaticObjective,
     optimizer: MasterAdamW,
     data: PackedData,
     rows: Sequence[Sequence[int]],
@@ -98,7 +98,7 @@ def step(
 
 
 def timed_steps(
-    objective: Constant, optimizer: MasterAdamW, data: PackedData, sizes: Sizes, device: str
+    objective: StaticObjective, optimizer: MasterAdamW, data: PackedData, sizes: Sizes, device: str
 ) -> dict[str, Any]:
     """Tokens a second, padding not counted, of the steps after one that warms up."""
     place = torch.device(device)
@@ -127,7 +127,11 @@ def timed_steps(
 
 
 def ours(
-    objective: Constant, trained: torch.nn.Module, samples: list[Sample], sizes: Sizes, device: str
+    objective: StaticObjective,
+    trained: torch.nn.Module,
+    samples: list[Sample],
+    sizes: Sizes,
+    device: str,
 ) -> dict[str, Any]:
     """Our training of `trained`: float32 masters and the optimizer's states on the card too."""
     data = PackedData(samples, sizes.row, sizes.step_rows, 0)
