@@ -30,7 +30,6 @@ class TailRejection:
     rejected: bool = False
     # The tail was accepted but its sampled token was not: another token of the tail follows.
     rejected_in_tail: bool = False
-    rejected_in_tail: bool = False
 
     def acceptance_probability(self, token: int) -> float:
         """Return the probability to accept this token after its earlier siblings' rejection."""

@@ -1,5 +1,6 @@
-"""Token verification: test sampled tokens one by one by p / q (Leviathan et al. 2023, arXiv
-2211.17192, Algorithm 1).
+"""Token verification: test sampled tokens one by one by p / q.
+
+Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.

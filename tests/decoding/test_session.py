@@ -116,8 +116,8 @@ def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> Non
 
 def test_control_a_cache_that_keeps_too_much_is_found_out() -> None:
     class Careless(Session):
-        def _kept(self, prompt: Sequence[int], drafter: object) -> int:
-            right = super()._kept(prompt, drafter)  # type: ignore[arg-type]
+        def _reuse_cache(self, prompt: Sequence[int], drafter: object) -> int:
+            right = super()._reuse_cache(prompt, drafter)  # type: ignore[arg-type]
             return (
                 min(self.target.lengths_B[0], len(prompt) - 1)
                 if self.target.lengths_B[0]
