@@ -18,7 +18,7 @@ from decoding.values import is_int, shown
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
-    """Raise UserError for a layer that the target does not have, and for one named twice."""
+    """Raise UserError for a layer that the target lacks or that is named twice."""
     last = target.num_layers
     for place, tap in enumerate(taps):
         if not is_int(tap) or not 0 <= tap <= last:

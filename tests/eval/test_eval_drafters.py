@@ -175,11 +175,11 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         "ouroboros": ("Ouroboros", 4),
     }
     for entry, words in (
-        ({"use": "prompt_lookup"}, "PromptLookup looks up by itself already"),
-        ({"use": "lookahead"}, "Lookahead has no model that drafts"),
+        ({"use": "prompt_lookup"}, "PromptLookup already looks up by itself"),
+        ({"use": "lookahead"}, "Lookahead has no draft model"),
         (
             {"use": "chain_with_lookup", "folder": "nowhere"},
-            "ChainWithLookup looks up by itself already",
+            "ChainWithLookup already looks up by itself",
         ),
         (
             {"_target_": "decoding.drafters.remote.RemoteChain", "folder": "nowhere"},
