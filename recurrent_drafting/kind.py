@@ -16,7 +16,7 @@ from recurrent_drafting.predictions import RecurrentPredictions
 from training.data.packing import Sample
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
-from training.heads.kind import Drafting, HeadKind, ReadmeParts
+from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 
 
 class RecurrentKind(RecurrentPredictions, HeadKind):
@@ -75,9 +75,9 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)
 
-    def drafting(self, config: HeadTrainConfig) -> Drafting:
+    def drafting(self, config: HeadTrainConfig) -> DraftingSetup:
         width = config.beam_width
-        return Drafting(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
+        return DraftingSetup(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         shape, target = card["shape"], card["target"]

@@ -17,7 +17,7 @@ from recurrent_drafting.head import Context, RecurrentHead
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
-from training.heads.predicting import Tips
+from training.heads.predicting import DraftStarts
 from training.losses.heads import chunked_argmax
 
 
@@ -43,7 +43,7 @@ class RecurrentPredictions:
         reached = [state_MH]
         for number in range(1, len(where.counts_K)):
             tokens_M = where.tokens_MK[:, number]
-            if where.asks_own:
+            if where.continues_own:
                 said_O = _likeliest_of(where.own_O, head, context, state_MH)
                 tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
             state_MH = head.advance(state_MH, states.embed(tokens_M))
@@ -53,7 +53,9 @@ class RecurrentPredictions:
         )
         return head.features(context.select(where.draft_N), state_NH)
 
-    def draft(self, head: RecurrentHead, states: TargetStates, tips: Tips, count: int) -> Tensor:
+    def draft(
+        self, head: RecurrentHead, states: TargetStates, tips: DraftStarts, count: int
+    ) -> Tensor:
         context, state_MH = head.context(tips.states_MC), head.start(states.embed(tips.tokens_M))
         drafted = [likeliest(head, context, state_MH)]
         for _ in range(1, count):

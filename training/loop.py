@@ -112,7 +112,7 @@ def fit(
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the "
-                    f"same command again to continue"
+                    f"same command to continue"
                 )
         if not progress.reached(limits):
             of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""

@@ -24,9 +24,9 @@ from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout, check_sizes
 from training.heads.config import HeadJobConfig
 from training.heads.draft_vocabulary import choose_tokens
-from training.heads.kind import Drafting, HeadKind, ReadmeParts
+from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.positions import Positions
-from training.heads.predicting import Tips
+from training.heads.predicting import DraftStarts
 from training.losses.heads import chunked_argmax
 
 STARTS = ("lm_head", "random")
@@ -58,7 +58,9 @@ class MedusaKind(HeadKind):
         places_N = where.head_N * len(where.drafts_M) + where.draft_N
         return torch.cat(of_head).index_select(0, places_N)
 
-    def draft(self, head: MedusaHeads, states: TargetStates, tips: Tips, count: int) -> Tensor:
+    def draft(
+        self, head: MedusaHeads, states: TargetStates, tips: DraftStarts, count: int
+    ) -> Tensor:
         drafted = []
         for k in range(count):
             best_M = chunked_argmax(head.features(tips.states_MC, k), head.projection(k))
@@ -160,8 +162,8 @@ class MedusaKind(HeadKind):
         head.config = shape
         return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
 
-    def drafting(self, config: MedusaTrainConfig) -> Drafting:
-        return Drafting("with a static tree", "tree_block_efficiency")
+    def drafting(self, config: MedusaTrainConfig) -> DraftingSetup:
+        return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target = card["target"]

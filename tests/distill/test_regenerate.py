@@ -158,10 +158,10 @@ def test_answers_that_loop_are_told_or_left_out(
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     regenerated(target, home / "chats.jsonl", tmp_path / "told", "temperature=0")
     assert metrics(tmp_path / "told")["loop_share"] == 1.0
-    assert "note: so many loops" in capsys.readouterr().out
+    assert "note: many answers loop" in capsys.readouterr().out
     with pytest.raises(
         UserError,
-        match=r"no chat is left, expected one or more.\nchats: 6 in, 0 answered, 0 skipped, 6 "
+        match=r"no usable chat is left.*\nchats: 6 in, 0 answered, 0 skipped, 6 "
         r"failed",
     ):
         run(
@@ -187,20 +187,20 @@ def test_a_dry_run_counts_and_writes_nothing(
         )
     )
     said = capsys.readouterr().out
-    assert "would ask 11 requests of 6 chats (of 6, samples counted)" in said
+    assert "would answer 11 requests of 6 chats (of 6, including samples)" in said
     assert f"at most {11 * 16:,} out" in said
     assert (
         f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said
         and " (1.8 s), into" in said
     )
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
-    assert "tokens/s (timed on a batch)" in capsys.readouterr().out
+    assert "tokens/s (measured on one batch)" in capsys.readouterr().out
     away = configured(
         home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b"
     )
     away.target.path = "models/nowhere"
     run(away)
-    assert "would ask 11 requests" in capsys.readouterr().out
+    assert "would answer 11 requests" in capsys.readouterr().out
     assert not folder.exists()
 
 
@@ -240,8 +240,8 @@ def test_a_dry_run_counts_and_writes_nothing(
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
             r"has verify=token, max_draft_tokens=9, which eval.run alone follows",
         ),
-        (["data.template=nothing"], r"no chat is left.*unknown chat template 'nothing'"),
-        (["max_new_tokens=255"], r"no chat is left.*no room in the context"),
+        (["data.template=nothing"], r"no usable chat is left.*unknown chat template 'nothing'"),
+        (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )
 def test_bad_input_is_named_and_takes_no_folder(
@@ -266,7 +266,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(home: Path, tmp_path: Path, c
 
 def test_a_file_of_broken_records_is_refused_with_their_places(home: Path, tmp_path: Path):
     file = write_chats(tmp_path / "chats.jsonl", CHATS[:1], lines=("{broken",))
-    with pytest.raises(UserError, match=rf"1 skipped: no JSON \({file}:2\).*data.max_bad"):
+    with pytest.raises(UserError, match=rf"1 skipped: not JSON \({file}:2\).*data.max_bad"):
         run(configured(home / "target", file, tmp_path / "run"))
 
 
@@ -302,7 +302,7 @@ def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: P
         f"output_dir={tmp_path / 'run'}",
     ]
     said = ran("+experiment=quickstart_regenerated", *toy, "dry_run=true")
-    assert "would ask 11 requests" in said and "chats.json is not there yet" in said
+    assert "would answer 11 requests" in said and "chats.json is not there yet" in said
     shutil.rmtree(tmp_path / "run")
     ran("+experiment=quickstart_regenerated", *toy)
     card = json.loads(

@@ -150,9 +150,9 @@ def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
     assert where.counts_K == wanted
     flat = where.kept_P[where.drafts_M[where.draft_N]]
     assert torch.equal(batch.ids_RT.flatten()[flat + 2 + where.head_N], where.labels_N)
-    assert torch.equal(where.kept_P[where.judges_N], flat + 1 + where.head_N)
-    assert torch.equal(where.judges_N, where.judges_N.sort().values)
-    assert where.judges_N.tolist() == where.judges.tolist()
+    assert torch.equal(where.kept_P[where.targets_N], flat + 1 + where.head_N)
+    assert torch.equal(where.targets_N, where.targets_N.sort().values)
+    assert where.targets_N.tolist() == where.targets.tolist()
     assert torch.equal(where.kept_P, where.kept_P.unique())
     assert sum(where.kept_R) == len(where.kept_P)
     documents_F = batch.documents_RT.flatten()

@@ -227,7 +227,7 @@ def test_no_bound_at_all_is_refused():
     config = TrainConfig(job="distill.train", output_dir="x", loop=LoopConfig(max_epochs=0.0))
     with pytest.raises(
         UserError,
-        match="loop.max_epochs is 0.0, expected more than 0, or 0 .* beside loop.max_steps",
+        match="loop.max_epochs is 0.0, expected more than 0, or 0 .* with loop.max_steps",
     ):
         check_values(config, {})
     config.loop.max_seconds = 5.0

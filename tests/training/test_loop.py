@@ -129,7 +129,7 @@ def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
     train(tmp_path / "straight", loop(8), dtype=dtype)
-    with pytest.raises(Interrupted, match="Run the same command to go on"):
+    with pytest.raises(Interrupted, match="Run the same command to continue"):
         train(tmp_path / "stopped", loop(8), stop_after=5, dtype=dtype)
     assert newest(tmp_path / "stopped").state["step"] == 5
     train(tmp_path / "stopped", loop(8), dtype=dtype)

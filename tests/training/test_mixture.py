@@ -250,7 +250,7 @@ def test_a_state_without_data_is_the_start():
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),
         ({"uniform_share": 2.0}, "data.uniform_share is 2.0"),
         ({"held_out_tokens": -1}, "data.held_out_tokens is -1"),
-        ({"texts": ["more.txt"]}, "data.domains stands beside data.chats, texts"),
+        ({"texts": ["more.txt"]}, "data.domains cannot be combined with data.chats, texts"),
     ],
 )
 def test_bad_mixtures_are_named(changes: dict[str, object], words: str):

@@ -1,8 +1,7 @@
-"""Dry runs of a head's training: parameters, operations, memory, hours, and a head folder of zeros,
-without weights or data.
+"""Dry runs of a head's training: parameters, FLOPs, memory, hours, and a head folder of zeros.
 
-Operations are those of products with weights: two a weight and token forward, and for the head as
-much again twice backward; the target runs forward alone.
+No weights or data are read. FLOPs count products with weights: two per weight and token forward,
+four more backward for the head; the target only runs forward.
 """
 
 import shutil
@@ -19,10 +18,10 @@ from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
-from training.heads.loss_config import judged, tokens_said
-from training.heads.measure import Measure, measure
+from training.heads.loss_config import judged, num_continued_tokens
+from training.heads.measure import HeadStatistics, measure
 from training.losses.chunked import CHUNK
-from training.models.build import dtype_of, say_missing
+from training.models.build import dtype_of, print_missing
 from training.models.shapes import forward_flops, millions, parameter_counts, target_widths
 from training.parallel.memory_plan import answering_bytes, answering_line, bytes_per_rank
 from training.plan import plan_tokens
@@ -37,12 +36,11 @@ def dry_run(
     folder: Path,
     was_dry: bool,
 ) -> float:
-    """Print what training takes and write the untrained head to `folder`, unless a trained one is
-    there. Returns operations.
+    """Print the cost of training and write the untrained head to `folder`. Returns FLOPs.
 
-    was_dry: what is there was written by a dry run, and is replaced.
+    A trained head is kept; was_dry: the folder was written by a dry run and is replaced.
     """
-    say_missing(config.target)
+    print_missing(config.target)
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
     describe(kind, shape, target, counted)
     layout = states_layout(config, kind, shape, target)
@@ -50,7 +48,7 @@ def dry_run(
     print_memory(config, target, counted, layout, shape.num_drafted)
     if shape.draft_vocab_size:
         print(
-            "note: the shortlist is counted in the data, which a dry run does not read: the "
+            "note: the shortlist is counted from the data, which a dry run does not read: the "
             "untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)
@@ -67,8 +65,8 @@ def dry_run(
     return flops
 
 
-def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
-    """Parameters of target and head, part by part."""
+def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -> None:
+    """Print the parameters of target and head, part by part."""
     print(
         f"target: {millions(parameter_counts(target)['all'])} parameters, "
         f"{target.num_hidden_layers} layers, frozen"
@@ -81,7 +79,7 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
 
 
 def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
-    """What a store keeps of the target's states."""
+    """Return the layout in which a store keeps the target's states."""
     loss, taps = config.loss, kind.taps(shape)
     layers = layers_read(taps, target.num_hidden_layers, judged(loss))
     return StoreLayout(
@@ -89,30 +87,25 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
         judged(loss),
         len(layers) * shape.hidden_size,
         dtype_of(config.loop.dtype),
-        tokens_said(loss),
+        num_continued_tokens(loss),
         taps,
     )
 
 
 def target_flops(config: HeadJobConfig, target: Any) -> float:
-    """Operations of the target for a token of the data: its forward, without the lm_head but where
-    a loss asks for it.
-    """
-    lm_head, whole = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
+    """Return the target's FLOPs per token of the data, with lm_head only if the loss needs it."""
+    lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
     # heads that predict the same token share the target's distribution
-    asked, said = (
-        judged(config.loss),
-        tokens_said(config.loss),
-    )
+    judges, continued = judged(config.loss), num_continued_tokens(config.loss)
     # the first token needs no forward of its own
-    forwards = max(0, said - 1) * whole + (lm_head if said else 0)
-    return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
+    forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
+    return forward - lm_head + config.assumed_supervised * (judges * lm_head + forwards)
 
 
-def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: StoreLayout) -> float:
-    """Operations, which it returns, and hours; 0 where the data alone tells the number
-    of tokens.
-    """
+def print_cost(
+    config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
+) -> float:
+    """Print FLOPs and hours. Returns FLOPs; 0 if the number of tokens depends on the data."""
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
@@ -149,19 +142,22 @@ def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Sto
 
 
 def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
-    """Of what is kept of the target's states: of one pass over the data, as a later one finds them
-    there.
-    """
+    """Return the bytes of the stored states of one pass over the data."""
     loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
 
 
 def print_memory(
-    config: HeadJobConfig, target: Any, counted: Measure, layout: StoreLayout, vocabulary: int
+    config: HeadJobConfig,
+    target: Any,
+    counted: HeadStatistics,
+    layout: StoreLayout,
+    vocabulary: int,
 ) -> None:
-    """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk. vocabulary:
-    tokens that are drafted from.
+    """Estimate a rank's memory in megabytes, part by part; the loss by its largest chunk.
+
+    vocabulary: number of drafted tokens.
     """
     loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
     frozen, ranks = parameter_counts(target), max(1, config.parallel.processes)
@@ -186,9 +182,9 @@ def print_memory(
     if config.states.cache == "memory":
         most = config.states.memory_mb * 1e6
         plan["states, at most"] = min(most, states_bytes(config, layout) or most)
-    # one row at a time: its text, and all but the last token behind each position
-    if said := tokens_said(config.loss):
-        kept_tokens = config.data.max_length * (1 + (said - 1) * config.assumed_supervised)
+    # one row at a time: its text, and all but the last token of each continuation
+    if continued := num_continued_tokens(config.loss):
+        kept_tokens = config.data.max_length * (1 + (continued - 1) * config.assumed_supervised)
         widths = target_widths(target)
         of_token = (
             2
@@ -204,8 +200,8 @@ def print_memory(
         if size and name != "total"
     }
     of = f"each of {ranks} ranks ({config.parallel.kind})" if ranks > 1 else "one process"
-    told = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
-    print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({told})")
+    listed = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
+    print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({listed})")
     held = {name: plan[kind] for name, kind in (("target", "frozen"), ("head", "weights"))}
     print(answering_line(held | answering_bytes(target, config)))
     print(
