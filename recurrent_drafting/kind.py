@@ -1,6 +1,4 @@
-"""The recurrent head as a kind of trained head: what its training asks of it
-(training/heads/kind.py).
-"""
+"""The recurrent head as a kind of trained head (training/heads/kind.py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +35,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         return {
             "beam_width": (
                 1 <= config.beam_width <= drafted,
-                f"1 to {drafted}, the tokens that are drafted from",
+                f"1 to {drafted}, the number of drafted tokens",
             )
         }
 
@@ -71,7 +69,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def drafter(
         self, head: RecurrentHead, shape: HeadConfig, config: HeadTrainConfig, sampled: bool
     ) -> Drafter:
-        """Beams: drawn ones where answers are sampled."""
+        """Return a drafter of beams, sampled ones if answers are sampled."""
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)
 
@@ -104,9 +102,9 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         )
 
 
-_REMARKS = """How many beams pay hangs on the machine: both measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
-line `"drafters=[{use: HEAD, by_cost: false}]"`). Where answers are sampled beams are drawn; `children=top_k` takes the likeliest ones as
-published, as exact and seldom as fast."""  # noqa: E501
+_REMARKS = """The best number of beams depends on the machine: both commands measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
+line `"drafters=[{use: HEAD, by_cost: false}]"`). At temperatures above 0 beams are sampled; `children=top_k` takes the likeliest ones as
+published, as exact and rarely as fast."""  # noqa: E501
 
 
 KIND = RecurrentKind()

@@ -1,10 +1,9 @@
-"""How recurrent heads predict, as training asks it (training/heads/kind.py). It is free of the
-packages that compose configurations, so that a training step can be had without them.
+"""Predictions of recurrent heads in training (training/heads/kind.py), free of Hydra packages.
 
-All heads' predictions come of one draft's state, a token further each, and of one output layer.
-Gradients flow through the recurrence over all of them. With `own_tokens`, drafts go on from the
+Every prediction of a draft comes from its state, one token further each, and one output layer.
+Gradients flow through the recurrence over all of them. With `own_tokens`, drafts continue from the
 head's own likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
-2503.01840), and are held against the same tokens or the same distribution.
+2503.01840), against the same tokens or distribution.
 
 Shapes: M drafts of a batch, O of them with own tokens, N predictions of all heads, P positions, C =
 H the target's hidden size, E the head's width, V drafted vocabulary, K drafted tokens.
@@ -37,7 +36,7 @@ class RecurrentPredictions:
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """The first linear map of the hidden states is made once a draft."""
+        """Return the inputs of the output layer; each draft maps its hidden state only once."""
         context = head.context(states_PC[where.drafts_M])
         state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
         reached = [state_MH]
@@ -66,7 +65,7 @@ class RecurrentPredictions:
 
 @torch.no_grad()
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
-    """The head's own next token for every draft, as ids of the target [M]."""
+    """Return the head's likeliest next token for every draft, as ids of the target [M]."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
 
 
@@ -74,7 +73,7 @@ def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor
 def _likeliest_of(
     drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor
 ) -> Tensor:
-    """The same for some of the drafts [O]."""
+    """Return the likeliest next token for some of the drafts [O]."""
     return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
 
 

@@ -14,7 +14,8 @@ class MedusaOptions(HeadOptions):
     shared: bool = False  # one projection to the vocabulary for all heads
     # tokens of the draft vocabulary, the most frequent ones of the training answers; 0: all
     draft_vocab_size: int = 0
-    start: str = "lm_head"  # projections begin as the target's lm_head, or at random
+    # initial projections: lm_head (the target's) | random
+    start: str = "lm_head"
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Medusa's heads as a kind of trained head: what training asks of them (training/heads/kind.py).
+"""Medusa's heads as a kind of trained head (training/heads/kind.py).
 
 Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target's hidden size, V
-vocabulary that is drafted from.
+drafted vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class MedusaKind(HeadKind):
     """Medusa heads."""
 
     name, label, reads_tokens = "medusa", "medusa", False
-    ranks = RANKS  # of a head's predictions, whose accuracies its trees are chosen from
+    ranks = RANKS  # number of ranks whose accuracies choose the trees
     config: type[HeadJobConfig] = MedusaTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -52,7 +52,7 @@ class MedusaKind(HeadKind):
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """Each head's blocks over the drafts' states; the tokens between play no part."""
+        """Run each head's blocks over the drafts' states, which ignore the tokens in between."""
         states_MH = states_PC[where.drafts_M]
         of_head = [head.features(states_MH, k) for k in range(len(where.counts_K))]
         places_N = where.head_N * len(where.drafts_M) + where.draft_N
@@ -90,8 +90,8 @@ class MedusaKind(HeadKind):
             )
         if shape.num_heads != config.loss.predict_n_tokens:
             raise UserError(
-                f"head.path={config.head.path} has {shape.num_heads} heads and "
-                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: give "
+                f"head.path={config.head.path} has {shape.num_heads} heads, but "
+                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: set "
                 f"loss.predict_n_tokens={shape.num_heads}"
             )
 
@@ -138,7 +138,7 @@ class MedusaKind(HeadKind):
         return heads
 
     def measured(self, shape: MedusaConfig, figures: Mapping[str, Any]) -> MedusaConfig:
-        """The accuracies by rank, from the cumulative ones of the best checkpoint."""
+        """Return the shape with accuracies by rank, from the best checkpoint's cumulative ones."""
         rows = []
         for head in range(shape.num_heads):
             names = (f"accuracy/{self.label}{head}_top{rank + 1}" for rank in range(self.ranks))
@@ -158,7 +158,7 @@ class MedusaKind(HeadKind):
     def drafter(
         self, head: MedusaHeads, shape: MedusaConfig, config: MedusaTrainConfig, sampled: bool
     ) -> Drafter:
-        """The tree that the accuracies give, whatever it costs here."""
+        """Return a drafter of the tree for the measured accuracies, regardless of its cost."""
         head.config = shape
         return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
 
