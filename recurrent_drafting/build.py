@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from jobs.paths import resolve
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
-from recurrent_drafting.head import ResidualBlock, HeadConfig, RecurrentHead
+from recurrent_drafting.head import HeadConfig, RecurrentHead, ResidualBlock
 from training.data.packing import Sample
 from training.heads.checkpoint import check_sizes
 from training.heads.draft_vocabulary import choose_tokens

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.models.native.linear import can_pack, make_linear
-from recurrent_drafting.head import ResidualBlock, Context, RecurrentHead
+from recurrent_drafting.head import Context, RecurrentHead, ResidualBlock
 
 
 class PackedHead:

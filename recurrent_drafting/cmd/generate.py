@@ -1,4 +1,4 @@
-"""`python -m recurrent_drafting.cmd.generate`: the published name of this project's generate job."""
+"""`python -m recurrent_drafting.cmd.generate`: the published name of the generate job."""
 
 from recurrent_drafting.generate import main
 
