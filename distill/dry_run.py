@@ -6,7 +6,6 @@ is sparse. Operations are those of products with weights, two a weight and token
 backward; attention's own are left out.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,27 @@ from distill.shapes import (
     student_config,
     warn_unaligned_widths,
 )
-from jobs.amounts import hours, operations, size
+from jobs.amounts import operations, size
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from jobs.ranks import ZERO
 from training.config import LoopConfig, StudentConfig
-from training.drafter_folder import Provenance, write_untrained
-from training.models.build import dtype_of, known_config, random_model, say_missing, target_config
+from training.drafter_folder import Provenance, keeps_folder, write_untrained
+from training.models.build import dtype_of, known_config, print_missing, random_model, target_config
 from training.models.shapes import (
     bytes_a_step,
     forward_flops,
     layers_of,
     millions,
     parameter_counts,
-    target_widths,
 )
 from training.parallel.memory_plan import (
-    DecoderShape,
     activation_bytes,
     answering_bytes,
     answering_line,
     bytes_per_rank,
 )
-from training.plan import plan_tokens
+from training.plan import plan_tokens, print_plan, print_work
 
 LARGE = 10**9  # parameters of a target whose memory is worth a word
 
@@ -56,7 +53,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
-    say_missing(config.target)
+    print_missing(config.target)
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
@@ -98,7 +95,7 @@ def dry_prune(
     Returns operations.
     """
     source, flops = target, 0.0
-    say_missing(config.target)
+    print_missing(config.target)
     if hint := wide_dtype(config, target):
         print(hint)
     for number, shape in enumerate(shapes, start=1):
@@ -152,7 +149,7 @@ def _print_importance(
             f" and {tried} of them distilled on {distilled:,} tokens each "
             f"(importance.probe_steps={settings.probe_steps})"
         )
-    _say(
+    print_work(
         f"importance: scores from {settings.sequences * row:,} tokens{what}",
         flops,
         config.assumed_tflops,
@@ -177,7 +174,7 @@ def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) ->
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
     plan = plan_tokens(loop, a_token, config.assumed_tflops)
     flops = a_token * plan.tokens
-    _say(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
+    print_work(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
     _print_memory(
         loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights
     )
@@ -277,17 +274,10 @@ def print_cost(
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
     a_token = 6 * trained + 2 * teacher
     print(f"cost: {operations(a_token)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
-    plan = plan_tokens(loop, a_token, tflops)
-    if plan.tokens:
-        _say(f"plan: {plan.words}", float(a_token * plan.tokens), tflops)
-    else:
-        print(
-            f"plan: {plan.words}; their tokens are known when the data is read (or give "
-            f"loop.max_steps)"
-        )
+    flops = print_plan(loop, a_token, tflops, "loop.max_steps")
     _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
-    return float(a_token * plan.tokens)
+    return flops
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
@@ -325,7 +315,7 @@ def _print_memory(
         parts = ("weights", "gradients", "optimizer", "buffers") if trains else ("weights",)
         kept |= {name: plan[name] for name in parts}
         made = activation_bytes(
-            _shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
+            student, loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
         )
         kept |= {"activations": made["layers"], "loss": made["loss"]}
     told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
@@ -361,25 +351,6 @@ def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 
-def _shape(student: Any) -> DecoderShape:
-    widths = target_widths(student)
-    return DecoderShape(
-        student.num_hidden_layers,
-        widths["hidden_size"],
-        widths["num_attention_heads"],
-        widths["head_dim"],
-        widths["intermediate_size"],
-        student.vocab_size,
-    )
-
-
-def _say(what: str, flops: float, tflops: float) -> None:
-    print(
-        f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s "
-        f"(assumed_tflops)"
-    )
-
-
 def _write(
     config: TrainConfig | PruneConfig,
     student: Any,
@@ -389,10 +360,7 @@ def _write(
     was_dry: bool,
 ) -> None:
     """The untrained folder, unless a trained one is there."""
-    if was_dry:
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        print(f"kept: {folder} is there already")
+    if keeps_folder(folder, was_dry):
         return
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,15 @@ def write_untrained(
         copy_tokenizer(tokenizer_folder, folder)
     except OSError as error:
         raise disk_error(folder, error) from error
+
+
+def keeps_folder(folder: Path, was_dry: bool) -> bool:
+    """Return True, with a note, if `folder` holds a trained model; delete a dry run's folder."""
+    if was_dry:
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        print(f"kept: {folder} is there already")
+    return folder.exists()
 
 
 def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from jobs.amounts import hours, operations
 from training.bounds import Bounds
 from training.config import LoopConfig
 from training.data.packing import PackedData
@@ -54,6 +55,28 @@ def plan_tokens(
         about = "" if tokens in (by_steps, by_passes) else "about "
         words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")
     return TokenPlan(tokens, ", ".join(words))
+
+
+def print_work(what: str, flops: float, tflops: float) -> None:
+    """Print FLOPs and the hours they take at an assumed speed."""
+    seconds = flops / tflops / 1e12
+    print(f"{what}, {operations(flops)}, {hours(seconds)} at {tflops:g} TFLOP/s (assumed_tflops)")
+
+
+def print_plan(
+    loop: LoopConfig, flops_a_token: float, tflops: float, key: str, pass_tokens: int = 0
+) -> float:
+    """Print the plan of a run. Returns its FLOPs; 0 if the number of tokens depends on the data.
+
+    key: the option that determines the number. pass_tokens: see `plan_tokens`.
+    """
+    plan = plan_tokens(loop, flops_a_token, tflops, pass_tokens)
+    flops = float(flops_a_token * plan.tokens)
+    if plan.tokens:
+        print_work(f"plan: {plan.words}", flops, tflops)
+    else:
+        print(f"plan: {plan.words}; their tokens are known when the data is read (or give {key})")
+    return flops
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:

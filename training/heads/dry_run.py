@@ -4,15 +4,14 @@ No weights or data are read. FLOPs count products with weights: two per weight a
 four more backward for the head; the target only runs forward.
 """
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jobs.amounts import hours, operations, size
-from training.drafter_folder import Provenance
+from jobs.amounts import size
+from training.drafter_folder import Provenance, keeps_folder
 from training.features.states import layers_read
 from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
@@ -20,11 +19,15 @@ from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
 from training.heads.loss_config import judged, num_continued_tokens
 from training.heads.measure import HeadStatistics, measure
-from training.losses.chunked import CHUNK
 from training.models.build import dtype_of, print_missing
-from training.models.shapes import forward_flops, millions, parameter_counts, target_widths
-from training.parallel.memory_plan import answering_bytes, answering_line, bytes_per_rank
-from training.plan import plan_tokens
+from training.models.shapes import cache_bytes_per_token, forward_flops, millions, parameter_counts
+from training.parallel.memory_plan import (
+    answering_bytes,
+    answering_line,
+    bytes_per_rank,
+    loss_bytes,
+)
+from training.plan import print_plan
 
 
 def dry_run(
@@ -53,10 +56,7 @@ def dry_run(
         )
         shape = replace(shape, draft_vocab_size=0)
         counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32)
-    if was_dry:
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        print(f"kept: {folder} is there already")
+    if keeps_folder(folder, was_dry):
         return flops
     write_untrained(kind, shape, target_folder, folder)
     origin = Provenance.untrained(config.head.name, config.target.path, target_folder)
@@ -115,19 +115,10 @@ def print_cost(
         f"{draft / 1e6:,.0f} at each of the {share} that are supervised "
         f"({config.loss.predict_n_tokens} predictions)"
     )
-    plan = plan_tokens(config.loop, token, config.assumed_tflops, config.assumed_tokens)
-    if not plan.tokens:
-        print(
-            f"plan: {plan.words}; their tokens are known when the data is read (or give "
-            f"assumed_tokens)"
-        )
-        return 0.0
-    flops = token * plan.tokens
-    print(
-        f"plan: {plan.words}, {operations(flops)}, {hours(flops / config.assumed_tflops / 1e12)} "
-        f"at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
+    flops = print_plan(
+        config.loop, token, config.assumed_tflops, "assumed_tokens", config.assumed_tokens
     )
-    if config.states.cache == "disk":
+    if flops and config.states.cache == "disk":
         about = "about" if config.assumed_tokens else "at most"
         unknown = (
             ""
@@ -171,10 +162,11 @@ def print_memory(
         frozen["head"],
     )
     drafts = loop.micro_batch_tokens * config.assumed_supervised
-    logits = min(CHUNK, drafts * config.loss.predict_n_tokens) * vocabulary * 4 * 6
     plan |= {
         "activations": drafts * counted.kept,
-        "loss": logits + counted.outputs * (4 + width),
+        "loss": loss_bytes(
+            drafts * config.loss.predict_n_tokens, vocabulary, counted.outputs, width
+        ),
         "target's layer": loop.micro_batch_tokens
         * (2 * target.intermediate_size + 6 * target.hidden_size)
         * width,
@@ -185,15 +177,7 @@ def print_memory(
     # one row at a time: its text, and all but the last token of each continuation
     if continued := num_continued_tokens(config.loss):
         kept_tokens = config.data.max_length * (1 + (continued - 1) * config.assumed_supervised)
-        widths = target_widths(target)
-        of_token = (
-            2
-            * target.num_hidden_layers
-            * widths["num_key_value_heads"]
-            * widths["head_dim"]
-            * width
-        )
-        plan["target's keys and values"] = kept_tokens * of_token
+        plan["target's keys and values"] = kept_tokens * cache_bytes_per_token(target, width)
     parts = {
         ("target" if name == "frozen" else name): size
         for name, size in plan.items()

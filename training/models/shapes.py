@@ -63,6 +63,13 @@ def bytes_a_step(config: Any, itemsize: int = 2) -> int:
     return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
 
 
+def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Return the bytes of keys and values that all layers store per token."""
+    widths = target_widths(config)
+    width = widths["num_key_value_heads"] * widths["head_dim"]
+    return 2 * config.num_hidden_layers * width * itemsize
+
+
 def forward_flops(config: Any) -> float:
     """Return the FLOPs of a forward over one token: two per weight of the layers and the head."""
     return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)

@@ -12,7 +12,6 @@ use.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from decoding import devices
@@ -22,7 +21,7 @@ from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
 from training.held_out import ANSWERED_TOGETHER, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
-from training.models.shapes import parameter_counts, target_widths
+from training.models.shapes import cache_bytes_per_token, parameter_counts, target_widths
 from training.parallel.zero import BUCKET
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -87,40 +86,30 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or devices.cards() or 1) if asked.parallel != "none" else 1
-    rows, widths = min(ANSWERED_TOGETHER, config.held_out.max_prompts), target_widths(target)
-    of_token = (
-        2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
-    )
-    whole = {
+    tokens = min(ANSWERED_TOGETHER, config.held_out.max_prompts) * config.data.max_length
+    parts = {
         "second copy": parameter_counts(target)["all"] * width,
-        "keys and values up to": rows * config.data.max_length * of_token,
+        "keys and values up to": tokens * cache_bytes_per_token(target, width),
     }
-    return {name: count / sharing for name, count in whole.items()}
+    return {name: count / sharing for name, count in parts.items()}
 
 
 def answering_line(held: Mapping[str, float]) -> str:
     """The dry run's line of that moment; held: bytes by part."""
-    told = ", ".join(f"{name} {size(count)}" for name, count in held.items())
+    parts = ", ".join(f"{name} {size(count)}" for name, count in held.items())
     return (
         f"memory of rank 0 while the target answers the held-out prompts: "
-        f"{size(sum(held.values()))} ({told})"
+        f"{size(sum(held.values()))} ({parts})"
     )
 
 
-@dataclass(frozen=True)
-class DecoderShape:
-    """What of a decoder's shape its activations depend on."""
-
-    layers: int
-    hidden: int
-    heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
+def loss_bytes(rows: float, vocabulary: int, output_parameters: int, width: int) -> float:
+    """Return the bytes of a chunked loss: logits of the largest chunk, and output gradients."""
+    return min(CHUNK, rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
 
 
 def activation_bytes(
-    shape: DecoderShape, tokens: int, dtype: str, checkpointing: bool = False
+    config: Any, tokens: int, dtype: str, checkpointing: bool = False
 ) -> dict[str, float]:
     """Bytes that autograd keeps for the backward pass of `tokens` packed tokens
     (loop.micro_batch_tokens): `layers` and `loss`.
@@ -134,17 +123,11 @@ def activation_bytes(
     runs. `loss`: logits of one chunk and what is made of them, and the lm_head's gradient in
     float32 and as it is handed on. Estimates: a test holds the layers' to 10 %.
     """
-    width = _WIDTHS[dtype]
-    heads = shape.heads * shape.head_dim
-    norms = 2 * (4 + 2 * width) * shape.hidden
-    layer = tokens * (norms + width * (5 * heads + 4 * shape.intermediate))
-    kept = (
-        shape.layers * tokens * width * shape.hidden + layer
-        if checkpointing
-        else shape.layers * layer
-    )
-    logits = min(CHUNK, tokens) * shape.vocabulary * 4 * 6
-    return {
-        "layers": float(kept),
-        "loss": float(logits + shape.vocabulary * shape.hidden * (4 + width)),
-    }
+    width, widths, layers = _WIDTHS[dtype], target_widths(config), config.num_hidden_layers
+    hidden, vocabulary = widths["hidden_size"], config.vocab_size
+    heads = widths["num_attention_heads"] * widths["head_dim"]
+    norms = 2 * (4 + 2 * width) * hidden
+    layer = tokens * (norms + width * (5 * heads + 4 * widths["intermediate_size"]))
+    kept = layers * tokens * width * hidden + layer if checkpointing else layers * layer
+    loss = loss_bytes(tokens, vocabulary, vocabulary * hidden, width)
+    return {"layers": float(kept), "loss": float(loss)}
