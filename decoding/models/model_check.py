@@ -1,11 +1,9 @@
-"""Whether a model folder's config.json describes the weights beside it, from the headers of the
-safetensors files alone.
+"""Check that a model folder's config.json describes its weights, by the safetensors headers alone.
 
-Loaders take what they find: layers that a configuration does not count are left out, tensors that
-it does not name are never read, and the model that runs is another one than the folder's. So every
-tensor's shape is compared with the configuration before weights are read. Families that are not
-known here (hf backend) are held to what holds for all: as many layers as the files have, and what
-`transformers` reports after loading.
+Loaders accept contradictions: they leave out layers that the configuration does not count and
+ignore tensors that it does not name, so that another model runs. Every tensor's shape is therefore
+compared with the configuration before weights are read. For families that are unknown here (hf
+backend) only the number of layers is compared, and what `transformers` reports after loading.
 """
 
 import re
@@ -21,7 +19,7 @@ from decoding.models.native.weights import FAMILIES
 from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
-# computed anew by whoever loads them; older versions of transformers stored them
+# computed on loading; older versions of transformers stored them
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
 _INDEXED = re.compile(r"\.(\d+)\.")
 
@@ -90,7 +88,7 @@ _ROPE = {
     "rope_type": _ROPE_KIND,
     "type": _ROPE_KIND,
 }
-_OF_KIND = {  # the fields that a kind of rope cannot be without
+_OF_KIND = {  # required fields of a kind of rope
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
 }
@@ -101,15 +99,15 @@ class Expected(NamedTuple):
 
     name: str
     shape: list[int]
-    why: str  # the fields that it follows from
+    # the fields that determine the shape
+    why: str
 
 
 def check_model(folder: str | Path) -> None:
-    """Raise UserError that names the first contradiction between a folder's config.json and its
-    weights: file, tensor, found, expected.
+    """Raise UserError for the first contradiction between a folder's config.json and its weights.
 
-    Also for a folder that cannot be read, and for fields of config.json that no model can have. No
-    weights are read.
+    Also for a folder that cannot be read, and for invalid fields of config.json. No weights are
+    read.
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
@@ -137,9 +135,7 @@ def check_model(folder: str | Path) -> None:
 
 
 def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and
-    Python reads them all the same.
-    """
+    """Raise UserError for a NaN or infinity in a configuration, which Python's JSON accepts."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_finite(file, value, f"{prefix}{key}.")
@@ -148,9 +144,7 @@ def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> No
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for weights quantized in a way that `transformers` does not know, and would
-    skip.
-    """
+    """Raise UserError for a quantization that `transformers` does not know and would ignore."""
     found = config.get("quantization_config")
     if found is None:
         return
@@ -167,8 +161,9 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
-    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing
-    field, too.
+    """Raise UserError for an invalid value in config.json.
+
+    complete: also for a missing field.
     """
     _check_finite(folder / "config.json", config)
     if config["model_type"] in FAMILIES:
@@ -178,10 +173,9 @@ def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = Tr
 
 
 def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
-    """Raise UserError for a field of a known family's config.json with a value that no model can
-    have.
+    """Raise UserError for an invalid field of a known family's config.json.
 
-    complete: refuse a missing field that every model needs, too.
+    complete: also for a missing field that every model needs.
     """
     file = folder / "config.json"
     missing = [key for key in _REQUIRED if key not in config]
@@ -215,7 +209,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     if _head_dim(config) % 2:
         raise UserError(
             f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions "
-            f"turn pairs."
+            f"rotate pairs of channels."
         )
 
 
@@ -229,7 +223,7 @@ def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
-    """Every tensor of a known family's model, in the names of Hugging Face."""
+    """Yield every tensor of a known family's model by its Hugging Face name."""
     V, C = config["vocab_size"], config["hidden_size"]
     yield Expected("model.embed_tokens.weight", [V, C], "vocab_size, hidden_size")
     yield Expected("model.norm.weight", [C], "hidden_size")
@@ -251,7 +245,7 @@ def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
     )
     queries, keys = config["num_attention_heads"] * D, _groups(config) * D
     of_queries, of_keys = "num_attention_heads x head_dim", "num_key_value_heads x head_dim"
-    # Whether a bias is there: Qwen2 has them at queries, keys and values always, Mistral nowhere.
+    # Qwen2 always has biases at queries, keys and values, Mistral never.
     attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
     mlp_bias = family == "llama" and bool(config.get("mlp_bias"))
     for name, rows, columns, why, has_bias in (
@@ -303,9 +297,7 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Raise UserError for more layers than the files have, of a known family for fewer too, before
-    anything is built by their number.
-    """
+    """Raise UserError for more layers than the files hold, or fewer for a known family."""
     key = next(
         (key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None
     )
@@ -315,8 +307,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
     held = 1 + max(
         (int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1
     )
-    # Some families store layers that their causal LM leaves out, such as those that predict further
-    # tokens.
+    # Some families store layers that their causal LM does not use, such as those for multi-token
+    # prediction.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
             f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} "
@@ -325,10 +317,9 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
 
 
 def check_tied_head(folder: str | Path) -> None:
-    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to.
-    Reads these two tensors.
+    """Raise UserError for a stored lm_head that differs from the embedding it should be tied to.
 
-    Such a model was trained with a head of its own, which a loader that ties it would drop.
+    Such a model was trained with a separate head, which a loader would drop. Reads both tensors.
     """
     config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
     if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
@@ -338,7 +329,7 @@ def check_tied_head(folder: str | Path) -> None:
     state = load_state(
         folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None
     )
-    # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
+    # in blocks of rows, since comparing two large tensors at once would allocate a third
     blocks = zip(*(state[name].split(4096) for name in names))
     if not all(bool((embedding == head).all()) for embedding, head in blocks):
         raise UserError(
@@ -350,9 +341,7 @@ def check_tied_head(folder: str | Path) -> None:
 
 
 def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
-    """Raise UserError for what `transformers` found after loading a model: tensors that were
-    missing, left over or of another shape.
-    """
+    """Raise UserError if `transformers` loaded a model with missing, unused or reshaped tensors."""
     kinds: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("missing_keys", "is in none of the weights, and would be random", str),
         ("unexpected_keys", "is in the weights and has no place in the model", str),
