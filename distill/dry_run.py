@@ -1,9 +1,7 @@
-"""Dry runs: what a job would cost, and the student's folder with weights of zero, to try serving
-with before anything is trained.
+"""Dry runs: the cost of a job, and a student's folder of zeros for trying it in a server.
 
-Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file
-is sparse. Operations are those of products with weights, two a weight and token forward and four
-backward; attention's own are left out.
+Neither the target's weights nor the data are read, and the zeros take no disk space. FLOPs count
+products with weights: two per weight and token forward, four backward; attention's are left out.
 """
 
 from collections.abc import Mapping
@@ -44,14 +42,13 @@ from training.parallel.memory_plan import (
 )
 from training.plan import plan_tokens, print_plan, print_work
 
-LARGE = 10**9  # parameters of a target whose memory is worth a word
+LARGE = 10**9  # parameters above which a target's dtype is noted
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> float:
-    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless
-    a trained one is there. Returns operations.
+    """Print the cost of `distill.train` and write the untrained drafter. Returns FLOPs.
 
-    was_dry: what is there was written by a dry run, and is replaced.
+    A trained drafter is kept; was_dry: the folder was written by a dry run and is replaced.
     """
     print_missing(config.target)
     target = target_config(config.target)
@@ -72,9 +69,7 @@ def _print_other_size(shape: StudentConfig, student: Any) -> None:
 
 
 def _student(config: TrainConfig, target: Any) -> Any:
-    """The configuration of the student: by its shape, or of the folder that it goes on from where
-    that is there.
-    """
+    """Return the student's configuration, from its shape or from the folder it continues from."""
     if config.student.init == "folder" and config.student.path:
         folder = resolve(config.student.path)
         student = known_config(folder)
@@ -91,9 +86,7 @@ def dry_prune(
     folder: Path,
     was_dry: bool,
 ) -> float:
-    """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`.
-    Returns operations.
-    """
+    """Print the stages of `distill.prune` and write the untrained student. Returns FLOPs."""
     source, flops = target, 0.0
     print_missing(config.target)
     if hint := wide_dtype(config, target):
@@ -136,9 +129,7 @@ def dry_prune(
 def _print_importance(
     config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any
 ) -> float:
-    """Of mode=importance: tokens that are read and operations, which it returns; memory of what is
-    in it longest, a probe or the scores.
-    """
+    """Print the cost of mode=importance and its peak memory. Returns FLOPs."""
     settings, row = config.importance, config.data.max_length
     flops = importance_flops(config, source, frozen["target"], shape)
     compared, tried = _probes(config, source, shape)
@@ -166,9 +157,7 @@ def _print_importance(
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
-    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations.
-    Returns operations.
-    """
+    """Print the cost of mode=l0, which trains the source under masks. Returns FLOPs."""
     loop, trained = config.loop, parameter_counts(source)["all"]
     a_token = (6.0 if config.l0.train_weights else 4.0) * trained
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
@@ -190,9 +179,7 @@ def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) ->
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
-    """Operations of mode=importance by its settings: scores, the greedy order of layers, and all
-    probes.
-    """
+    """Return the FLOPs of mode=importance: scores, the greedy order of layers, and all probes."""
     settings, row = config.importance, config.data.max_length
     scores = forward_flops(source) * settings.sequences * row
     if settings.choice not in ("probe", "greedy") or not _layers_are_open(config, source, shape):
@@ -204,16 +191,14 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
     a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
     distilled = settings.probe_steps * config.between.tokens_per_step * a_token
     looked = settings.probe_sequences * row * forward_flops(shape)
-    # Each is looked at as it was cut, and again behind its distillation; the target reads the
+    # Each is evaluated after the cut and again after its distillation; the target reads the
     # held-out text once.
     all_looks = (compared + tried) * looked + settings.probe_sequences * row * forward_flops(target)
     return scores + greedy + tried * distilled + all_looks
 
 
 def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
-    """(candidate sets of layers that are compared as cut, those of them that are distilled), at
-    most.
-    """
+    """Return the largest number of sets of layers that are compared, and of those distilled."""
     settings = config.importance
     if settings.choice != "probe" or not _layers_are_open(config, source, shape):
         return 0, 0
@@ -222,13 +207,13 @@ def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
 
 
 def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
-    """Whether this cut drops layers that `student.layers` does not name."""
+    """Return True if this cut drops layers that `student.layers` does not name."""
     count = shape.num_hidden_layers
     return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
 def wide_dtype(config: PruneConfig, target: Any) -> str:
-    """A hint where a large target is stored in 16 bits and would be read in 32; else empty."""
+    """Return a note if a large target in 16 bits would be read in 32, else an empty text."""
     stored, whole = target.dtype or torch.float32, parameter_counts(target)["all"]
     if config.target.dtype != "float32" or stored.itemsize > 2 or whole < LARGE:
         return ""
@@ -240,8 +225,9 @@ def wide_dtype(config: PruneConfig, target: Any) -> str:
 
 
 def describe(student: Any, target: Any, role: str = "target") -> None:
-    """Parameters, bytes of a step, and warnings of odd widths. role: what the target is to the
-    student.
+    """Print parameters, bytes per step, and warnings of unaligned widths.
+
+    role: the relation of the target to the student.
     """
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
     print(f"{role}: {millions(whole)} parameters, {layers_of(target)}")
@@ -264,11 +250,10 @@ def print_cost(
     tflops: float,
     frozen_dtype: str = "",
 ) -> float:
-    """Say what training a student of this configuration takes. Returns operations; 0 where the data
-    alone tells how many.
+    """Print the cost of training a student. Returns FLOPs; 0 if they depend on the data.
 
-    frozen: configurations of the models that are held beside it, by name; `target` is run too, as
-    the teacher. frozen_dtype: of their weights; empty: the loop's.
+    frozen: configurations of the frozen models in memory, by name; `target` also runs, as the
+    teacher. frozen_dtype: of their weights; empty: the loop's.
     """
     trained = parameter_counts(student)["all"]
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
@@ -281,9 +266,7 @@ def print_cost(
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
-    """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and
-    how many are kept.
-    """
+    """Print the size and number of checkpoints of `stored` weights, `trained` with states."""
     size_of_one = size(_checkpoint_bytes(loop, trained, stored))
     print(
         f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), "
@@ -303,8 +286,9 @@ def _print_memory(
     frozen_dtype: str,
     trains: bool = True,
 ) -> None:
-    """What a rank holds, part by part. loop: None where nothing is trained; trains: False where
-    masks alone are.
+    """Print the memory of a rank, part by part.
+
+    loop: None if nothing is trained. trains: False if only masks are trained.
     """
     ranks, known = _ranks(parallel)
     kept = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
@@ -328,16 +312,14 @@ def _print_memory(
 
 
 def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
-    """What rank 0 holds before the first step, while a second copy of the target answers the
-    held-out prompts.
-    """
+    """Print the memory of rank 0 before the first step, while the target's second copy answers."""
     held = {"target": _frozen_bytes(target, config.parallel, config.loop.dtype)}
     held["weights"] = parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize
     print(answering_line(held | answering_bytes(target, config)))
 
 
 def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
-    """What a rank holds of a model that is not trained."""
+    """Return the bytes that a rank holds of a frozen model."""
     whole = parameter_counts(model)
     held = bytes_per_rank(
         0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"]
@@ -346,7 +328,7 @@ def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
 
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
-    """How many ranks the memory is told for, and a remark where nobody has said."""
+    """Return the number of ranks to plan for, and a remark if it is assumed."""
     ranks = 1 if parallel.kind == "single" else parallel.processes or devices.cards()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
@@ -359,7 +341,7 @@ def _write(
     folder: Path,
     was_dry: bool,
 ) -> None:
-    """The untrained folder, unless a trained one is there."""
+    """Write the untrained folder, unless there is a trained one."""
     if keeps_folder(folder, was_dry):
         return
     with torch.device("meta"):

@@ -192,7 +192,7 @@ def test_bad_domains_are_named(
 def test_pretraining_has_no_target_to_be_accepted_by(texts: Path, tmp_path: Path):
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, which this job does not measure; expected fixed or loss",
+        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed or loss",
     ):
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 

@@ -408,7 +408,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         ),
         (
             ["depths=[2]"],
-            r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the "
+            r"depths is \[2\]: expected decreasing numbers of layers between the target's 4 and the "
             r"student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
@@ -497,7 +497,7 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, which this job does not measure; expected fixed",
+        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed",
     ):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 

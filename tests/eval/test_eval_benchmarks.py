@@ -87,7 +87,7 @@ def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(
     )
     with pytest.raises(
         UserError,
-        match=r"benchmark.render=text takes them .*benchmark.chat_template=vicuna\|llama2",
+        match=r"benchmark.render=text leaves them .*benchmark.chat_template=vicuna\|llama2",
     ):
         load_benchmark(BenchmarkConfig(path=path), words, **options)
 
