@@ -39,7 +39,8 @@ def schema_of(name: str) -> type[HeadJobConfig]:
     class HeadsTrainConfig(of_kind):
         """`python -m heads.train head=NAME`: a drafter head for the frozen target."""
 
-        kind: str = name  # the kind of head: set by head=NAME
+        # the kind of head: set by head=NAME
+        kind: str = name
 
     return HeadsTrainConfig
 

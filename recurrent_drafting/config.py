@@ -9,16 +9,20 @@ from training.heads.config import HeadJobConfig, HeadOptions
 class HeadShapeConfig(HeadOptions):
     """Shape and initial weights of the head; by default both are as published."""
 
-    name: str = "redrafter"  # name in tables and in the head's card
-    num_draft_layers: int = 2  # residual blocks
-    rnn: bool = True  # recurrent; false: the state is the sum of the embeddings
+    # name in tables and in the head's card
+    name: str = "redrafter"
+    # residual blocks
+    num_draft_layers: int = 2
+    # recurrent; false: the state is the sum of the embeddings
+    rnn: bool = True
     # width of the blocks; 0: twice the target's hidden size; other widths go through input_proj
     exit_dim: int = 0
     # tokens of the shortlist, the most frequent ones of the training answers; 0: all
     draft_vocab_size: int = 0
     # channels where the output layer starts as the target's lm_head: none | hidden | state | both
     warm_start: str = "none"
-    zero_blocks: bool = False  # residual blocks start as the identity
+    # residual blocks start as the identity
+    zero_blocks: bool = False
 
 
 @dataclass

@@ -13,27 +13,36 @@ from training.optimizer_config import OptimizerConfig
 class StudentConfig:
     """Shape of a LLaMA student; a field left at 0 is taken from the target."""
 
-    name: str = "student"  # name in tables and in the drafter's card
+    # name in tables and in the drafter's card
+    name: str = "student"
     # layers: copy chosen target layers | folder: continue from `path` | random: from scratch
     init: str = "layers"
     # student folder of distill.prune, for init=folder; its shape replaces the one below
     path: str = ""
     # target layers to copy, from 0; empty: first, last and evenly spaced between
     layers: list[int] = field(default_factory=list)
-    num_hidden_layers: int = 1  # decoder layers: the depth that sets a drafter's latency
-    hidden_size: int = 0  # width of the residual stream
-    num_attention_heads: int = 0  # query heads
-    num_key_value_heads: int = 0  # key/value heads (grouped-query attention)
-    head_dim: int = 0  # width of a head; need not be hidden_size / heads
-    intermediate_size: int = 0  # width of the MLP
+    # decoder layers: the depth that sets a drafter's latency
+    num_hidden_layers: int = 1
+    # width of the residual stream
+    hidden_size: int = 0
+    # query heads
+    num_attention_heads: int = 0
+    # key/value heads (grouped-query attention)
+    num_key_value_heads: int = 0
+    # width of a head; need not be hidden_size / heads
+    head_dim: int = 0
+    # width of the MLP
+    intermediate_size: int = 0
 
 
 @dataclass
 class DomainConfig:
     """One domain of a mixture; paths are those of DataConfig, relative to data.root."""
 
-    chats: list[str] = field(default_factory=list)  # ShareGPT files
-    texts: list[str] = field(default_factory=list)  # plain text files or folders
+    # ShareGPT files
+    chats: list[str] = field(default_factory=list)
+    # plain text files or folders
+    texts: list[str] = field(default_factory=list)
     # ShareGPT files that are never trained on and measure the domain
     held_out_chats: list[str] = field(default_factory=list)
     # plain text that is never trained on and measures the domain
@@ -58,12 +67,16 @@ class DataConfig:
     held_out_chats: list[str] = field(default_factory=list)
     # plain text that is never trained on (distill.pretrain, distill.prune)
     held_out_texts: list[str] = field(default_factory=list)
-    template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
-    max_length: int = 512  # tokens a packed row holds
+    # chat template: auto (the tokenizer's own) or the name of one of ours
+    template: str = "auto"
+    # tokens a packed row holds
+    max_length: int = 512
     # largest share of bad records that is skipped and counted; a larger one is an error
     max_bad: float = 0.01
-    max_samples: int = 0  # use only the first N chats and texts; 0 uses all
-    train_on: str = "answers"  # answers: supervise assistant turns | all: every token of a chat
+    # use only the first N chats and texts; 0 uses all
+    max_samples: int = 0
+    # answers: supervise assistant turns | all: every token of a chat
+    train_on: str = "answers"
     # a mixture in place of chats and texts: name -> chats, texts, held_out_chats, held_out_texts,
     # share, reference
     domains: dict[str, DomainConfig] = field(default_factory=dict)
@@ -107,11 +120,16 @@ class LoopConfig:
     max_seconds: float = 0.0
     # packed tokens per optimizer step, over all ranks and accumulation steps
     tokens_per_step: int = 8192
-    micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
-    eval_every: int = 50  # optimizer steps between held-out evaluations; 0: only at the end
-    checkpoint_every: int = 50  # optimizer steps between checkpoints; 0: only at the end
-    keep: int = 1  # checkpoints kept besides the best one
-    log_every: int = 1  # optimizer steps between metric records
+    # packed tokens of one forward on one rank
+    micro_batch_tokens: int = 8192
+    # optimizer steps between held-out evaluations; 0: only at the end
+    eval_every: int = 50
+    # optimizer steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 50
+    # checkpoints kept besides the best one
+    keep: int = 1
+    # optimizer steps between metric records
+    log_every: int = 1
     # dtype of weights and activations; bfloat16 keeps float32 master weights
     dtype: str = "float32"
     # store only the input of each decoder layer; the backward pass runs the layer again
@@ -127,9 +145,12 @@ class HeldOutConfig:
     prompts: str = "embedded:held_out_chats"
     # form of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
     render: str = "auto"
-    max_prompts: int = 48  # prompts used
-    max_new_tokens: int = 96  # length of the target's answer
-    temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
+    # prompts used
+    max_prompts: int = 48
+    # length of the target's answer
+    max_new_tokens: int = 96
+    # temperature at which the target answers and acceptance is counted
+    temperature: float = 1.0
 
 
 @dataclass
@@ -170,7 +191,7 @@ LARGEST_STEP = 10**9  # tokens
 
 
 def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
-    """Return the rules for a training loop under a key."""
+    """Return the rules for the options of a training loop, each under `key`."""
     optimizer, betas = loop.optimizer, loop.optimizer.betas
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
@@ -207,7 +228,7 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
 
 
 def data_rules(data: DataConfig) -> list[Rule]:
-    """Return the rules for the data, under the key `data`."""
+    """Return the rules for the options of `data`."""
     return [
         ("data.max_bad", 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("data.max_length", 2 <= data.max_length <= LONGEST_ROW, f"2 to {LONGEST_ROW:,}"),

@@ -171,7 +171,7 @@ def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
             "data.mixing=acceptance",
             "data.domains.words has no held-out text",
         ),
-        ("", "", "data.chats=['embedded:chats']", "data.domains cannot be combined with data.chats"),
+        ("", "", "data.chats=['embedded:chats']", "data.domains cannot be combined with"),
     ],
 )
 def test_bad_domains_are_named(
@@ -192,7 +192,7 @@ def test_bad_domains_are_named(
 def test_pretraining_has_no_target_to_be_accepted_by(texts: Path, tmp_path: Path):
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
     ):
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 

@@ -212,7 +212,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         (["data.chats=[nowhere.json]"], r"nowhere.json does not exist"),
         (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text makes no request"),
         (["target.path=nowhere"], r"nowhere does not exist"),
-        (["data.max_length=1024"], r"data.max_length is 1024, the context of .* is 512 tokens"),
+        (["data.max_length=1024"], r"data.max_length is 1024, but the context of .* is 512 tokens"),
         (
             ["max_new_tokens=256"],
             r"max_new_tokens is 256, expected less than data.max_length \(256\)",
@@ -238,7 +238,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         ),
         (
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
-            r"has verify=token, max_draft_tokens=9, which eval.run alone follows",
+            r"has verify=token, max_draft_tokens=9, which only eval.run supports",
         ),
         (["data.template=nothing"], r"no usable chat is left.*unknown chat template 'nothing'"),
         (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),

@@ -98,7 +98,7 @@ class MixedData(PackedData):
 
     @property
     def ended(self) -> str:
-        """With when_exhausted=stop, the domain with too few rows for the next step, in words."""
+        """Reason why the next step lacks rows, naming the domain (only with when_exhausted=stop)."""
         if self.config.when_exhausted == "wrap":
             return ""
         for name, wanted in Counter(self._drawn()).items():

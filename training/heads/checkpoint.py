@@ -17,7 +17,7 @@ class FolderLayout(Protocol):
     """Layout of a head's folder: the keys of config.json and the names of tensors."""
 
     def config(self, shape: Any, dtype: Any) -> dict[str, Any]:
-        """Return config.json."""
+        """Return the values of config.json for a head."""
         ...
 
     def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from training.heads.loss_config import HeadLossConfig
 class HeadOptions:
     """The head; each kind adds its own options."""
 
-    name: str = "head"  # name in tables and in the head's card
+    # name in tables and in the head's card
+    name: str = "head"
     # head folder of the same target to continue from; its shape replaces the one here
     path: str = ""
 
@@ -20,7 +21,8 @@ class HeadOptions:
 class StatesConfig:
     """The target's hidden states: computed in every step, or stored, as the target is frozen."""
 
-    cache: str = "none"  # none | memory | disk
+    # none | memory | disk
+    cache: str = "none"
     # cache=memory: limit in MB; rows beyond it are recomputed
     memory_mb: int = 1000
     # cache=disk: folder of the files for each target and data, whose size is printed first

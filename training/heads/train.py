@@ -56,7 +56,7 @@ CACHES = ("none", "memory", "disk")
 
 
 class HeadJob(TargetJob[HeadJobConfig]):
-    """One run: trains a head of a kind for a target and writes a head folder."""
+    """A run that trains one head for one target and writes a head folder."""
 
     artefact = "drafter"
 
