@@ -1,6 +1,4 @@
-"""Prompts as callers give them: texts, chats and token ids, each checked, and the one function that
-renders a chat.
-"""
+"""Checked prompts: texts, chats and token ids."""
 
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -21,11 +19,10 @@ Prompt = str | Messages | Sequence[int]
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str
 ) -> list[int]:
-    """Token ids of a text, of a chat rendered with its generation prompt, or of the ids themselves.
-    name: the target's.
+    """Return the token ids of a text, of a chat with its generation prompt, or of ids.
 
-    Raises UserError for what is none of them, and for what the tokenizer or its chat template
-    cannot take.
+    name: the target's name. Raises UserError for another value, and for a prompt that the tokenizer
+    or its chat template rejects.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
@@ -65,9 +62,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """The messages as dicts. Raises UserError, naming the message, for a role or content that no
-    chat template can take.
-    """
+    """Return the messages as dicts; raise UserError for an invalid role or content."""
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
@@ -97,7 +92,7 @@ def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
-    """Token ids as Python ints; those of NumPy and PyTorch are taken too."""
+    """Return token ids, which may be NumPy's or PyTorch's, as Python ints."""
     ids = []
     for place, part in enumerate(parts):
         try:
