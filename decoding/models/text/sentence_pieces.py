@@ -1,15 +1,13 @@
-"""What SentencePiece makes of a text with a folder's tokenizer.model, and a fast tokenizer that
-does the same.
+"""A text's ids by SentencePiece and a folder's tokenizer.model, and a fast tokenizer that equals it.
 
-The reference is the released slow tokenizer, with which LLaMA, Vicuna and their kin were trained.
-It splits a text at its added tokens (`</s>` in a chat) and encodes what lies between them with
-SentencePiece. `legacy` in tokenizer_config.json decides about the blank that the model writes
-before a text:
+The reference is the released slow tokenizer, with which LLaMA, Vicuna and related models were
+trained. It splits a text at its added tokens (`</s>` in a chat) and encodes the parts with
+SentencePiece. `legacy` in tokenizer_config.json controls the blank before a text:
 
-- true, and where it is absent (LLaMA, Vicuna 1.3): every part is a text of its own and gets a
-  blank, so `</s>USER` has the ids of `</s>` and ` USER`, and `</s> USER` has one blank more.
-- false (Llama 2, Vicuna 1.5): the whole text gets one blank, none where it begins with an added
-  token; what follows an added token is encoded as it is.
+- true, the default (LLaMA, Vicuna 1.3): every part gets a blank, so `</s>USER` has the ids of
+  `</s>` and ` USER`, and `</s> USER` has one blank more.
+- false (Llama 2, Vicuna 1.5): the whole text gets one blank, or none if it begins with an added
+  token; the part after an added token is encoded as it is.
 
 (transformers pull request 24565 introduced the flag.)
 """

@@ -1,10 +1,9 @@
-"""Rendering a chat by a template that came with a model: somebody else's program, so it runs with
-limits on time and output.
+"""Render chats by a model's template, which is untrusted code, with limits on time and output.
 
-One thread watches all renderings. A rendering that takes too long gets an exception raised in its
-own thread, whichever that is (`PyThreadState_SetAsyncExc`); so no process is started for a chat,
-and a rendering that is quick costs two entries of a dictionary. What a template writes, and what
-each operation of it computes, has limits of its own (decoding/models/text/template_sandbox.py).
+One thread watches all renderings. If a rendering takes too long, an exception is raised in its
+thread (`PyThreadState_SetAsyncExc`), so no process is started for a chat and a quick rendering
+costs two dictionary entries. The output and each operation have their own limits
+(decoding/models/text/template_sandbox.py).
 """
 
 import ctypes

@@ -1,10 +1,9 @@
-"""Whether a folder's tokenizer gives the ids with which its model was trained, and one that does
-where it gives others.
+"""Compare a folder's tokenizer with the one of the model's training, and repair it if it differs.
 
-`transformers` 5 builds a `LlamaTokenizer` from its pieces anew. Other ids come out wherever two
-blanks meet, for a text that begins with blanks, and behind `</s>`; without `add_bos_token` in the
-settings the beginning of text is missing. Probe texts find that: against SentencePiece where the
-folder has a tokenizer.model, else against its tokenizer.json.
+`transformers` 5 rebuilds a `LlamaTokenizer` from its pieces. Its ids differ for consecutive blanks,
+for a text that begins with blanks, and after `</s>`; without `add_bos_token` in the settings the
+beginning of text is missing. Probe texts detect that, by SentencePiece if the folder has a
+tokenizer.model, else by its tokenizer.json.
 """
 
 import json
