@@ -126,7 +126,7 @@ def test_the_other_form_is_refused_by_name(folder: Path, tmp_path: Path):
     save_head(tiny.head("without recurrence", torch.float32), tmp_path / "plain")
     change_config(tmp_path / "plain", rnn=True)
     with pytest.raises(
-        UserError, match="the head is without recurrence .* but config.json says rnn=true"
+        UserError, match="the head is without recurrence .* but config.json has rnn=true"
     ):
         load_head(tmp_path / "plain")
 

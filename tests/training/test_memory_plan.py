@@ -58,7 +58,7 @@ def test_unknown_kinds_are_named():
         UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"
     ):
         bytes_per_rank(1, 1, "zero4", 2, "float32")
-    with pytest.raises(UserError, match="not for dtype 'float16'"):
+    with pytest.raises(UserError, match="dtype is 'float16'"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
 
 

@@ -230,7 +230,7 @@ def _definitions(
 def _cut(
     module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Function | None:
-    """Cut one function out of its lines; return None if it has no own lines or is too long."""
+    """Cut one function out of its lines; return None if it shares a line or is too long."""
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
     # the line before the first statement; comments between them belong to the body

@@ -98,7 +98,7 @@ class MixedData(PackedData):
 
     @property
     def ended(self) -> str:
-        """Reason why the next step lacks rows, naming the domain (only with when_exhausted=stop)."""
+        """Reason why the next step lacks rows, with the domain's name (when_exhausted=stop)."""
         if self.config.when_exhausted == "wrap":
             return ""
         for name, wanted in Counter(self._drawn()).items():

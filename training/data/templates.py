@@ -9,7 +9,7 @@ import re
 
 _UNKNOWN = (
     "{% else %}{{ raise_exception('role ' + message['role'] + ' is unknown to this template "
-    "or stands where it cannot (system comes first)') }}{% endif %}"
+    "or in the wrong place (system comes first)') }}{% endif %}"
 )
 
 # FastChat `vicuna_v1.1`: SeparatorStyle.ADD_COLON_TWO with the separators " " and "</s>".

@@ -19,7 +19,7 @@ _PLAIN_MAX_TOKENS = 1024
 
 
 def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [R, 1, T, T]: 0 for earlier tokens of the same document, else -inf.
+    """Return the additive mask [R, 1, T, T]: 0 up to each token of its document, else -inf.
 
     A position without a document attends to itself, so that no row of the softmax is empty.
     """

@@ -214,7 +214,7 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """Raise UserError for a target that a training job cannot load.
 
     That is one with an unknown dtype or backend, or in several processes. A target too large for
-    one GPU is trained with in shards, and answers the held-out prompts over several GPUs.
+    one GPU is sharded for training, and answers the held-out prompts over several GPUs.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)

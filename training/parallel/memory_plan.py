@@ -48,7 +48,7 @@ def bytes_per_rank(
     if kind not in KINDS:
         raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
     if dtype not in _WIDTHS:
-        raise UserError(f"memory is planned for float32 and bfloat16, not for dtype '{dtype}'")
+        raise UserError(f"dtype is '{dtype}'; memory is planned only for float32 and bfloat16")
     width, stage = _WIDTHS[dtype], ZERO.get(kind, 0)
     mixed, fsdp = dtype == "bfloat16", kind == "fsdp"
     weight_ranks = world_size if kind in SHARDED_WEIGHTS else 1
