@@ -111,76 +111,29 @@ BY_NAME: list[dict[str, Any]] = [
     },
 ]
 MODEL = {"folder": DRAFTER, "dtype": "float64"}
+
+
+def by_path(path: str, name: str, **options: Any) -> dict[str, Any]:
+    """Return a drafter named by its class path in an early version."""
+    return {"_target_": f"decoding.{path}", **options, "name": name}
+
+
 # By the class paths of conf/drafter, each in a form of its own.
 BY_CLASS: list[dict[str, Any]] = [
-    {"_target_": "decoding.chain.ChainDrafter", **MODEL, "name": "chain", "stopping": "fixed"},
-    {
-        "_target_": "decoding.chain.ChainDrafter",
-        **MODEL,
-        "name": "chain, copies",
-        "lookup": 2,
-        "verify": "token",
-    },
-    {
-        "_target_": "decoding.with_lookup.ChainWithLookup",
-        **MODEL,
-        "name": "chain with lookup",
-        "min_match": 2,
-    },
-    {
-        "_target_": "decoding.multi_candidate.MultiCandidate",
-        **MODEL,
-        "name": "candidates",
-        "branching": [2, 2],
-    },
-    {
-        "_target_": "decoding.static_tree.StaticTree",
-        **MODEL,
-        "name": "static",
-        "choices": [[0, 0], [1]],
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "ranked",
-        "draws": "picked",
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "by cost",
-        "by_cost": True,
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "ranked, copies",
-        "lookup": 2,
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.graph.GraphDrafter",
-        **MODEL,
-        "name": "graph",
-        "frontier": 2,
-        "draws": "picked",
-    },
-    {"_target_": "decoding.ouroboros.Ouroboros", **MODEL, "name": "ouroboros", "ngram": 3},
-    {"_target_": "decoding.lookahead.Lookahead", "name": "lookahead", "ngram": 3, "columns": 3},
-    {
-        "_target_": "decoding.prompt_lookup.PromptLookup",
-        "name": "prompt_lookup",
-        "max_ngram": 3,
-        "min_ngram": 1,
-    },
-    {"_target_": "decoding.prompt_lookup.SuffixLookup", "name": "suffixes", "min_match": 2},
-    {
-        "_target_": "decoding.self_speculation.SelfSpeculation",
-        "name": "itself",
-        "skips": "skips.json",
-    },
+    by_path("chain.ChainDrafter", "chain", **MODEL, stopping="fixed"),
+    by_path("chain.ChainDrafter", "chain, copies", **MODEL, lookup=2, verify="token"),
+    by_path("with_lookup.ChainWithLookup", "chain with lookup", **MODEL, min_match=2),
+    by_path("multi_candidate.MultiCandidate", "candidates", **MODEL, branching=[2, 2]),
+    by_path("static_tree.StaticTree", "static", **MODEL, choices=[[0, 0], [1]]),
+    by_path("trees.RankedTree", "ranked", **MODEL, draws="picked", max_nodes=6),
+    by_path("trees.RankedTree", "by cost", **MODEL, by_cost=True, max_nodes=6),
+    by_path("trees.RankedTree", "ranked, copies", **MODEL, lookup=2, max_nodes=6),
+    by_path("graph.GraphDrafter", "graph", **MODEL, frontier=2, draws="picked"),
+    by_path("ouroboros.Ouroboros", "ouroboros", **MODEL, ngram=3),
+    by_path("lookahead.Lookahead", "lookahead", ngram=3, columns=3),
+    by_path("prompt_lookup.PromptLookup", "prompt_lookup", max_ngram=3, min_ngram=1),
+    by_path("prompt_lookup.SuffixLookup", "suffixes", min_match=2),
+    by_path("self_speculation.SelfSpeculation", "itself", skips="skips.json"),
     {
         "_target_": "recurrent_drafting.drafter.RecurrentDrafter",
         "folder": HEAD,
@@ -192,13 +145,7 @@ BY_CLASS: list[dict[str, Any]] = [
     },
 ]
 BY_CLASS_OF_A_WORKER: list[dict[str, Any]] = [
-    {
-        "_target_": "decoding.worker.RemoteChain",
-        **MODEL,
-        "name": "remote",
-        "draft_cores": 0,
-        "schedule": "pearl_wall",
-    },
+    by_path("worker.RemoteChain", "remote", **MODEL, draft_cores=0, schedule="pearl_wall"),
 ]
 SAMPLED = {"num_draft_tokens": 3, "stopping": "fixed", "ignore_eos": True}
 ANSWERS: dict[str, dict[str, Any]] = {
