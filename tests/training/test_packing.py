@@ -62,7 +62,7 @@ def test_every_sample_lies_in_exactly_one_row_and_rows_hold_what_they_can():
 
 
 def test_a_sample_longer_than_a_row_is_refused():
-    with pytest.raises(UserError, match="has 200 tokens, a packed row holds 128"):
+    with pytest.raises(UserError, match="has 200 tokens, but a packed row holds 128"):
         best_fit([5, 200], 128)
 
 

@@ -275,6 +275,6 @@ def test_the_price_is_told_before_the_room_is_taken(
     )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
-        UserError, match=r"full/.* needs .* MB, 0.0 MB are free there: give states.folder"
+        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free: set states.folder"
     ):
         on_disk(tmp_path / "full")

@@ -127,17 +127,17 @@ class PackedBatch:
 
     def row(self, index: int) -> "PackedBatch":
         """Return one row as a batch."""
-        one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
+        one, host, sent = slice(index, index + 1), self.host.row(index), self._there()
         before = int(self.host.supervised_RT[:index].sum())
         places_N = (
-            whole.places_N[before : before + int(host.supervised_RT.sum())]
+            sent.places_N[before : before + int(host.supervised_RT.sum())]
             - index * host.ids_RT.shape[1]
         )
         there = _DeviceRows(
-            whole.ids_RT[one],
-            whole.positions_RT[one],
-            whole.documents_RT[one],
-            whole.next_RT[one],
+            sent.ids_RT[one],
+            sent.positions_RT[one],
+            sent.documents_RT[one],
+            sent.next_RT[one],
             places_N,
         )
         return PackedBatch(host, self.rows[one], self.device, there)

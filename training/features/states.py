@@ -114,8 +114,8 @@ class TargetStates:
         Both are stored if there is a store.
         """
         rows = self._rows(batch, where, count)
-        said = [row.tokens_PK for row in rows if row.tokens_PK is not None]
-        return torch.cat([row.states_PC for row in rows]), torch.cat(said)
+        tokens = [row.tokens_PK for row in rows if row.tokens_PK is not None]
+        return torch.cat([row.states_PC for row in rows]), torch.cat(tokens)
 
     @property
     def _hidden_size(self) -> int:

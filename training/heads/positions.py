@@ -88,12 +88,12 @@ def positions(
     head, draft, targets = head[order], draft[order], targets[order]
     kept = np.union1d(drafts, targets) if judged else drafts
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
-    own = np.flatnonzero(
+    continued = np.flatnonzero(
         (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
     )
     seats = np.searchsorted(kept, targets) if judged else targets[:0]
     kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = batch.send(
-        kept, np.searchsorted(kept, drafts), taken, own, draft, head, targets, seats
+        kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats
     )
     ids_F = batch.ids_RT.flatten()
     return Positions(
