@@ -1,7 +1,7 @@
 """Self-speculation: the target drafts with some of its attention and MLP sub-layers skipped.
 
-Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). It needs no second model, no training
-and no memory: the draft reads the keys and values that the target committed in the layers it keeps,
+Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). It needs no second model, training
+or memory: the draft reads the keys and values that the target committed in the layers it keeps,
 and appends its own, which the target's next forward overwrites. `python -m distill.skip_search`
 searches for the sub-layers to skip and writes them to skips.json.
 

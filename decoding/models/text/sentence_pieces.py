@@ -1,4 +1,4 @@
-"""A text's ids by SentencePiece and a folder's tokenizer.model, and a fast tokenizer that equals it.
+"""SentencePiece's ids by a folder's tokenizer.model, and a fast tokenizer that gives the same.
 
 The reference is the released slow tokenizer, with which LLaMA, Vicuna and related models were
 trained. It splits a text at its added tokens (`</s>` in a chat) and encodes the parts with
