@@ -309,8 +309,7 @@ class AnswerScorer:
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
-        """Return the hidden states that predict answer tokens, [N, C], without a commit to the cache.
-        """
+        """Return the hidden states that predict answer tokens, [N, C]; the cache is unchanged."""
         self.target.open(*self._ids_BT.shape)
         return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
 

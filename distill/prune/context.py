@@ -1,6 +1,4 @@
-"""What every mode and stage of pruning works with: the target, the text, a count of what it all
-costs, and a distillation on the spot.
-"""
+"""Context that all modes and stages of pruning share: target, text, cost accounts, distillation."""
 
 import time
 from collections.abc import Iterator
@@ -27,39 +25,40 @@ from training.models.shapes import forward_flops, parameter_counts
 from training.objectives import Distillation, TeacherStates
 from training.parallel.strategy import Parallel
 
-LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents
+# With fewer rows of calibration text, scores depend on a few documents.
+LEAST_ROWS = 16
 
 
 @dataclass
 class SourceModel:
-    """A frozen model to cut, and the folder that it was read from."""
+    """Frozen model to cut and its folder."""
 
     model: Any
     folder: Path
 
 
 def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> SourceModel:
-    """The model in a folder; in shares where ranks hold weights so, as a target too large for one
-    card must be.
-    """
+    """Load a frozen model, sharded if the parallel kind shards weights."""
     return SourceModel(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
 
 
 @dataclass
 class PruneContext:
-    """What all modes and stages share."""
+    """State that all modes and stages share."""
 
     config: PruneConfig
-    teacher: Any  # the target, frozen
-    # to train on and to score by, by domain; without domains under an empty name
+    # the frozen target
+    teacher: Any
+    # text for training and scores, by domain; under an empty name without domains
     texts: dict[str, list[Sample]]
     held_out: list[Sample]
     parallel: Parallel
-    seconds: dict[str, float] = field(default_factory=dict)  # by part of the work, of this process
-    # products of matrices with weights; attention's own are left out
+    # by part of the work, in this process
+    seconds: dict[str, float] = field(default_factory=dict)
+    # matrix products with weights, without attention scores
     flops: dict[str, float] = field(default_factory=dict)
     scorer: HeldOutAcceptance | None = None
-    # the target's on the training text, for all that is distilled here
+    # the target's states on the training text, shared by all distillations
     states: TeacherStates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +66,14 @@ class PruneContext:
 
     @contextmanager
     def account(self, part: str, flops: float) -> Iterator[None]:
-        """Count the seconds spent inside, and these operations, under a part of the work."""
+        """Add the seconds spent in the block and `flops` to a part of the work."""
         began = time.monotonic()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - began
         self.flops[part] = self.flops.get(part, 0.0) + flops
 
     def acceptance(self, student: Any) -> dict[str, float]:
-        """Acceptance of a student's drafts on the held-out text; the teacher reads it once."""
+        """Return the acceptance figures of a student on the held-out text."""
         if self.scorer is None:
             self.scorer = HeldOutAcceptance(
                 student, self.teacher, self.held_out, self.config.data.max_length, 1.0
@@ -83,44 +82,42 @@ class PruneContext:
         return self.scorer()
 
     def data(self, rows_a_step: int) -> PackedData:
-        """The training text in packed rows; of domains, drawn by their shares. Raises UserError
-        where there is too little.
+        """Return the training text in packed rows; domains are sampled by their shares.
+
+        Raises UserError if there is too little text.
         """
         data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
             raise UserError(
                 f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, "
-                f"expected at least {LEAST_ROWS} (about a thousand is usual): give more data.texts "
-                f"or data.chats, or lower data.max_length"
+                f"expected at least {LEAST_ROWS} (typically a thousand). Add data.texts or "
+                f"data.chats, or lower data.max_length"
             )
         return data
 
     def rows(self, count: int) -> list[PackedBatch]:
-        """`count` packed rows of the training text, or all there are, each as a batch."""
+        """Return up to `count` packed rows of the training text, each as a batch."""
         data = self.data(1)
         rows: list[list[int]] = []
         while len(rows) < min(count, len(data.rows)) and not data.ended:
             rows += data.step_rows(len(rows))
         if len(rows) < count and self.parallel.is_main:
             print(
-                f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} "
-                f"were asked for"
+                f"note: the text has only {len(rows):,} rows of {data.capacity} tokens, fewer than "
+                f"the requested {count:,}"
             )
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
     def tracked(self, part: str = "") -> TrackerConfig:
-        """Return the tracker of the run, or of a part of it, with a name and the group that all
-        share.
-        """
+        """Return the tracker configuration of the run or of one of its parts; all share a group."""
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
     def recording(self, part: str, folder: Path) -> Tracker | None:
-        """Return a tracker of a training inside this run, mirrored in its group; None but on rank
-        0.
+        """Return a tracker for a training inside this run, or None except on rank 0.
 
-        folder: where its metrics.jsonl lies.
+        folder: location of its metrics.jsonl.
         """
         if not self.parallel.is_main:
             return None
@@ -135,7 +132,7 @@ class PruneContext:
         folder: Path,
         tracker: Tracker | None = None,
     ) -> Progress:
-        """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
+        """Distil the target into `student` in loop.dtype; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
         before = self.states.tokens_read

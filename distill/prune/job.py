@@ -1,8 +1,7 @@
-"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder
-for `distill.train` to go on from.
+"""`python -m distill.prune`: prune a target and write a student folder for `distill.train`.
 
-Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is
-not done again.
+Severe cuts are made in stages (`depths`) with a short distillation in between. Finished stages are
+not repeated.
 """
 
 import dataclasses
@@ -63,11 +62,12 @@ from training.parallel.strategy import Parallel
 
 CHOICES = ("probe", *CRITERIA)
 MASKS = "masks.safetensors"
-_MODEL = "model_hash"  # of a stage, in its done.json
+# Key of a stage's done.json.
+_MODEL = "model_hash"
 
 
 class Prune(TargetJob[PruneConfig]):
-    """One run of distill.prune, which leaves a student folder and the masks of its last cut."""
+    """Run of distill.prune, which writes a student folder and the masks of the last cut."""
 
     artefact, also = "student", (MASKS,)
 
@@ -82,7 +82,7 @@ class Prune(TargetJob[PruneConfig]):
     def dry_run(self, run: Run) -> float | None:
         known = self.target, self.shapes, self.target_folder
         planned = dry_prune(self.config, *known, run.artefact, run.folder.was_dry)
-        return planned or None  # with saved masks, or at random, it is nothing
+        return planned or None  # saved masks and random weights cost nothing
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
@@ -94,7 +94,7 @@ class Prune(TargetJob[PruneConfig]):
 
 
 def run(config: PruneConfig) -> Path:
-    """Prune, and write the student to output_dir/student. Returns that folder."""
+    """Prune the target and return the student folder, output_dir/student."""
     return Prune(config).run()
 
 
@@ -126,8 +126,8 @@ def check(config: PruneConfig) -> None:
                 config.mode != "l0"
                 or config.l0.train_weights
                 or config.parallel.kind in ("single", "ddp"),
-                "true with zero kinds and fsdp, which share what is trained: masks alone are few "
-                "(parallel=ddp trains them)",
+                "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
+                "to train masks alone",
             ),
             "loop.max_steps": (
                 config.mode != "l0" or config.loop.max_steps > 0,
@@ -136,19 +136,19 @@ def check(config: PruneConfig) -> None:
             "loop.optimizer.warmup_steps": (
                 config.mode != "l0"
                 or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
-                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their "
-                f"learning rate has come up",
+                f"less than loop.max_steps={config.loop.max_steps}, so that the masks reach their "
+                f"peak learning rate",
             ),
             "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
             "masks": (
                 not config.masks or not config.depths,
-                "empty where depths are given: a file holds one cut",
+                "empty if depths is set: a file holds one cut",
             ),
             "cache_mb": (
                 config.cache_mb == 0
                 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
-                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all "
-                "ranks together, so none can skip its forward",
+                "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
+                "together, so none can skip its forward pass",
             ),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
@@ -156,9 +156,7 @@ def check(config: PruneConfig) -> None:
 
 
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """The configuration of the student after each stage, checked against the target and
-    each other.
-    """
+    """Return the student's configuration after each stage, checked against the target."""
     final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
@@ -168,8 +166,8 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
     if config.depths and any(later >= before for before, later in pairwise(deeper)):
         raise UserError(
-            f"depths is {config.depths}: expected falling numbers of layers between the target's "
-            f"{deeper[0]} and the student's {deeper[-1]}"
+            f"depths is {config.depths}, expected decreasing numbers of layers between the "
+            f"target's {deeper[0]} and the student's {deeper[-1]}"
         )
     shapes = []
     for depth in deeper[1:]:
@@ -183,13 +181,15 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
-                Masks(after, before, BETA[config.l0.beta], 0)  # refuses what it cannot reach
+                Masks(after, before, BETA[config.l0.beta], 0)  # rejects unreachable sparsities
     return shapes
 
 
 def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one
-    layer: 32, 3, 0.625 -> [12, 5].
+    """Return the numbers of layers between `layers` and `final`.
+
+    Each stage removes at most the share `largest_cut`, but at least one layer: 32, 3, 0.625 -> [12,
+    5].
     """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
@@ -198,7 +198,7 @@ def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int
 
 
 def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
-    """The work of one rank."""
+    """Prune on one rank."""
     torch.manual_seed(config.seed)
     context = build_context(config, target_folder)
     describe(config, context, shapes[-1])
@@ -222,8 +222,9 @@ def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any])
 def refuse_early(
     config: PruneConfig, context: PruneContext, shape: Any, target_folder: Path
 ) -> None:
-    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the
-    mended command takes the same one.
+    """Raise UserError for unsuitable masks or texts before the run claims its folder.
+
+    The corrected command can then use the same folder.
     """
     if config.masks:
         refuse_other_shape(
@@ -234,7 +235,7 @@ def refuse_early(
 
 
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
-    """The target, the text and the processes."""
+    """Load the target and the text and set up the processes."""
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
     texts = training_texts(tokenizer, config.data, parallel.is_main)
@@ -251,7 +252,7 @@ def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
 
 
 def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
-    """The held-out split, of domains all together. Raises UserError where there is none."""
+    """Return the held-out samples of all domains; raises UserError if there are none."""
     if not data.domains:
         return read_samples(tokenizer, data, "held_out", show)
     found = [
@@ -259,8 +260,8 @@ def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]
     ]
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): give at least one "
-            f"held_out_chats or held_out_texts"
+            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
+            f"held_out_texts for at least one domain"
         )
     return found
 
@@ -268,11 +269,12 @@ def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]
 def run_stage(
     context: PruneContext, source: SourceModel, shape: Any, place: Path, work: Path, distil: bool
 ) -> dict[str, Any]:
-    """One cut, and the distillation behind it where another cut follows; the model is written to
-    `place`. Returns notes.
+    """Cut the source, distil the student if another cut follows, and write it to `place`.
+
+    Returns notes on the stage.
     """
     config, parallel, done = context.config, context.parallel, work / "done.json"
-    # Rank 0 looks for all: it may end the stage before another one has looked.
+    # Rank 0 checks for all ranks: it could finish the stage before another rank checks.
     before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
         return before
@@ -300,47 +302,48 @@ def run_stage(
             save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
         write_model(student, source.folder, place, stored_dtype(config))
         write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
-        for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now
+        for checkpoints in ("probe", "distil", "checkpoints"):
             shutil.rmtree(work / checkpoints, ignore_errors=True)
     parallel.wait()
     return notes
 
 
 def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
-    """The notes of a stage that has ended; None where it has not, or where its model is not what it
-    left, and is made again.
+    """Return the notes of a finished stage, or None if it must run (again).
+
+    A stage runs again if its model has changed since it was written.
     """
     if not done.is_file() or not (place / WEIGHTS).is_file():
         return None
-    notes = read_object(done, "Delete it: the stage is made again", _notes_of)
-    # stages of earlier versions have no hash
+    notes = read_object(done, "Delete it to run the stage again", _notes_of)
+    # Stages of earlier versions have no hash.
     if notes.pop(_MODEL, None) in (None, hash_input(place)):
         return notes
-    print(f"{place} has changed since its stage was finished: it is made again")
+    print(f"{place} has changed since its stage finished: the stage runs again")
     return None
 
 
 def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The notes of a stage. Raises ValueError where some are missing."""
+    """Return the notes of a stage; raises ValueError if some are missing."""
     if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
         raise ValueError(f"{', '.join(sorted(missing))} is missing")
     return values
 
 
 def stored_dtype(config: PruneConfig) -> torch.dtype:
-    """Of the student's weights on the disk: the target's, as it is run here."""
+    """Return the dtype of the student's weights on disk, the dtype in which the target runs."""
     return dtype_of(config.target.dtype)
 
 
 def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
-    """What is cut to what, before anything starts."""
+    """Print the shapes before the first stage."""
     if not context.parallel.is_main:
         return
     counts = [parameter_counts(model)["all"] for model in (context.teacher.config, shape)]
     print(f"target: {millions(counts[0])} parameters, {layers_of(context.teacher.config)}")
     print(
         f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
-        f"{bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+        f"{bytes_a_step(shape) / 1e6:,.1f} MB per draft step in 16 bits"
     )
     for warning in warn_unaligned_widths(shape):
         print(f"warning: {warning}")
@@ -351,7 +354,7 @@ def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
 def finish(
     config: PruneConfig, run: Run, context: PruneContext, told: list[dict[str, Any]]
 ) -> None:
-    """The student's card, the masks beside it, and the manifest with what every part cost."""
+    """Write the student's card, the masks, and the manifest with the cost of every part."""
     folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
     if last.is_file():
         shutil.copyfile(last, run.path / MASKS)
@@ -364,16 +367,16 @@ def finish(
         {"sources": sources(config.data)},
         {
             "name": None,
-            "note": "random weights, not trained yet"
+            "note": "random weights, not trained"
             if config.mode == "random"
-            else "cut out of it, not distilled yet",
+            else "pruned, not distilled",
         },
         acceptance,
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
     tracked = dataclasses.replace(config, tracker=context.tracked())
     with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
-        assert tracker is not None, "only rank 0 comes here"
+        assert tracker is not None, "only rank 0 runs this"
         record_stages(tracker, told)
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
@@ -388,7 +391,7 @@ def finish(
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
     if seconds:
         spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
-        print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
+        print(f"time: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in total")
     print(f"student: {folder}")
 
 

@@ -1,8 +1,7 @@
-"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and
-what there is to tell of it.
+"""Modes of pruning: functions (context, source model, shape, folder) -> (student, notes, cut).
 
-The source is the target, or the student of the stage before; what acceptance is measured against is
-the target in every stage.
+The source is the target or the student of the previous stage. Acceptance is always measured against
+the target.
 """
 
 import dataclasses
@@ -37,7 +36,10 @@ from training.models.shapes import forward_flops, parameter_counts
 def prune_by_importance(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """The strongest widths, and the layers that draft best. Returns (student, notes, cut)."""
+    """Keep the units with the highest scores and the layers that draft best.
+
+    Returns (student, notes, cut).
+    """
     settings, layers = context.config.importance, shape.num_hidden_layers
     scores = _scores(context, source)
     proposed = _proposed(context, source, scores, layers)
@@ -55,15 +57,14 @@ def prune_by_importance(
             context, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
         )
         if settings.probe_steps:
-            # A distillation costs dozens of such looks, so that sets which are far behind as cut
-            # get none.
+            # A distillation costs far more than an evaluation, so only the best sets get one.
             for name in sorted(proposed, key=lambda name: -as_cut[name])[
                 : settings.probe_candidates
             ]:
                 distilled[name] = _probe(context, cut_to(name)[0], name, folder / "probe" / name)
     found = distilled or as_cut
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
-    best = context.parallel.broadcast(best)  # where ranks' last digits differ
+    best = context.parallel.broadcast(best)  # the figures of the ranks may differ slightly
     notes = {
         "layers": proposed[best],
         "proposed_by": best,
@@ -76,7 +77,7 @@ def prune_by_importance(
 
 
 def _scores(context: PruneContext, source: SourceModel) -> importance.ImportanceScores:
-    """The source's scores: from the cache, else collected and put there."""
+    """Return the source's scores from the cache, or collect and cache them."""
     settings = context.config.importance
     path = _cached(context, source, settings.sequences) / "scores.safetensors"
     scores = importance.read_scores(path) if context.parallel.is_main else None
@@ -103,7 +104,7 @@ def _scores(context: PruneContext, source: SourceModel) -> importance.Importance
 
 
 def _cached(context: PruneContext, source: SourceModel, rows: int) -> Path:
-    """Where what was found out about a source on so many rows of this text is kept."""
+    """Return the cache folder for a source and a number of rows of this text."""
     shares = {name: domain.share for name, domain in context.config.data.domains.items()}
     settings = (
         rows,
@@ -129,13 +130,13 @@ def _samples_hash(texts: dict[str, list[Sample]]) -> str:
 def _proposed(
     context: PruneContext, source: SourceModel, scores: importance.ImportanceScores, count: int
 ) -> dict[str, list[int]]:
-    """The sets of layers to hold against each other; one, where the configuration names it."""
+    """Return the sets of layers to compare, or the single set that the configuration names."""
     settings, layers = context.config.importance, source.model.config.num_hidden_layers
     given = context.config.student.layers
     if given and len(given) == count:
         return {"given": list(given)}
     asked = count < layers and settings.choice in ("probe", "greedy")
-    # else it is not looked at
+    # Otherwise the order is not used.
     removal = _removal(context, source) if asked else list(range(layers - 1, 0, -1))
     probing = settings.choice == "probe"
     found = propose_layer_sets(count, layers, scores.influence_L, removal, distinct=probing)
@@ -143,8 +144,9 @@ def _proposed(
 
 
 def _removal(context: PruneContext, source: SourceModel) -> list[int]:
-    """Layers in the order in which the greedy search takes them away, by all ranks together; each
-    is kept beside the scores as it is found.
+    """Return the layers in the order of their greedy removal, found by all ranks together.
+
+    The order is saved next to the scores after each step.
     """
     settings, parallel, layers = (
         context.config.importance,
@@ -185,11 +187,11 @@ def _as_cut(
     student_of: Callable[[str], Any],
     known: Path,
 ) -> dict[str, float]:
-    """Acceptance of every candidate before any distillation: a forward over the held-out text each,
-    and one of the target for all.
+    """Return the acceptance of every candidate before distillation.
 
-    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file
-    `known`.
+    This takes one forward pass over the held-out text per candidate and one of the target. All
+    ranks use the figures of rank 0, which are cached in `known`, so that they compare the same
+    candidates.
     """
     here = context.parallel.is_main and known.is_file()
     found = context.parallel.broadcast(json.loads(known.read_text()) if here else None)
@@ -208,7 +210,7 @@ def _as_cut(
 
 
 def _probe(context: PruneContext, student: Any, name: str, place: Path) -> float:
-    """Acceptance of a candidate after a short distillation; found once, and kept in `place`."""
+    """Return the acceptance of a candidate after a short distillation, cached in `place`."""
     known, steps = place / "acceptance.json", context.config.importance.probe_steps
     here = context.parallel.is_main and known.is_file()
     found = context.parallel.broadcast(json.loads(known.read_text()) if here else None)
@@ -219,16 +221,15 @@ def _probe(context: PruneContext, student: Any, name: str, place: Path) -> float
         place.mkdir(parents=True, exist_ok=True)
         write_text(known, json.dumps(found))
         print(f"probe: {name} acceptance {found:.3f} after {steps} steps")
-        # Of a large student it is large, and there are several.
+        # Checkpoints of large students fill the disk.
         shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return found
 
 
 def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
-    """The distillation between stages in `steps` steps, alike for all candidates, whatever else
-    bounds it.
+    """Return the distillation between stages shortened to `steps` steps, without other limits.
 
-    Its warm-up is the same share of them, so that the learning rate comes to its peak.
+    The warm-up keeps its share of the steps, so the learning rate reaches its peak.
     """
     warmup = round(between.optimizer.warmup_steps * steps / between.max_steps)
     optimizer = dataclasses.replace(between.optimizer, warmup_steps=warmup)
@@ -247,12 +248,12 @@ def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
 def prune_by_masks(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Masks and weights learned together. Returns (student, notes, cut)."""
+    """Learn masks and weights together; returns (student, notes, cut)."""
     config = context.config
     masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(
         context.parallel.device
     )
-    # A model of its own: the target stays what acceptance is measured against.
+    # Train a copy, because acceptance is measured against the unchanged target.
     model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
     settings, lr = config.l0, config.loop.optimizer.lr
     objective = MaskedModel(
@@ -263,7 +264,7 @@ def prune_by_masks(
         objective.unmask()
         with masked(model, masks.binary()):
             figures = context.acceptance(model)
-        # The last masks are the ones that count.
+        # The last masks are used, so the score is the step.
         return figures | masks.figures() | {"score": float(context.parallel.inner.step)}
 
     data = context.data(rows_of_step(config.data, config.loop))
@@ -295,7 +296,7 @@ def prune_by_masks(
 def init_randomly(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], None]:
-    """The same shape with random weights: the control. Returns (student, notes, None)."""
+    """Build the control, the same shape with random weights; returns (student, notes, None)."""
     torch.manual_seed(context.config.seed)
     return (
         random_model(shape, source.model.dtype).to(context.parallel.device),
@@ -305,15 +306,13 @@ def init_randomly(
 
 
 def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
-    """Record each stage's figures at its number, and a table of the sets of layers that were
-    compared.
-    """
+    """Record each stage's figures at its number, and a table of the compared sets of layers."""
     tracker.rewind(0)
     rows = []
     for number, notes in enumerate(told, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in ("acceptance_as_cut", "probe_acceptance", "masks", "seconds", "flops"):
-            # `masks` may be the file that the cut was read from
+            # `masks` may also be the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
         tracker.log(

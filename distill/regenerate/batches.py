@@ -1,14 +1,13 @@
-"""Dialogues brought to their end: whose requests share a batch, and which batches follow each other
-in one cache.
+"""Batches of dialogues: which requests are answered together and when a batch keeps its cache.
 
-A batch's chats go on together, turn after turn, as long as at least half of them do: what the
-target has read and said of a chat stays in its cache (decoding/session.py), and only what is new is
-read. The others wait and share batches with what is left of other ones, where they are read anew.
-So chats with equally many requests left stand together, and among these requests of like length.
+The chats of a batch continue turn by turn while at least half of them have requests left. Their
+tokens stay in the cache (decoding/session.py), so only new tokens are read. The other chats wait
+and join later batches, where they are read again. Batches therefore group chats with equally many
+requests left, and among these requests of similar length.
 
-All of it follows from the configuration and the earlier answers. A series of turns of which one
-answer is missing is answered again from its first
-one: the same batches in the same caches give the same bits.
+All of this depends only on the configuration and the earlier answers. If one answer of a series of
+turns is missing, the series is answered again from its first turn: the same batches with the same
+caches give the same bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ def answer_all(
     config: RegenerateConfig,
     show: bool,
 ) -> None:
-    """Bring dialogues to their end. known: answers that are there already; new ones are added."""
+    """Answer all dialogues; known: existing answers, to which new ones are added."""
     rules = EndingRules(config.on_length, config.drop_loops)
     dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
@@ -53,7 +52,7 @@ def answer_all(
                         for one, _ in turn
                     )
                     bar.update(
-                        done, f"{tokens / seconds:.0f} tokens/s" if seconds else "answered before"
+                        done, f"{tokens / seconds:.0f} tokens/s" if seconds else "already answered"
                     )
 
 
@@ -65,10 +64,12 @@ def answer_batch(
     rules: EndingRules,
 ) -> Iterator[tuple[OpenRequests, list[Answer]]]:
     """Answer a batch, then the next requests of its dialogues while at least half of them have one.
-    Yields each turn and the answers drawn for it.
+
+    Yields each turn with its new answers.
     """
     turn = batch
-    passed: list[list[Request]] = []  # turns whose answers are known, and are not in the cache
+    # Turns whose answers are known but not in the cache.
+    passed: list[list[Request]] = []
     begun = False
     while turn and 2 * len(turn) >= len(batch):
         requests = [request for _, request in turn]
@@ -92,8 +93,10 @@ def answer_batch(
 def next_requests(
     dialogues: Sequence[Dialogue], tokenizer: Any, config: RegenerateConfig
 ) -> OpenRequests:
-    """The next request of every dialogue that has one; most turns and longest first: a lack of
-    memory shows at once.
+    """Return the next request of every dialogue that has one.
+
+    Dialogues with the most turns and the longest requests come first, so that a lack of memory
+    shows early.
     """
     asked = [(one, next_request(one, tokenizer, config)) for one in dialogues]
     found = [(dialogue, request) for dialogue, request in asked if request is not None]
@@ -108,7 +111,7 @@ def next_requests(
 
 
 def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
-    """What is asked next; None where nothing is, and then the dialogue says why."""
+    """Return the dialogue's next request, or None after setting the reason that it ended."""
     if dialogue.ended:
         return None
     try:

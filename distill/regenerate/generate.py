@@ -1,10 +1,8 @@
-"""The target's answers to a batch of requests, by our own decoding in this process, with a drafter
-or without.
+"""Generation of the target's answers to a batch of requests, with or without a drafter.
 
-Answers are drawn with noise that draft and target share and that is keyed by (seed, request), so
-neither the drafter, nor the batch, nor the order of the requests changes a word: greedy or sampled,
-each is what `decoding.decode` gives for the request alone. (In 32 bits and less up to near ties of
-two tokens, as everywhere.)
+Target and drafter share noise that is keyed by (seed, request). So neither the drafter, the batch
+nor the order of the requests changes an answer: it equals what `decoding.decode` returns for the
+request alone. (In 32 bits or fewer this holds up to near ties of two tokens.)
 """
 
 import json
@@ -35,33 +33,36 @@ from jobs.drafters import build, describe, uses
 from jobs.files import write_text
 from jobs.run_files import read_object
 
-_PACE_TOKENS = 32  # an answer's tokens where only the pace is asked
+# Answer length when only the speed is measured.
+_PACE_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the target is to answer."""
+    """Request to the target."""
 
     key: Key
     messages: list[Message]
-    ids: list[int]  # of the messages, with the generation prompt
-    last: bool  # of its chat
+    # tokens of the messages with the generation prompt
+    ids: list[int]
+    # whether it is the last one of its chat
+    last: bool
 
 
-# All that the job asks of a target, wherever it runs: one answer a request, in their order. The
-# second argument says that the requests are the next ones of chats of the last call, whose caches
-# may have stayed.
+# Returns one answer per request, in order. The second argument is true if the requests continue
+# chats of the last call, which may still be cached.
 AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
 def request_id(key: Key) -> int:
-    """What keys a request's random numbers beside the seed."""
+    """Return the key of a request's random numbers."""
     return noise.key(*key)
 
 
 class AnswerGenerator:
-    """The target in this process; it is loaded by the first request. costs_file: keeps what a
-    drafter's policy weighs.
+    """Target in this process, loaded by the first request.
+
+    costs_file: file for the measured costs of a drafter's policy.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class AnswerGenerator:
             top_p=config.top_p,
             min_p=config.min_p,
             num_draft_tokens=config.num_draft_tokens,
-            verify="coupled",  # the one rule under which a drafter changes no word at temperature
+            verify="coupled",  # the only rule under which a drafter cannot change sampled answers
             seed=config.seed,
             stop_token_ids=stop_tokens(folder, tokenizer),
         )
@@ -103,7 +104,7 @@ class AnswerGenerator:
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
-        """The drafter and how it is used; what does not fit the target is told here."""
+        """Drafter and its use; raises UserError if the drafter does not fit the target."""
         mappings = describe_drafter(self.config)
         if not mappings:
             return None, DrafterUse()
@@ -114,9 +115,7 @@ class AnswerGenerator:
         return drafter, use.with_default_stopping(drafter.capabilities)
 
     def load(self) -> None:
-        """Load what is loaded by the first request otherwise. Raises UserError for a target or
-        drafter that does not fit.
-        """
+        """Load the target and the drafter now; raises UserError if they do not fit."""
         _ = self.target, self.drafting
 
     @cached_property
@@ -124,7 +123,7 @@ class AnswerGenerator:
         return ConversationBatches(self.target, self.drafting[0])
 
     def __call__(self, requests: Sequence[Request], continues: bool = False) -> list[Answer]:
-        """One answer a request, in their order; all run as one ragged batch."""
+        """Return one answer per request, in order, decoded as one ragged batch."""
         settings = self._settings(requests)
         if not continues:
             self.turns.forget()
@@ -138,7 +137,7 @@ class AnswerGenerator:
         ]
 
     def tokens_per_second(self, requests: Sequence[Request]) -> float:
-        """The pace on a batch, measured over a few tokens after a warm-up."""
+        """Measure the speed on a batch over a few tokens after a warm-up."""
         few = min(_PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
@@ -164,7 +163,7 @@ class AnswerGenerator:
             self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
         )
         if not stopped:
-            text = text.rstrip("\ufffd")  # the bytes of a character that was cut in half
+            text = text.rstrip("\ufffd")  # an incomplete character
         asked = len(request.ids), generation.prefilled
         return Answer(
             *request.key,
@@ -177,10 +176,10 @@ class AnswerGenerator:
         )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
-        """The settings with what the drafter's policy needs.
+        """Return the settings with the round costs that the drafter's policy needs.
 
-        The costs of a round that it weighs come from the file, or are measured on these requests
-        and written there first, so that a run that is taken up again drafts as it did before.
+        The costs are read from the file, or measured on these requests and written there first, so
+        that a resumed run drafts as before.
         """
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
@@ -190,7 +189,7 @@ class AnswerGenerator:
         if self._measured is None and file is not None and file.is_file():
             self._measured = read_object(
                 file,
-                "Delete it: the costs are measured again",
+                "Delete it to measure the costs again",
                 lambda entry: RoundCosts.read(current_costs(entry)),
             )
         if self._measured is None:
@@ -217,8 +216,9 @@ class AnswerGenerator:
 
 
 def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
-    """Its name -> what Hydra makes the drafter from; empty where there is none. Raises UserError
-    for more than one, or an overlapped one.
+    """Return the drafter's Hydra mapping by name; empty without a drafter.
+
+    Raises UserError for more than one drafter and for an overlapped schedule.
     """
     if not config.drafters:
         return {}
@@ -226,26 +226,27 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     mappings = describe(config.drafters, target, control=False)
     if len(mappings) > 1:
         raise UserError(
-            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they "
-            f"would all draw the same answers"
+            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected at most one because "
+            f"all drafters produce the same answers"
         )
     for name, use in uses(mappings, DrafterUse()).items():
         check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(
-                f"drafters: {name} has schedule={use.schedule}, expected serial: answers are drawn "
-                f"in batches"
+                f"drafters: {name} has schedule={use.schedule}, expected serial because answers "
+                f"are generated in batches"
             )
     return mappings
 
 
 def rank_device(name: str) -> str:
-    """The device of this process: among several ranks on GPUs each has a card of its own. Raises
-    UserError where one is named for all.
+    """Return the device of this process; every rank on GPUs uses a separate card.
+
+    Raises UserError if one card is named for several ranks.
     """
     if ranks.world_size() > 1 and ":" in name:
         raise UserError(
-            f"target.device is '{name}', but every rank has a card of its own: use cuda, auto or "
+            f"target.device is '{name}', but every rank needs a separate card: use cuda, auto or "
             f"cpu"
         )
     device = device_of(name)

@@ -1,11 +1,9 @@
-"""`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to
-train a drafter on.
+"""`python -m distill.regenerate`: build training chats from the target's own answers.
 
-A drafter is accepted for saying what the target would say, so the target's own words teach it more
-than those that were found. Chats are answered turn by turn, each turn on the target's earlier
-answers, in batches whose caches stay from turn to turn (distill.regenerate.batches). Every answer
-goes to a journal, so that a run that was killed goes on with the same batches and ends in the same
-bytes.
+A drafter's token is accepted if the target would choose it, so the target's own answers are better
+training data than the original ones. Chats are answered turn by turn, each turn after the target's
+earlier answers, in batches that keep their caches between turns (distill.regenerate.batches). Every
+answer is journaled, so an interrupted run resumes with the same batches and writes the same bytes.
 """
 
 import dataclasses
@@ -52,14 +50,12 @@ from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
 from training.models.build import dtype_of, folder_of, target_config, target_is_here
 
-# of parallelism: each rank answers chats of its own with a target of its own
+# Supported kinds of parallelism; each rank loads the target and answers a part of the chats.
 KINDS = ("single", "ddp")
 
 
 def run(config: RegenerateConfig) -> Path:
-    """Answer the chats and write output_dir/chats.json. Returns that file. Takes up an interrupted
-    run where it stopped.
-    """
+    """Answer the chats, or resume, and return output_dir/chats.json."""
     check(config)
     artefact = Path(config.output_dir) / FILE
     if config.dry_run:
@@ -82,7 +78,7 @@ def run(config: RegenerateConfig) -> Path:
 
 
 def check(config: RegenerateConfig) -> None:
-    """Raise UserError for what would fail, or mislead, only after the target is loaded."""
+    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
     target_config(config.target)
     dtype_of(config.target.dtype)
     check_settings(config, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
@@ -96,12 +92,12 @@ def check(config: RegenerateConfig) -> None:
             " or ".join(BACKENDS),
         ),
         ("data.chats", data.chats, bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
-        ("data.texts", data.texts, not data.texts, "[]: a text makes no request"),
+        ("data.texts", data.texts, not data.texts, "[]: a text has no requests"),
         (
             "data.domains",
             list(data.domains),
             not data.domains,
-            "none: run this job once for the chats of each domain",
+            "none; run this job once for each domain",
         ),
         ("num_draft_tokens", config.num_draft_tokens, config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size, config.batch_size >= 1, "1 or more"),
@@ -110,7 +106,7 @@ def check(config: RegenerateConfig) -> None:
             "samples",
             config.samples,
             not alike,
-            "1 where temperature is 0: greedy answers are all alike",
+            "1 at temperature 0, because greedy answers are identical",
         ),
         ("on_length", config.on_length, config.on_length in ON_LENGTH, ", ".join(ON_LENGTH)),
         ("parallel.kind", config.parallel.kind, config.parallel.kind in KINDS, " or ".join(KINDS)),
@@ -118,7 +114,7 @@ def check(config: RegenerateConfig) -> None:
             "max_new_tokens",
             config.max_new_tokens,
             config.max_new_tokens < data.max_length,
-            f"less than data.max_length ({data.max_length}), which holds requests and answers",
+            f"less than data.max_length ({data.max_length}), which covers requests and answers",
         ),
     ):
         if not fine:
@@ -129,21 +125,19 @@ def check(config: RegenerateConfig) -> None:
 
 
 def _check_context(config: RegenerateConfig) -> None:
-    """Raise UserError when a chat may grow longer than the target's context."""
+    """Raise UserError if a chat may exceed the target's context."""
     context = config.target.max_length or getattr(
         target_config(config.target), "max_position_embeddings", None
     )
     if context is not None and config.data.max_length > context:
         raise UserError(
-            f"data.max_length is {config.data.max_length}, the context of {config.target.path} is "
-            f"{context} tokens: lower data.max_length"
+            f"data.max_length is {config.data.max_length}, but the context of "
+            f"{config.target.path} is {context} tokens: lower data.max_length"
         )
 
 
 class Regeneration:
-    """One rank's part of a run, and for rank 0 the end of it: chats are dealt to ranks by their
-    number.
-    """
+    """Work of one rank on the chats with its numbers; rank 0 also writes the result."""
 
     def __init__(
         self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path
@@ -164,7 +158,7 @@ class Regeneration:
     def run(self) -> None:
         meeting = ranks.Meeting()
         known = {answer.key: answer for answers in self._drawn().values() for answer in answers}
-        # What cannot be answered is refused before the folder belongs to this configuration.
+        # Reject unanswerable input before the folder is claimed for this configuration.
         if not any(next_request(one, self.tokenizer, self.config) for one in self.dialogues):
             self._gather()
         if not known:
@@ -188,7 +182,7 @@ class Regeneration:
             self._finish()
 
     def _finish(self) -> None:
-        """Put the answers of all ranks together, in input order."""
+        """Write the answers of all ranks in input order."""
         drawn = self._drawn()
         known = {answer.key: answer for answers in drawn.values() for answer in answers}
         others = [one for one in self.dialogues if one.chat % self.world_size != self.rank]
@@ -207,20 +201,20 @@ class Regeneration:
         )
 
     def _drawn(self) -> dict[Path, list[Answer]]:
-        """The answers of every rank's journal."""
+        """Return the answers in every rank's journal."""
         files = sorted(self.answers.glob("rank_*.jsonl"))
         return {file: read_journal(file, make_answer) for file in files}
 
     def _absent(self, requests: Sequence[Request], continues: bool) -> list[Answer]:
         raise UserError(
             f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to "
-            f"chat {requests[0].key[0]}: all ranks must share output_dir on one file system. Run "
-            f"the same command there"
+            f"chat {requests[0].key[0]}. All ranks must share output_dir; run the same command on "
+            f"a shared file system"
         )
 
 
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
-    """The chats of the input that are to be answered, and what became of its records."""
+    """Return the chats to answer and the counts of the input records."""
     chats, counts = split_chats(config.data, "train")
     return build_dialogues(
         chats, config.samples, config.data.max_samples, config.drop_duplicates
@@ -228,32 +222,30 @@ def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
 
 
 def chat_files(config: RegenerateConfig) -> list[Path]:
-    """The files that are answered anew. Raises UserError for one that is not there."""
+    """Return the chat files to answer; raises UserError for a missing file."""
     return data_files(dataclasses.replace(config.data, held_out_chats=[], held_out_texts=[]))
 
 
 def _refuse_changed(run_folder: RunFolder) -> None:
-    """Raise UserError where an interrupted run read something else: its answers would be to other
-    requests, or another target's.
-    """
+    """Raise UserError if an input has changed since the interrupted run started."""
     for path, digest in run_folder.manifest.get("inputs", {}).items():
         if hash_input(Path(path)) != digest:
             raise UserError(
-                f"{path} has changed since {run_folder.path} was begun with it. Give another "
+                f"{path} has changed since the run in {run_folder.path} started. Set another "
                 f"output_dir=, or delete the folder to start over"
             )
 
 
 def dry_run(config: RegenerateConfig) -> None:
-    """Say what would be asked, and how long that takes at most; nothing is written."""
+    """Print what would be answered and the maximum time; writes nothing."""
     dialogues, counts = read_dialogues(config)
     if not target_is_here(config.target):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)
         print(
-            f"would ask {requests:,} requests of {len(dialogues):,} chats; their tokens are not "
-            f"known:"
+            f"would answer {requests:,} requests of {len(dialogues):,} chats; the number of tokens "
+            f"is unknown"
         )
-        print(f"note: {config.target.path} is not there, and so neither is its tokenizer")
+        print(f"note: {config.target.path} does not exist, so its tokenizer is missing")
         return
     folder = resolve(config.target.path)
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
@@ -273,12 +265,12 @@ def dry_run(config: RegenerateConfig) -> None:
             config.data.max_length - len(request.ids),
         )
     print(
-        f"would ask {requests:,} requests of {len(asked):,} chats (of {account.input:,}, samples "
-        f"counted)"
+        f"would answer {requests:,} requests of {len(asked):,} chats (of {account.input:,}, "
+        f"including samples)"
     )
     for line in list(account.lines())[1:]:
         print(line)
-    print(f"tokens: {tokens_in:,} in (the chats' own turns), at most {tokens_out:,} out")
+    print(f"tokens: {tokens_in:,} in (turns of the chats), at most {tokens_out:,} out")
     if not asked:
         return
     pace, how = config.assumed_tokens_per_second, "as assumed"
@@ -286,9 +278,9 @@ def dry_run(config: RegenerateConfig) -> None:
         batch = asked[len(asked) // 2 :][: config.batch_size]
         pace, how = (
             AnswerGenerator(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
-            "timed on a batch",
+            "measured on one batch",
         )
     print(
-        f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, into "
+        f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, written to "
         f"{config.output_dir}"
     )

@@ -1,9 +1,7 @@
-"""A journal of records that a killed run leaves whole: JSON lines with checksums, appended and
-forced to the disk.
+"""Journal of answers that survives a killed run: JSON lines with checksums, flushed to the disk.
 
-A torn last line is cut off, and one that was damaged is left out: what it held is asked again.
-Every rank writes a file of its own and reads all of them, so that a run may go on with another
-number of ranks.
+An incomplete last line is cut off and a damaged line is ignored; their requests are answered again.
+Every rank writes one file and reads all of them, so a run can resume with another number of ranks.
 """
 
 import os
@@ -15,22 +13,20 @@ from jobs.files import write_bytes
 from jobs.run_files import journal_bytes, read_journal_lines
 
 Record = Mapping[str, Any]
-AGAIN = "its answer is made again"
+AGAIN = "its answer is generated again"
 
 
 class Journal:
-    """`with Journal(path, make) as journal: journal.append([...])`: goes on behind the last whole
-    line of what is there.
-    """
+    """Append-only journal that continues after the last complete line of an existing file."""
 
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
-        """make: raises TypeError, ValueError or KeyError for a record that is none."""
+        """Open the journal; `make` raises TypeError, ValueError or KeyError for a bad record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = read_journal_lines(path, make)
         lines.report(path, AGAIN)
         if lines.torn:
             print(
-                f"{path}: the last line was half written ({lines.torn:,} bytes) and is cut off; "
+                f"{path}: the last line was incomplete ({lines.torn:,} bytes) and is cut off; "
                 f"{AGAIN}"
             )
         if lines.wrong:
@@ -46,15 +42,16 @@ class Journal:
         self._file.close()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write the records, one a line, and force them to the disk."""
+        """Write the records, one per line, and flush them to the disk."""
         self._file.write(journal_bytes(records))
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
 def read_journal(path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> list[Any]:
-    """The records of a journal as `make` gives them; a line that is damaged, or is being written by
-    another rank, is passed over.
+    """Return the records of a journal, converted by `make`.
+
+    Skips lines that are damaged or still being written by another rank.
     """
     lines = read_journal_lines(path, make)
     lines.report(path, AGAIN)

@@ -1,9 +1,8 @@
-"""What regeneration leaves: chats.json in the form that training reads, the account of the input,
-and figures of the answers.
+"""Writer of regenerated chats: chats.json in training's input format, with account and figures.
 
-Training sees text, which its tokenizer cuts anew: an answer whose tokens come out otherwise is on
-the target's policy in its words alone. So every chat is rendered once as training will, and those
-that it cannot read are counted as failed.
+Training tokenizes the text again, possibly with different tokens than the target generated. So
+every chat is rendered once as training will render it, and chats that training cannot read are
+counted as failed.
 """
 
 import json
@@ -20,26 +19,28 @@ from training.data.chat import Rendered, render_chat
 from training.data.counts import Counts
 
 FILE = "chats.json"
-_MANY_LOOPS = 0.1  # of the answers: more are told on the terminal
+# A note is printed if a larger share of the answers loops.
+_MANY_LOOPS = 0.1
 
 
 @dataclass(frozen=True)
 class RegeneratedChats:
-    """The artefact, before it is written."""
+    """Regenerated chats before they are written."""
 
-    records: list[dict[str, Any]]  # ShareGPT form, in input order
+    # ShareGPT form, in input order
+    records: list[dict[str, Any]]
     account: Account
     kept: list[Answer]
-    as_drawn: int  # answers that training's tokenizer cuts into the very tokens that were drawn
+    # number of answers that training tokenizes into the generated tokens
+    as_drawn: int
 
 
 def collect_chats(
     dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
 ) -> RegeneratedChats:
-    """The chats of the dialogues, all of which have ended; counts: of the records that they were
-    read from.
+    """Collect the chats of the dialogues, all of which have ended.
 
-    Raises UserError, with the reasons, when no chat is left.
+    counts: counts of the input records. Raises UserError with the reasons if no chat is left.
     """
     account = Account(counts.read * samples)
     account.skipped = broken_records(counts, samples)
@@ -60,19 +61,20 @@ def collect_chats(
             as_drawn += same
     account.check()
     if not found.records:
-        raise UserError("no chat is left, expected one or more.\n" + "\n".join(account.lines()))
+        raise UserError(
+            "no usable chat is left. Check the reasons below and the input files.\n"
+            + "\n".join(account.lines())
+        )
     return RegeneratedChats(found.records, account, found.kept, as_drawn)
 
 
 def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
-    """Records that could not be read, as skipped ones: reason -> places."""
+    """Return the places of unreadable records by reason."""
     return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
 
 
 def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
-    """How many answers stand in a rendered chat with the tokens that were drawn (what ends them
-    left out).
-    """
+    """Count the answers whose rendered tokens equal the generated ones, without stop tokens."""
     runs: list[list[int]] = []
     for token, before, supervised in zip(
         rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
@@ -89,7 +91,7 @@ def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
 
 
 def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
-    """The text of chats.json: a JSON array, one chat a line."""
+    """Return the text of chats.json: a JSON array with one chat per line."""
     return (
         "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
     )
@@ -98,11 +100,10 @@ def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
 def compute_figures(
     found: RegeneratedChats, drawn_by_rank: Mapping[Path, Sequence[Answer]]
 ) -> dict[str, Any]:
-    """For the manifest: counts, and the rates that they make. Answers that were left out again
-    count in the rates, not in the counts.
+    """Return counts and rates for the manifest.
 
-    drawn_by_rank: a rank's journal -> its answers; the tokens a second of ranks, which work at the
-    same time, add up.
+    Rates include discarded answers, counts do not. drawn_by_rank: answers by journal; the ranks'
+    tokens per second add up because they work at the same time.
     """
     drawn = [answer for answers in drawn_by_rank.values() for answer in answers]
     rates = [
@@ -130,22 +131,23 @@ def compute_figures(
 def print_figures(
     found: RegeneratedChats, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
 ) -> None:
-    """The account and the figures, for the terminal."""
+    """Print the account and the figures."""
     print("\n".join(found.account.lines()))
     print(
-        f"answers: {metrics['answers']:,} of {metrics['answer_tokens']:,} tokens, "
+        f"answers: {metrics['answers']:,} with {metrics['answer_tokens']:,} tokens, "
         f"{metrics['finish']['length']:,} cut at max_new_tokens; {metrics['as_drawn_share']:.1%} "
-        f"are read back as the very tokens that were drawn"
+        f"are tokenized back into the generated tokens"
     )
     print(
         f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop "
         f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, "
-        f"{metrics['block_efficiency']:.2f} a target forward; of {metrics['prompt_tokens']:,} "
-        f"tokens of prompts {metrics['read_tokens']:,} were read, the others stood in the cache"
+        f"{metrics['block_efficiency']:.2f} tokens per target forward; "
+        f"{metrics['read_tokens']:,} of {metrics['prompt_tokens']:,} prompt tokens were read, the "
+        f"others were cached"
     )
     if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
         advice = " or a temperature above 0" if temperature == 0 else ""
         print(
-            f"note: so many loops teach a drafter to loop; small targets do it most when greedy. "
-            f"Try drop_loops=true{advice}"
+            f"note: many answers loop, which teaches a drafter to loop; greedy small targets loop "
+            f"most. Try drop_loops=true{advice}"
         )

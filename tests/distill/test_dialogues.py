@@ -135,7 +135,7 @@ def test_an_account_that_does_not_balance_is_an_error():
     account = Account(input=2)
     account.add(Dialogue(0, 0, chat("a0")))
     with pytest.raises(
-        RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in all"
+        RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in total"
     ):
         account.check()
     account.add(Dialogue(1, 0, chat("a1")))

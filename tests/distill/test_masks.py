@@ -62,7 +62,7 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
         refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
     with pytest.raises(
         UserError,
-        match=r"96.0% of the units.*95.0% at most.*take a wider shape, or take mode=importance",
+        match=r"96.0% of the units.*95.0% at most.*use a wider shape, or use mode=importance",
     ):
         refuse_unreachable("units", 0.96, 32, BETA["code"])
 

@@ -404,12 +404,12 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         ),
         (
             ["mode=l0", "student.intermediate_size=2"],
-            "95.8% of the units.*95.0% at most.*take a wider shape",
+            "95.8% of the units.*95.0% at most.*use a wider shape",
         ),
         (
             ["depths=[2]"],
-            r"depths is \[2\]: expected decreasing numbers of layers between the target's 4 and the "
-            r"student's 2",
+            r"depths is \[2\], expected decreasing numbers of layers between the target's 4 and "
+            r"the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
         (
