@@ -1,12 +1,12 @@
 """PEARL: draft the next chunk while the target verifies the last (Liu et al. 2025).
 
 Source: arXiv 2408.11850. A row is in one of two states. In *pre-verify* the drafter makes a chunk
-of gamma tokens while the target runs over the tip alone, which tests the chunk's first token; if it is
-accepted, the row assumes the other tokens. In *post-verify* the drafter makes the next chunk while
-the target tests the assumed tokens and the first of the new chunk. A rejection discards the new
-chunk. Where a drafted token takes its place, there is no bonus token. There are two ablations:
-without pre-verify a new chunk is assumed completely and tested in the next round; without
-post-verify nothing is drafted while assumed tokens are tested.
+of gamma tokens while the target runs over the tip alone, which tests the chunk's first token; if it
+is accepted, the row assumes the other tokens. In *post-verify* the drafter makes the next chunk
+while the target tests the assumed tokens and the first of the new chunk. A rejection discards the
+new chunk. Where a drafted token takes its place, there is no bonus token. There are two ablations:
+without pre-verify a new chunk is assumed completely and tested in the next round; without post-
+verify nothing is drafted while assumed tokens are tested.
 
 The clock is VIRTUAL: the two lanes (draft, target) run one after the other, each on the whole
 machine, and a round is charged the longer lane plus what cannot overlap. Tokens and acceptance are
