@@ -204,7 +204,10 @@ def test_ranks_make_the_same_head(finished: Path, tiny_target: Path, tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(f"zero{n}", marks=pytest.mark.exhaustive) for n in (1, 2)), "zero3", "fsdp"],
+)
 def test_ranks_of_every_kind_make_the_same_head(
     kind: str, finished: Path, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
