@@ -24,18 +24,24 @@ Schema = TypeVar("Schema")
 class JobConfig:
     """Settings that every job has."""
 
-    SHARED: ClassVar = ("seed", "dry_run", "threads")  # what stages inherit (jobs/inheritance.py)
+    # Stages inherit these (jobs/inheritance.py).
+    SHARED: ClassVar = ("seed", "dry_run", "threads")
 
-    job: str = MISSING  # the module that runs this configuration, such as distill.train
-    experiment: str = "default"  # name of the experiment file, and of the run folder
-    output_dir: str = MISSING  # run folder: configuration, manifest, metrics, checkpoints, artefact
-    seed: int = 0  # seeds weights, data order and drafting noise
-    # say what would be done and what it costs, write what needs no weights or data
+    # module that runs this configuration, such as distill.train
+    job: str = MISSING
+    # name of the experiment file and of the run folder
+    experiment: str = "default"
+    # run folder: configuration, manifest, metrics, checkpoints, artefact
+    output_dir: str = MISSING
+    # seed of weights, data order and drafting noise
+    seed: int = 0
+    # print the plan and its cost, and write what needs neither weights nor data
     dry_run: bool = False
-    threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
+    # CPU threads of PyTorch; 0: PyTorch's default
+    threads: int = 0
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)
-    # of a stage in `stages`: what it sees otherwise than this experiment
+    # stage -> overrides in which it differs from this experiment
     stage_overrides: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -43,20 +49,25 @@ class JobConfig:
 class TargetConfig:
     """Target, which stays exact in decoding and frozen in training."""
 
-    path: str = MISSING  # model folder in Hugging Face form
-    # its published config.json (conf/target); a dry run takes it where `path` is not there
+    # model folder in Hugging Face form
+    path: str = MISSING
+    # its published config.json (conf/target), for a dry run where `path` does not exist
     config: dict[str, Any] = field(default_factory=dict)
-    backend: str = "native"  # native | hf
-    # eager | compiled | graph (native alone); empty: graph where it can be, on a GPU, else eager
+    # native | hf
+    backend: str = "native"
+    # eager | compiled | graph (native only); empty: graph on a GPU where possible, else eager
     execution: str = ""
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    max_length: int = 0  # context in tokens; 0 takes the model's own
-    # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
+    # float32 | bfloat16 | float16 | float64
+    dtype: str = "float32"
+    # auto | cpu | cuda | cuda:N
+    device: str = "auto"
+    # context in tokens; 0: the model's own
+    max_length: int = 0
+    # none | tp (split every layer) | layers (split by layers): sharing among processes (eval.run)
     parallel: str = "none"
-    # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
+    # number of processes of a parallel target; 0: one per visible GPU; required on a CPU
     processes: int = 0
-    # run Python that lies in the target's folder (backend=hf), where you trust it
+    # run the Python files in the target's folder (backend=hf), where you trust them
     trust_remote_code: bool = False
 
 
@@ -64,27 +75,33 @@ class TargetConfig:
 class ParallelConfig:
     """Number of training processes, and how they share the work."""
 
-    # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
+    # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch)
     kind: str = "single"
-    # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
+    # ranks to start on this machine; 0: one per visible GPU; required on a CPU
     processes: int = 0
-    # auto: our own ranks, or those that torchrun started | slurm: the tasks of srun
+    # auto: ranks of the job itself or of torchrun | slurm: the tasks of srun
     launcher: str = "auto"
-    timeout_seconds: int = 600  # a collective that waits longer ends the job
+    # longest wait of a collective before the job ends
+    timeout_seconds: int = 600
 
 
 @dataclass
 class TrackerConfig:
     """Mirrors of metrics.jsonl."""
 
-    wandb: str = "disabled"  # online | offline | disabled
-    project: str = "shallow-draft"  # Weights & Biases project
-    group: str = ""  # Weights & Biases group, one a sweep
-    name: str = ""  # of the Weights & Biases run; empty: the experiment's
-    tensorboard: bool = False  # write tensorboard event files beside the metrics
+    # online | offline | disabled
+    wandb: str = "disabled"
+    # Weights & Biases project
+    project: str = "shallow-draft"
+    # Weights & Biases group, one per sweep
+    group: str = ""
+    # name of the Weights & Biases run; empty: the experiment's name
+    name: str = ""
+    # write tensorboard event files next to metrics.jsonl
+    tensorboard: bool = False
 
 
-# Groups that say where and on what a job works, and where it reports; not what it does.
+# Groups that describe a job's target, processes and tracker, not its task.
 SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 
 
@@ -95,7 +112,9 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
-        raise UserError(f"a configuration is a mapping of keys, found {type(container).__name__}")
+        raise UserError(
+            f"the configuration is a {type(container).__name__}, expected a mapping of keys"
+        )
     plain = current_config({key: value for key, value in container.items() if key != "hydra"})
     _check_keys(plain, schema, "")
     try:
@@ -104,7 +123,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(
-                f"no value for {', '.join(missing)}: give it on the command line, such as "
+                f"no value for {', '.join(missing)}: set it on the command line, such as "
                 f"{missing[0]}=..."
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
@@ -123,8 +142,7 @@ def refuse_parallel(target: TargetConfig) -> None:
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
             f"target.parallel is {target.parallel} with target.processes={target.processes}, "
-            f"expected none and 0: this job loads the target in one piece; eval.run is the one "
-            f"that splits it"
+            f"expected none and 0: only eval.run splits the target among processes"
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from decoding.errors import UserError
 
 Rule = tuple[str, bool, str]
-LARGEST_SEED = 2**64 - 1  # what torch takes
-THREADS_A_CORE = 8  # more only wait for each other
+LARGEST_SEED = 2**64 - 1  # the limit of torch
+THREADS_A_CORE = 8  # more would only wait for each other
 
 
 def refuse(config: Any, rules: Iterable[Rule]) -> None:
@@ -29,11 +29,11 @@ def check_job(config: Any) -> None:
     """Raise UserError for values that no job accepts: seed, threads, infinite numbers and NaN."""
     threads = THREADS_A_CORE * (os.cpu_count() or 1)
     rules = [
-        ("seed", 0 <= config.seed <= LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
+        ("seed", 0 <= config.seed <= LARGEST_SEED, "an integer from 0 to 2**64 - 1"),
         (
             "threads",
             0 <= config.threads <= threads,
-            f"0 (PyTorch's choice) to {threads} on {os.cpu_count()} cores",
+            f"0 (PyTorch's default) to {threads} on {os.cpu_count()} cores",
         ),
     ]
     refuse(config, rules)

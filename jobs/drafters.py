@@ -30,7 +30,7 @@ from jobs.drafter_use import ALONE, USE, DrafterUse
 from jobs.paths import data_folder, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-# a chain drafter where the schedule has it work while the target does
+# class of a chain drafter whose schedule runs it at the same time as the target
 WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
 CONF = data_folder("conf") / "drafter"
 
@@ -66,7 +66,7 @@ def describe(
         _check_keys(name, found[name])
     if not found:
         raise UserError(
-            "drafters is empty and so is the control. Name at least one, such as "
+            "drafters is empty and the control is off. Name at least one drafter, such as "
             "drafters=[runs/mine]."
         )
     return found
@@ -85,8 +85,8 @@ def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
         folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
         if not folders:
             raise UserError(
-                f"drafters: {entry!r} names no folder with a config.json in it (looked in "
-                f"{Path.cwd()})."
+                f"drafters: no folder with a config.json matches {entry!r} (working folder: "
+                f"{Path.cwd()}). Correct the pattern."
             )
         found += [{"use": folder, "name": read_card_name(Path(folder))} for folder in folders]
     return found
@@ -176,7 +176,7 @@ def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
         return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+            f"drafters: the class {mapping['_target_']} of {name} cannot be imported: {error}"
         ) from error
 
 
@@ -228,14 +228,14 @@ def build(
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
                     f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
-                    f"cannot write a text of its own: give the folder of a model."
+                    f"cannot decode without the target. Give the folder of a model."
                 )
         except InstantiationException as error:
-            # Hydra wraps what the drafter itself had to say
+            # Hydra wraps the drafter's own error.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise UserError(
-                f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}"
+                f"drafters: {name} could not be created from {mapping}: {error.__cause__ or error}"
             ) from error
     return drafters
 
@@ -263,12 +263,11 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         raise UserError(
             f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; "
             f"expected a folder, the name of a drafter, or a mapping with `use` (one of these) or "
-            f"`_target_` (the class to make, such as decoding.drafters.chain.ChainDrafter)."
+            f"`_target_` (a class such as decoding.drafters.chain.ChainDrafter)."
         )
     if not use or given.get("folder") == "":
         raise UserError(
-            f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose "
-            f"drafters share one."
+            f"drafters: {entry!r} names no model. Give the experiment draft_model=FOLDER."
         )
     if use in _known_names():
         mapping = _fill_mapping(use, given)
@@ -310,8 +309,8 @@ def _class_and_options(name: str) -> dict[str, Any]:
         written |= values if isinstance(values, dict) else {}  # type: ignore[arg-type]
     if "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_, and {name} is no name of the registry. Such a file names the "
-            f"class to make, such as _target_: decoding.drafters.chain.ChainDrafter."
+            f"{file}: no _target_, and {name} is no name of the registry. Add the drafter's class, "
+            f"such as _target_: decoding.drafters.chain.ChainDrafter."
         )
     return written
 
@@ -322,7 +321,7 @@ def _fill_mapping(name: str, given: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:
         raise UserError(
-            f"drafters: {name} has no {missing[0]}, which it cannot do without. Give it as a "
-            f"mapping: {{use: {name}, {missing[0]}: ...}}."
+            f"drafters: {name} needs {missing[0]}. Give it as a mapping: "
+            f"{{use: {name}, {missing[0]}: ...}}."
         )
     return mapping if "folder" in mapping else {"name": name, **mapping}

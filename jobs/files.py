@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file and flush it, under a temporary name until it is complete."""
-    # Ranks, of several nodes too, may write the same file.
+    # Several ranks, also on several nodes, may write the same file.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -60,6 +60,6 @@ def disk_error(path: Path, error: Exception) -> UserError:
     parent = next(folder for folder in path.parents if folder.exists())
     free_mb = shutil.disk_usage(parent).free / 1e6
     return UserError(
-        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole "
-        f"checkpoint is kept. Make room and run again"
+        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there. Free some space and "
+        f"run again; the last complete checkpoint is kept"
     )

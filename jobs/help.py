@@ -55,8 +55,8 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
         soft_wrap=True,
     )
     console.print(
-        "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run "
-        "would cost",
+        "  -m with several values (KEY=1,2,4) runs one job per value; dry_run=true prints what a "
+        "run would cost",
         soft_wrap=True,
     )
     console.print("\nGroups (conf/):", style="bold")
@@ -64,14 +64,12 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
     for called, names in groups:
         shown_groups.add_row(f"  {called}", ", ".join(names))
     console.print(shown_groups)
-    console.print("\nKeys, their values here and what they mean:", style="bold")
+    console.print("\nKeys, with their values and meanings:", style="bold")
     keys = Table.grid(padding=(0, 2))
     for key, doc in field_docs(schema).items():
         value = OmegaConf.select(composed, key, throw_on_missing=False)
         shown = (
-            "(to be given)"
-            if value is None and OmegaConf.is_missing(composed, key)
-            else _short(value)
+            "(required)" if value is None and OmegaConf.is_missing(composed, key) else _short(value)
         )
         keys.add_row(f"  {key}={shown}", doc)
     console.print(keys)
@@ -80,7 +78,7 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
 def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each group that the job takes, as it is written on a command line, with its files."""
     fields = fields_of(schema)
-    # What decodes is a list, or one mapping.
+    # Drafters for decoding are a list, or one mapping.
     decodes = (
         "drafters=[NAME]"
         if "drafters" in fields
@@ -92,7 +90,7 @@ def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list
         texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
         if folder.name == "experiment":
             found = [name for name, text in texts.items() if f"job: {job}\n" in text]
-            if found:  # a job may be a stage of others' experiments alone
+            if found:  # some jobs only occur as stages of others' experiments
                 yield EXPERIMENT, found
         elif folder.name == "drafter":
             if decodes:

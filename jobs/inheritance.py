@@ -11,7 +11,7 @@ from typing import Any
 
 from jobs.config import SETTING, JobConfig, fields_of
 
-OF_THE_RUN = ("output_dir", "stages", "stage_overrides")  # which each stage has for itself
+OF_THE_RUN = ("output_dir", "stages", "stage_overrides")  # never inherited
 
 
 def inherited_keys(

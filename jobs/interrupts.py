@@ -27,16 +27,14 @@ def end_imports_quietly() -> None:
     """
     if sys.argv[:1] != ["-m"]:
         return
-    # else whoever started us wants it ignored
+    # Another handler means that the parent process wants the signal ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(
-        2, f"interrupted by {signal.Signals(number).name} before anything was begun\n".encode()
-    )
+    os.write(2, f"interrupted by {signal.Signals(number).name} before the job started\n".encode())
     os._exit(INTERRUPTED)
 
 

@@ -56,7 +56,7 @@ def job_main(
 
     A UserError is printed without a traceback and gives exit status 2; a signal gives 130.
     """
-    # A rank that waits for another one in native code would not see SIGTERM as an exception.
+    # A rank that waits for another one in native code never raises the exception of SIGTERM.
     with raise_on_signals(by_sigterm=not ranks.is_rank()):
         _exit_on_errors(lambda: _command(job, schema, function, check))
 
@@ -68,7 +68,7 @@ def _command(
     check: Callable[[Config], None] | None,
 ) -> None:
     given = ranks.take_local_rank(sys.argv[1:])
-    # Hydra takes -m only before or after all overrides; anywhere is what people type.
+    # Hydra takes -m only before or after all overrides; people type it anywhere.
     arguments = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
     sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
@@ -96,15 +96,15 @@ def _command(
     started = hydra.main(
         version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_")
     )(task)
-    # Hydra raises what it finds wrong, instead of printing it with advice
+    # Makes Hydra raise its errors instead of printing them with advice.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     translate_errors(started)
-    if single:  # outside of Hydra, whose frames would stand around every traceback
+    if single:  # outside of Hydra, whose frames would fill every traceback
         run_typed(single[0], job, schema, function, check)
     if failed:
         sys.exit(
-            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
-            f"same command again"
+            f"error: {len(failed)} members of the sweep failed: {'; '.join(failed)}. Run the same "
+            f"command again"
         )
 
 
@@ -147,7 +147,7 @@ def run_typed(
 def prepare_process(config: JobConfig) -> None:
     """Configure malloc, the number of threads and progress bars before the first tensor exists."""
     keep_memory()
-    # else DeepSpeed, where it is installed, says at every start that it found no card
+    # Otherwise DeepSpeed warns at every start that it found no GPU.
     if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -205,9 +205,9 @@ def _check_slurm() -> None:
         )
     if shutil.which("srun") is None:
         raise UserError(
-            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. "
-            "Run the same command on a node of the cluster, or leave hydra/launcher out: the "
-            "members then run here, one after another"
+            "hydra/launcher=slurm submits every member to Slurm, but srun is not on the PATH here. "
+            "Run the same command on a node of the cluster, or leave hydra/launcher out to run the "
+            "members here, one after another"
         )
 
 
@@ -272,7 +272,7 @@ def _run_member(
         if text.lstrip("+").split("=")[0] in varying
     ]
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # Hydra's own record of a sweep; every member has its config.yaml.
+    # Hydra's own record of the sweep is not needed: every member has its config.yaml.
     Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
     name_sweep_member(plain, mine)
     status = sweep.run(plain, job, typed(plain, schema))
@@ -296,10 +296,10 @@ def _exit_on_errors(action: Callable[[], Any]) -> Any:
         print(f"interrupted: {stop}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt as stop:
-        # Outside the training loop there is no step to finish: what is on the disk is whole.
+        # Outside the training loop no step is half done, so all files are complete.
         by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
         print(
-            f"interrupted: what was finished is kept. Run the same command to go on{by}",
+            f"interrupted: finished work is kept. Run the same command to continue{by}",
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)

@@ -97,7 +97,7 @@ def run_child(command: list[str], what: str, environment: dict[str, str] | None 
         children.start(command, environment)
         status = children.wait()[0]
     if status == INTERRUPTED or children.signalled:
-        raise Interrupted(f"{what} was stopped by a signal. Run the same command to go on")
+        raise Interrupted(f"{what} was stopped by a signal. Run the same command to continue")
     assert status is not None
     return status
 
@@ -117,15 +117,15 @@ def count_processes(config: ParallelConfig) -> int:
         if config.processes and here and config.processes != here:
             raise UserError(
                 f"parallel.processes is {config.processes}, but this process was started as one of "
-                f"{here} ranks on its machine: leave it at 0"
+                f"{here} ranks on its machine. Leave it at 0"
             )
         ranks.check_kind(config.kind, ranks.world_size())
         return ranks.world_size()
     if config.kind == "single":
         if config.processes > 1:
             raise UserError(
-                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, "
-                f"zero1, zero2, zero3 or fsdp"
+                f"parallel.processes is {config.processes} with parallel=single. Give "
+                f"parallel=ddp, zero1, zero2, zero3 or fsdp"
             )
         return 1
     processes = config.processes or devices.cards()
@@ -167,15 +167,14 @@ def launch(job: str, config_file: Path, processes: int) -> None:
     failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
     if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
         raise Interrupted(
-            f"the {processes} ranks were stopped by a signal. Run the same command to go on"
+            f"the {processes} ranks were stopped by a signal. Run the same command to continue"
         )
     if failed:
-        # A rank that a signal ended takes the others' connections with it, so it is the one to
-        # name.
+        # A rank that a signal ended breaks the connections of the others, so it is the cause.
         first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
             f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
-            f"stopped. Its last words stand above; run the same command to resume from the last "
+            f"stopped. Its last output is above. Run the same command to resume from the last "
             f"checkpoint"
         )
 
@@ -184,7 +183,7 @@ def _end(status: int) -> str:
     """Describe an exit status; `subprocess` reports a process ended by signal N as status -N."""
     if status >= 0:
         return f"ended with status {status}"
-    hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""
+    hint = " (often because the memory was full)" if -status == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-status).name}{hint}"
 
 

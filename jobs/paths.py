@@ -32,8 +32,7 @@ def resolve(name: str) -> Path:
         inner = name.removeprefix("embedded:")
         if inner not in _NAMES:
             raise UserError(
-                f"'{name}' is unknown; embedded are: "
-                f"{', '.join('embedded:' + key for key in _NAMES)}"
+                f"'{name}' is unknown; there are: {', '.join('embedded:' + key for key in _NAMES)}"
             )
         return _NAMES[inner]
     path = Path(name).expanduser()

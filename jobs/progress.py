@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 _PLAIN_EVERY_SECONDS = 15.0
-# the rate and the time left come from the last so many seconds, as they do in the live bar
+# window of the rate and the remaining time, as in the live bar
 _WINDOW_SECONDS = 30.0
 
 

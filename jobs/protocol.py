@@ -38,7 +38,7 @@ class Job(ABC, Generic[Config]):
     taken for it. `work` ends with a manifest marked as finished.
     """
 
-    artefact: ClassVar[str]  # its name in the run folder
+    artefact: ClassVar[str]  # name in the run folder
     also: ClassVar[tuple[str, ...]] = ()  # further files whose hashes are recorded
 
     def __init__(self, config: Config) -> None:

@@ -17,7 +17,7 @@ from jobs.config import JobConfig, ParallelConfig
 
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
 KINDS = ("single", "ddp", *ZERO, "fsdp")
-SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that cut weights too, of a frozen target as well
+SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that split weights, the frozen target's too
 _SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PLACES = (
     *_SIZES,
@@ -60,8 +60,8 @@ def check_kind(kind: str, size: int) -> None:
         )
     if size == 1 and kind not in ("single", "ddp"):
         raise UserError(
-            f"parallel.kind is {kind} with one process, which has nobody to share with: use "
-            f"parallel=single, or parallel.processes=2 or more"
+            f"parallel.kind is {kind} with one process, but needs several. Give parallel=single, "
+            f"or parallel.processes=2 or more"
         )
 
 
@@ -76,8 +76,8 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     if not is_rank():
         raise UserError(
-            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set: a launcher "
-            f"(deepspeed, torchrun) gives all of them. Start the job with one, or leave "
+            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set. Start the "
+            f"job with a launcher (deepspeed, torchrun), which sets all of them, or leave "
             f"--local_rank out"
         )
     if "LOCAL_SIZE" in os.environ:
@@ -97,7 +97,7 @@ def adopt_slurm_rank(config: JobConfig) -> None:
         return
     if parallel.launcher not in ("auto", "slurm"):
         raise UserError(f"parallel.launcher is '{parallel.launcher}'; expected auto or slurm")
-    if config.dry_run and "SLURM_PROCID" not in os.environ:  # it runs anywhere, and starts no ranks
+    if config.dry_run and "SLURM_PROCID" not in os.environ:  # a dry run starts no ranks
         return
     if parallel.launcher == "slurm" and not is_rank():
         os.environ.update(slurm_ranks(os.environ))
@@ -115,7 +115,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     if missing or not nodes:
         raise UserError(
             f"parallel.launcher=slurm, but {(missing or ['SLURM_JOB_NODELIST'])[0]} is not set: "
-            f"start the job with srun, as scripts/slurm/train.sbatch does, or take "
+            f"start the job with srun, as scripts/slurm/train.sbatch does, or give "
             f"parallel.launcher=auto"
         )
     here = (
@@ -137,7 +137,7 @@ def first_node(nodes: str) -> str:
     """Return the first host of a node list: `node003` of `node[003-006,010],other1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
-        raise UserError(f"'{nodes}' is no Slurm node list; expected one such as node[003-006]")
+        raise UserError(f"'{nodes}' is no Slurm node list, expected one such as node[003-006]")
     return match.group(1) + (match.group(2) or "")
 
 
@@ -176,7 +176,7 @@ def is_idle_rank(config: JobConfig) -> bool:
     refuse_idle(config)
     if rank() > 0:
         return True
-    for name in _PLACES:  # what this rank now starts is no rank
+    for name in _PLACES:  # processes that this one starts are no ranks
         os.environ.pop(name, None)
     return False
 
@@ -228,8 +228,8 @@ class RankBarrier:
                 self._until_all(f"{name} left", mine=0)
         except DistNetworkError as error:
             raise UserError(
-                f"rank 0 has ended while rank {self.rank} waited for it at {name}; its last words "
-                f"say why"
+                f"rank 0 ended while rank {self.rank} waited for it at {name}. Its last output "
+                f"gives the reason"
             ) from error
 
     def _until_all(self, key: str, mine: int = 1) -> None:

@@ -17,7 +17,7 @@ from decoding.errors import UserError
 Made = TypeVar("Made")
 _SHOWN = 40
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}$')
-# What wrong values raise in a dataclass or a reader that is given them.
+# Exceptions of dataclasses and readers for wrong values.
 WRONG = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
 
 
@@ -25,7 +25,7 @@ class DamagedLineError(ValueError):
     """Reason why a line is not a record."""
 
 
-# The names that JSON and people have for the kinds of values.
+# Kinds of values, as JSON and people call them.
 _KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -121,9 +121,11 @@ class JournalContent(Generic[Made]):
     """Content of a journal."""
 
     records: list[Made]
-    content: bytes  # of their lines
-    wrong: list[str]  # what is the matter with every other line that ends ("line 3: ...")
-    # bytes of a last line that does not end: of a killed run, or of one that is writing it
+    # bytes of the records' lines
+    content: bytes
+    # reason for every damaged line ("line 3: ...")
+    wrong: list[str]
+    # bytes of an incomplete last line, after a kill or during a write
     torn: int
 
     def report(self, path: Path, again: str) -> None:

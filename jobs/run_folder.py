@@ -29,8 +29,8 @@ from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
 from jobs.saved_config import add_stamp, fill_defaults, read_config, upgrade_config
 
-# What may differ when a run is continued: nothing of it changes the result but by the order of
-# additions, so that a run may move to another machine.
+# Keys that may differ when a run resumes, also on another machine: they change results only by the
+# order of additions.
 _FREE_KEYS = (
     "threads",
     "dry_run",
@@ -66,11 +66,11 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self._schema = type(config)
         self.config = _drop_unused_target_config(plain(config))
-        self.was_dry = False  # whether all that the folder holds is of a dry run
+        self.was_dry = False  # True where only a dry run has written here
         self._lock = hold(self.path)
         self._artefacts: tuple[Path, ...] = ()
         self._refuse_other_config()
-        if ranks.rank() == 0:  # it writes for all
+        if ranks.rank() == 0:
             write_text(
                 self.path / CONFIG, add_stamp(OmegaConf.to_yaml(OmegaConf.create(self.config)))
             )
@@ -100,7 +100,7 @@ class RunFolder:
         for path, digest in manifest["inputs"].items():
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
-                    f"{path} has changed since {self.path} was finished with it. Give another "
+                    f"{path} has changed since the run in {self.path} finished. Give another "
                     f"output_dir=, or delete the folder to start over"
                 )
         wrong = changed_artefacts(self.path, manifest) or [
@@ -140,7 +140,7 @@ class RunFolder:
     def command(self) -> str:
         """Return the command line that repeats this run."""
         arguments = sys.argv[1:]
-        # a stage, a member of a sweep or a rank: its file was a temporary one
+        # The file of a stage, a sweep member or a rank was temporary.
         if arguments[:1] == ["--config-file"]:
             arguments = ["--config-file", str(self.path / "config.yaml")]
         return shlex.join(["python", "-m", self.config["job"], *arguments])
@@ -148,18 +148,18 @@ class RunFolder:
     def _refuse_other_config(self) -> None:
         path = self.path / CONFIG
         if not path.is_file() or not (self.path / "manifest.json").is_file():
-            # without a manifest nothing was begun: a start that failed does not hold the folder
+            # Without a manifest nothing has started, so a failed start does not keep the folder.
             return
         before = read_config(
             path,
-            f"If this command is the one that began {self.path}, delete the file and run the "
-            f"command again; else give another output_dir=",
+            f"If this command started {self.path}, delete the file and run the command again. "
+            f"Otherwise give another output_dir=",
         )
         before = fill_defaults(upgrade_config(before), plain(self._schema()))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
-            return  # a dry run is a question: the next one may differ
+            return  # another dry run may differ
         differing = [
             key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])
         ]
@@ -211,10 +211,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             )
         return manifest
 
-    remedy = (
-        f"Delete it and run the command that began {path.parent} again: the rest of the "
-        f"folder is kept"
-    )
+    remedy = f"Delete it and run the command of {path.parent} again. The rest of the folder is kept"
     return read_object(path, remedy, check)
 
 

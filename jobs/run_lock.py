@@ -26,11 +26,11 @@ from decoding.errors import UserError
 from jobs import ranks
 
 LOCK = ".lock"
-CONFIG = "config.yaml"  # what marks a folder as a run's
+CONFIG = "config.yaml"  # marks a run folder
 _PARTIAL = ".partial"
 _SHOWN = 200  # characters of a path that a message quotes
-_HELD = "SHALLOW_DRAFT_HELD"  # folders that this process, or what started it, holds
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without flock
+_HELD = "SHALLOW_DRAFT_HELD"  # folders that this process or its parents hold
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without flock
 
 
 class RunLock:
@@ -63,11 +63,11 @@ def hold(folder: Path) -> RunLock | None:
             f"output_dir={folder} is no folder: {error.filename} is a file. Give another "
             f"output_dir="
         ) from error
-    except OSError as error:  # such as a name too long, or a folder that may not be written
+    except OSError as error:  # such as a name that is too long, or a read-only folder
         name = str(folder)
         shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
         raise UserError(
-            f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir="
+            f"output_dir={shown} cannot be created: {error.strerror}. Give another output_dir="
         ) from error
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held_folders():
@@ -124,7 +124,7 @@ def _acquire(path: Path) -> int:
             owner = _owner(descriptor)
             if not free or _may_be_running(owner):
                 raise _in_use(path, owner)
-            # The owner before may have removed the file between our opening and our locking it.
+            # The previous owner may have removed the file after it was opened here.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except BaseException:
@@ -185,7 +185,7 @@ def _started(pid: int) -> str:
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            # behind the name, which may hold blanks
+            # The fields follow the name, which may contain spaces.
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return ""
@@ -206,13 +206,13 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
     if host != socket.gethostname():
         return UserError(
             f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=. "
-            f"Whether it still runs cannot be seen from this host: if it does not, delete {path} "
-            f"and run again"
+            f"This host cannot check whether it still runs. If it does not, delete {path} and run "
+            f"again"
         )
     if not _may_be_running(owner):
         return UserError(
             f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
-            f"End that one, or wait for it"
+            f"End that process, or wait for it"
         )
     return UserError(
         f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir="
@@ -220,7 +220,7 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
 
 
 def _release(path: Path, descriptor: int, pid: int) -> None:
-    if os.getpid() != pid:  # a fork of the owner
+    if os.getpid() != pid:  # in a fork of the owner
         return
     path.unlink(missing_ok=True)
     os.close(descriptor)

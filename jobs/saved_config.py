@@ -61,14 +61,14 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
             raise ValueError("it is empty")
         first, _, rest = text.partition("\n")
         if first.startswith(_STAMP) and first != add_stamp(rest).partition("\n")[0]:
-            raise ValueError("its lines are not those that were written")
+            raise ValueError("its hash does not match its content")
         value = yaml.safe_load(text)
         if type(value) is not dict:
             raise ValueError(f"expected a mapping of keys, found {json_kind(value)}")
         found = OmegaConf.to_container(OmegaConf.create(text))
         assert isinstance(found, dict)
         if not isinstance(found.get("job"), str):
-            raise ValueError(f"job is {found.get('job')!r}, expected the name of one")
+            raise ValueError(f"job is {found.get('job')!r}, expected the name of a job")
     except (*WRONG, yaml.YAMLError, OmegaConfBaseException) as error:
         raise damaged(path, error, remedy) from error
     return {str(key): value for key, value in found.items()}

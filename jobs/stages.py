@@ -37,7 +37,7 @@ from jobs.schemas import schema_of
 
 ON_FILE = "--config-file"
 SWEEP = "-m"
-# in place of the experiment's folder, whose name Hydra's grammar may not read
+# placeholder for the experiment's folder, whose name Hydra's grammar might reject
 _FOLDER = "_output_dir_of_the_experiment_"
 
 
@@ -60,7 +60,7 @@ class StageOverride:
 
     key: str
     values: list[tuple[str, Any]]
-    is_whole: bool = False  # replaces a group, instead of being merged into it
+    is_whole: bool = False  # replaces a group instead of merging into it
 
     @property
     def is_of_conf(self) -> bool:
@@ -82,12 +82,12 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             status = run_on_file(member, stage.job, meeting.environment(number))
             if status != 0:
                 failed.append(f"status {status} ({member.output_dir})")
-            if status == 0 or len(stage.members) > 1:  # the others of a sweep still run
+            if status == 0 or len(stage.members) > 1:  # other members of a sweep still run
                 meeting.wait(f"stage {number}")
         if failed:
             raise UserError(
-                f"stage {position} ({stage.name}) ended with {', '.join(failed)}; mend it and run "
-                f"the same command: finished stages are passed over"
+                f"stage {position} ({stage.name}) ended with {', '.join(failed)}. Fix the cause "
+                f"and run the same command: finished stages are skipped"
             )
     if config.dry_run and meeting.rank == 0:
         folders = [str(member.output_dir) for stage in stages for member in stage.members]
@@ -109,7 +109,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
         own = compose_job(job, schema, texts)
         OmegaConf.set_struct(own, False)
         written = {key: OmegaConf.select(own, key) for key in _keys_written_by(chosen)}
-        # A stage of the called job goes on with what is written there, `${...}` and all.
+        # A stage of the called job keeps unresolved values (`${...}`) as they are written.
         resolved = has_own_experiment or not is_called_job
         found: Any = OmegaConf.to_container(composed, resolve=resolved)
         for key in inherited_keys(type(config), schema, is_called_job, has_own_experiment):
@@ -176,7 +176,9 @@ def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
     texts = [text]
     if override.is_sweep_override():
         if not sweeps:
-            raise UserError(f"'{text}' has several values, which want {SWEEP} among the overrides")
+            raise UserError(
+                f"'{text}' has several values: add {SWEEP} to the overrides of the stage"
+            )
         texts = [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
     values = [_insert_folder(parser.parse_override(one).value(), folder) for one in texts]
     texts = [one.replace(_FOLDER, folder) for one in texts]
@@ -233,14 +235,14 @@ def _print_total(folders: Sequence[str], started: float) -> None:
     counted = {path: flops for path, flops in planned.items() if flops and paces[path]}
     if counted:
         unknown = [*planned.values()].count(0.0)
-        missing = f", without {unknown} whose data alone tells its tokens" if unknown else ""
+        missing = f", without {unknown} whose tokens depend on the data" if unknown else ""
         seconds = sum(flops / paces[path] / 1e12 for path, flops in counted.items())
         at = " and ".join(f"{pace:g}" for pace in sorted({paces[path] for path in counted}))
-        told = (
+        total = (
             f"{operations(sum(counted.values()))}, {hours(seconds)} at {at} TFLOP/s "
             f"(assumed_tflops)"
         )
-        print(f"all stages together: {told}{missing}; evaluations are not counted")
+        print(f"all stages together: {total}{missing}; evaluations are not counted")
 
 
 def check_required_settings(composed: DictConfig) -> None:
@@ -252,8 +254,8 @@ def check_required_settings(composed: DictConfig) -> None:
     for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):
         if key in composed and composed[key] == "":
             raise UserError(
-                f"{key} is empty, but experiment '{composed.experiment}' builds on it: give "
-                f"{key}=... (its head in conf/experiment says what)."
+                f"{key} is empty, but experiment '{composed.experiment}' needs it. Give {key}=...; "
+                f"the top of its file in conf/experiment describes it."
             )
 
 

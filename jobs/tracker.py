@@ -18,7 +18,7 @@ from jobs.ranks import rank
 from jobs.run_files import WRONG, DamagedLineError, damaged, parse_record
 from jobs.run_folder import RunFolder
 
-# its public server, under which logins are stored whatever address now leads there
+# the public server; logins are stored under this name
 _WANDB_HOST = "api.wandb.ai"
 
 
@@ -95,10 +95,10 @@ class Tracker:
                 if parse_record(line)["step"] <= step:
                     kept.append(line + b"\n")
             except WRONG as error:
-                # else the write that a kill interrupted: its step is made again
+                # A damaged last line is an interrupted write, whose step is repeated.
                 if number < len(lines):
                     remedy = (
-                        "Take this line out, or delete the file: training continues without "
+                        "Remove this line, or delete the file: training continues without "
                         "its records"
                     )
                     raise damaged(
@@ -149,15 +149,15 @@ def check_tracker(config: JobConfig) -> None:
         _summary_writer()
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
-            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb "
-            "login` once, or set WANDB_API_KEY; tracker=wandb_offline records without one (`wandb "
-            "sync` uploads later), tracker=none does without"
+            "tracker.wandb is online, but no login to Weights & Biases was found. Run `wandb "
+            "login` once, or set WANDB_API_KEY. Without a login, give "
+            "tracker=wandb_offline (`wandb sync` uploads later) or tracker=none"
         )
 
 
 def _check_mode(config: TrackerConfig) -> None:
     if config.wandb not in ("online", "offline", "disabled"):
-        raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
+        raise UserError(f"tracker.wandb is '{config.wandb}', expected online, offline or disabled")
 
 
 def _has_login() -> bool:
@@ -192,7 +192,7 @@ def _identity_of(folder: Path) -> str:
     if not re.fullmatch(rb"[\w-]{1,128}\s*", content):
         raise UserError(
             f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it "
-            f"to begin another W&B run"
+            f"to start another W&B run"
         )
     return content.decode().strip()
 
@@ -244,7 +244,7 @@ def _summary_writer() -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"tracker.tensorboard needs a package that is not installed ({error.name}): pip "
-            f'install -e ".[train]", or take tracker=none'
+            f'install "shallow-draft[train]", or give tracker=none'
         ) from error
     return SummaryWriter
 

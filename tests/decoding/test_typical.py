@@ -91,5 +91,7 @@ def test_greedy_decoding_knows_no_lossy_rule() -> None:
 
 
 def test_chunks_that_go_on_are_not_tested_by_it() -> None:
-    with pytest.raises(UserError, match="verify=typical with schedule 'pearl_virtual'"):
+    with pytest.raises(
+        UserError, match="verify=typical does not work with schedule 'pearl_virtual'"
+    ):
         DrafterUse(verify="typical", schedule="pearl_virtual")

@@ -64,7 +64,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     assert tree["multi_candidate"]["dtype"] == "bfloat16"
     with pytest.raises(
         UserError,
-        match=r"multi_candidate has no folder, .* as a mapping: {use: multi_candidate, folder",
+        match=r"multi_candidate needs folder. Give it as a mapping: {use: multi_candidate, folder",
     ):
         describe(["multi_candidate"], target, False)
     given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)
@@ -75,7 +75,10 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         "prompt_lookup": DrafterUse(),
     }
     with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed"):
-        uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), DrafterUse())
+        uses(
+            describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False),
+            DrafterUse(),
+        )
     with pytest.raises(
         UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"
     ):
@@ -107,7 +110,7 @@ def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
         "both end in `drafter`"
     )
     assert list(describe(folders[:1], target, control=False)) == ["drafter"]
-    with pytest.raises(UserError, match="names no folder with a config.json"):
+    with pytest.raises(UserError, match="no folder with a config.json matches"):
         describe([f"{tmp_path}/none*/drafter"], target, control=False)
 
 
@@ -156,7 +159,7 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
     }
     assert describe([remote], target, False)
     with pytest.raises(
-        UserError, match="wants the class decoding.drafters.chain.Chain, which cannot be had"
+        UserError, match="the class decoding.drafters.chain.Chain of .* cannot be imported"
     ):
         describe([{"_target_": "decoding.drafters.chain.Chain"}], target, False)
 
@@ -183,7 +186,7 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         ),
         (
             {"_target_": "decoding.drafters.remote.RemoteChain", "folder": "nowhere"},
-            "RemoteChain drafts while .* cannot be taken back: leave lookup= out",
+            "RemoteChain drafts while .* leave lookup= out",
         ),
     ):
         with pytest.raises(
@@ -194,12 +197,11 @@ def test_lookup_goes_before_any_model_and_no_other(home):
     for wrong, words in (
         (
             {"lookup": 3, "schedule": "pearl_virtual"},
-            "lookup=3 with schedule 'pearl_virtual': .* cannot be taken back .* take "
-            "schedule=serial",
+            "lookup=3 does not work with schedule 'pearl_virtual', .* give schedule=serial",
         ),
         (
             {"schedule": "pearl_virtual", "stopping": "entropy"},
-            "policy that learns; take fixed or confidence",
+            "policy that learns .* Give stopping=fixed or confidence",
         ),
     ):
         with pytest.raises(UserError, match=words):
@@ -239,7 +241,7 @@ def test_a_function_says_which_tokens_may_follow(home):
     [
         (
             ["+experiment=every_way"],
-            "draft_model is empty, but experiment 'every_way' builds on it: give draft_model=",
+            "draft_model is empty, but experiment 'every_way' needs it. Give draft_model=",
         ),
         pytest.param(
             ["+experiment=pearl_case_study", "draft_model=runs/x"],

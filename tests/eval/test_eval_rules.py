@@ -157,17 +157,17 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         (
             {"verify": "block", "schedule": "pearl_virtual"},
             {},
-            "verify=block with schedule 'pearl_virtual'",
+            "verify=block does not work with schedule 'pearl_virtual'",
         ),
         (
             {"verify": "block"},
             {"schedule": "pearl_virtual"},
-            "verify=block with schedule 'pearl_virtual'",
+            "verify=block does not work with schedule 'pearl_virtual'",
         ),
         (
             {"verify": "token", "schedule": "alone"},
             {},
-            "verify=token with schedule=alone, under which nothing",
+            "verify=token has no effect with schedule=alone",
         ),
         (
             {"use": "static_tree", "folder": "SHALLOW", "verify": "block"},
@@ -179,7 +179,7 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
             {"verify": "block"},
             "take verify=token or verify=coupled",
         ),
-        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected a whole number from 1 up"),
+        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected an integer of at least 1"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),
         (
             {"max_draft_tokens": 8},
@@ -310,7 +310,8 @@ def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
         assert own_cap_of("x", DrafterUse(name), chain, target, 16) is None
     assert own_cap_of("x", DrafterUse("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
     assert (
-        own_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16) is None
+        own_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16)
+        is None
     ), "a chunk is gamma"
     with pytest.raises(
         UserError, match="x has max_draft_tokens=9, but this target records its steps"

@@ -366,7 +366,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"max_new_tokens": 1}, "max_new_tokens"),
         (
             {"stopping": "fixed", "stopping_threshold": 0.5},
-            "'fixed' takes no threshold, found stopping_threshold=0.5",
+            "stopping_threshold is 0.5, but stopping 'fixed' has no threshold",
         ),
         ({"stopping_threshold": 0.5}, "takes no threshold"),
         ({"sweep": []}, "num_draft_tokens is empty"),

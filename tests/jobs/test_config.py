@@ -244,7 +244,7 @@ def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.Captu
     with pytest.raises(SystemExit) as stop:
         _exit_on_errors(interrupted)
     assert stop.value.code == 130
-    assert "Run the same command to go on" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
 
 
 def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):

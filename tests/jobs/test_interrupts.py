@@ -45,7 +45,7 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
     process = started(tmp_path / "package")
     process.send_signal(number)
     _, words = process.communicate(timeout=20)
-    assert words == f"interrupted by {number.name} before anything was begun\n"
+    assert words == f"interrupted by {number.name} before the job started\n"
     assert process.returncode == INTERRUPTED == 130
 
 
@@ -97,7 +97,7 @@ def test_a_signal_in_a_job_is_reported_with_its_status(
         job_main("distill.quality", QualityConfig, work)
     assert stop.value.code == INTERRUPTED
     by = " (SIGTERM)" if number == signal.SIGTERM else ""
-    words = f"interrupted: what was finished is kept. Run the same command to go on{by}\n"
+    words = f"interrupted: finished work is kept. Run the same command to continue{by}\n"
     assert capsys.readouterr().err == words
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

@@ -112,7 +112,7 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
 
 def test_kinds_and_numbers_that_contradict_each_other_are_named():
     with pytest.raises(
-        UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"
+        UserError, match="parallel.kind is zero2 with one process, but needs several"
     ):
         count_processes(ParallelConfig(kind="zero2", processes=1))
     with pytest.raises(UserError, match="parallel.launcher is 'mpi'; expected auto or slurm"):

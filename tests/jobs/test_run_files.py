@@ -104,7 +104,7 @@ def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(
     tracker.rewind(5)
     assert path.read_bytes() == first
     path.write_bytes(first + line + b"\n" + third)
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2: .*Take this line out"):
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2: .*Remove this line"):
         tracker.rewind(5)
     tracker.close()
 

@@ -232,7 +232,8 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
 
 def test_a_name_too_long_for_the_file_system_is_refused(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"^output_dir=.*n\.\.\. cannot be made: File name too long\. Give another"
+        UserError,
+        match=r"^output_dir=.*n\.\.\. cannot be created: File name too long\. Give another",
     ) as error:
         hold(tmp_path / ("n" * 300))
     assert len(str(error.value)) < 400

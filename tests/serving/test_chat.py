@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_told_before_the_chat(
         load(other)
     cfg = config_of(tiny_target, "prompt_lookup")
     cfg.drafter = {"use": "prompt_lookup", "verify": "coupled"}
-    with pytest.raises(UserError, match="has verify=coupled, which eval.run alone follows"):
+    with pytest.raises(UserError, match="has verify=coupled, which only eval.run supports"):
         load(cfg)
     for width, fits in ((10, False), (1, True)):
         cfg = config_of(tiny_target, str(head), verify="block", temperature=1.0, beam_width=width)
