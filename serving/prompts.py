@@ -1,9 +1,7 @@
-"""Prompts answered in batches: drafted and plain, in turn, over the same texts, so that the two can
-be compared in speed and token by token.
+"""Batched answers to prompts with and without the drafter, for speed and token comparisons.
 
-Every prompt is answered, those of a last batch that is not full too. Between two turns stands the
-drafted answer, for both ways. Nothing but decoding happens between two clocks; which way goes first
-changes from batch to batch.
+Every prompt is answered, also in a partial last batch. Both conversations continue with the drafted
+answers. Only decoding is timed, and the order of both ways alternates between batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """One answered turn."""
+    """Answer to one turn."""
 
     prompt: Prompt
     turn: int  # from 1
@@ -46,16 +44,14 @@ class PromptAnswer:
 
 @dataclass
 class PromptRun:
-    """All answers, and what was left out: reason -> where."""
+    """All answers, and the places of skipped prompts by reason."""
 
     answers: list[PromptAnswer] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
-    """The prompts that the configuration names, with the turns that it asks for. Raises UserError
-    as the readers do.
-    """
+    """Return the configured prompts and turns; raises UserError as the readers do."""
     prompts = load_mt_bench() if cfg.prompts == NAME else read_prompts(resolve(cfg.prompts))
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -63,9 +59,7 @@ def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
 
 
 def is_compared(settings: Settings) -> bool:
-    """Greedy and coupled outputs are functions of the seed and the text; others are draws, equal in
-    distribution alone.
-    """
+    """Return whether outputs must be equal: greedy and coupled ones depend on seed and text."""
     return settings.temperature == 0 or settings.verify == "coupled"
 
 
@@ -76,8 +70,9 @@ def answer_prompts(
     console: Console,
     write: Callable[[Sequence[PromptAnswer]], None] = lambda answers: None,
 ) -> PromptRun:
-    """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError
-    if no prompt fits.
+    """Answer all turns of all prompts and pass each batch's answers to `write`.
+
+    Raises UserError if no prompt fits.
     """
     console.print(loaded.about, soft_wrap=True)
     done = PromptRun()
@@ -111,9 +106,7 @@ def answer_prompts(
 def _warm_up(
     loaded: ChatModels, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
 ) -> dict[int, Settings]:
-    """Settings by batch size, with measured costs where the drafter decides by them; every size and
-    way has run once.
-    """
+    """Warm up each batch size; returns its settings, with measured costs if needed."""
     engine, found = loaded.engine, {}
     first = _render(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
     for size in sorted({len(batch) for batch in batches}):
@@ -132,9 +125,7 @@ def _answer_batch(
     batch: Sequence[Prompt],
     done: PromptRun,
 ) -> Iterator[list[PromptAnswer]]:
-    """The answers of one batch, turn after turn; a conversation that does not fit ends there and is
-    counted.
-    """
+    """Yield the answers of one batch turn by turn; counts conversations that do not fit."""
     said: list[list[str]] = [[] for _ in batch]
     for turn in range(max(len(prompt.turns) for prompt in batch)):
         rows, ids = [], []
@@ -178,7 +169,7 @@ def _decode_both(
     requests: list[int],
     plain_first: bool,
 ) -> tuple[list[Generation], list[Generation] | None]:
-    """(drafted, plain) generations; plain is None where it is not asked for, or the only way."""
+    """Return drafted and plain generations; plain is None if there is no baseline or no drafter."""
     target, drafter = loaded.engine.target, loaded.engine.drafter
     if drafter is None or not cfg.baseline:
         return decode(target, drafter, ids, settings, request_ids=requests), None
@@ -195,7 +186,7 @@ def _decode_both(
 def _compare(
     loaded: ChatModels, settings: Settings, answer: PromptAnswer, ids: list[int], request: int
 ) -> PromptAnswer:
-    """With the first difference, where the outputs have to be equal."""
+    """Add the first difference if the outputs must be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
     at = first_difference(answer.drafted.tokens, answer.plain.tokens)
@@ -219,7 +210,7 @@ def _render(
 
 
 def _reason_not_to_answer(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
-    """Why a prompt of that many tokens cannot be answered; empty if it can."""
+    """Return the reason that a prompt is too long, or an empty string."""
     holds = loaded.engine.target.max_length
     if length >= holds:
         return f"longer than the target's context of {holds} tokens"

@@ -156,7 +156,7 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
         ("children=some", "children is some, expected top_k or sampled"),
         ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
         ("--max_num_prompts 3", "max_prompts is 3, but a chat is typed"),
-        ("output=answers.jsonl", "is written of prompts= alone"),
+        ("output=answers.jsonl", "requires prompts="),
         (
             "prompts=a.jsonl output=/proc/none/a.jsonl",
             "output=/proc/none/a.jsonl cannot be written",
