@@ -398,7 +398,7 @@ def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
     page = (folder / "report.html").read_text()
     assert "Who wrote what" in page
     assert 'class="drafted"' in page
-    with pytest.raises(UserError, match="schedule=alone, but a PromptLookup cannot write a text"):
+    with pytest.raises(UserError, match="schedule=alone, but a PromptLookup cannot decode without"):
         run(
             config(
                 home,
