@@ -49,51 +49,28 @@ STOPPED_AT = {"distill.train": 20, "recurrent_drafting.train": 34}
 SHARED = ["target.path=target", "target.dtype=float64", "target.device=cpu", "threads=1"]
 TRAINING = [
     *SHARED,
-    "data.chats=[chats.json]",
-    "data.held_out_chats=[]",
-    "data.max_length=48",
-    "held_out.prompts=prompts.jsonl",
-    "held_out.max_prompts=3",
-    "held_out.max_new_tokens=16",
-    "loop.tokens_per_step=192",
-    "loop.micro_batch_tokens=96",
-    "loop.checkpoint_every=0",
-    "loop.log_every=4",
-    "loop.optimizer.warmup_steps=1",
+    *"data.chats=[chats.json] data.held_out_chats=[] data.max_length=48".split(),
+    *"held_out.prompts=prompts.jsonl held_out.max_prompts=3 held_out.max_new_tokens=16".split(),
+    *"loop.tokens_per_step=192 loop.micro_batch_tokens=96 loop.checkpoint_every=0".split(),
+    *"loop.log_every=4 loop.optimizer.warmup_steps=1".split(),
 ]
 # The last step has to be the best one: what is exported is then made after the stop.
 JOBS = {
     "distill.train": [
-        "drafter=shallow",
-        "drafter.name=tiny",
-        "loop.max_steps=24",
-        "loop.eval_every=20",
-        "loop.optimizer.lr=5e-3",
+        *"drafter=shallow drafter.name=tiny".split(),
+        *"loop.max_steps=24 loop.eval_every=20 loop.optimizer.lr=5e-3".split(),
     ],
     "recurrent_drafting.train": [
-        "head.warm_start=hidden",
-        "head.num_draft_layers=1",
-        "loss.name=continuations",
-        "loss.predict_n_tokens=3",
-        "top_k=2",
-        "beam_width=3",
-        "loop.max_steps=40",
-        "loop.eval_every=34",
-        "loop.optimizer.lr=1.5e-2",
+        *"head.warm_start=hidden head.num_draft_layers=1 loss.name=continuations".split(),
+        *"loss.predict_n_tokens=3 top_k=2 beam_width=3".split(),
+        *"loop.max_steps=40 loop.eval_every=34 loop.optimizer.lr=1.5e-2".split(),
     ],
 }
 EVALUATION = [
     *SHARED,
-    "benchmark.path=prompts.jsonl",
-    "temperatures=[0.0,1.0]",
-    "verify=coupled",
-    "num_draft_tokens=[3]",
-    "sweep=[]",
-    "max_new_tokens=14",
-    "stop_at_eos=false",
-    "max_draft_tokens=5",
-    "timing_repeats=1",
-    "bootstrap_resamples=50",
+    *"benchmark.path=prompts.jsonl temperatures=[0.0,1.0] verify=coupled".split(),
+    *"num_draft_tokens=[3] sweep=[] max_new_tokens=14 stop_at_eos=false".split(),
+    *"max_draft_tokens=5 timing_repeats=1 bootstrap_resamples=50".split(),
 ]
 DRAFTER, HEAD = (f"{job}/finished/drafter" for job in JOBS)
 # As people name them: folders, names in conf/drafter, and ways to use them.
