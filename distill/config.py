@@ -29,9 +29,7 @@ class LossConfig:
 
 @dataclass
 class QualityConfig(JobConfig):
-    """`python -m distill.quality`: measure bits per byte and the share of generated code that
-    parses.
-    """
+    """`python -m distill.quality`: measure bits per byte and how much generated code parses."""
 
     # model folder
     model: str = "embedded:target"

@@ -156,7 +156,7 @@ class Regeneration:
         self.dialogues, self.counts = read_dialogues(config)
 
     def run(self) -> None:
-        meeting = ranks.Meeting()
+        barrier = ranks.RankBarrier()
         known = {answer.key: answer for answers in self._drawn().values() for answer in answers}
         # Reject unanswerable input before the folder is claimed for this configuration.
         if not any(next_request(one, self.tokenizer, self.config) for one in self.dialogues):
@@ -177,7 +177,7 @@ class Regeneration:
 
             mine = [one for one in self.dialogues if one.chat % self.world_size == self.rank]
             answer_all(mine, known, journaled, self.tokenizer, self.config, show=self.rank == 0)
-        meeting.wait("the end of its answers")
+        barrier.wait("the end of its answers")
         if self.rank == 0:
             self._finish()
 
