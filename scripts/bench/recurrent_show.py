@@ -259,8 +259,8 @@ class Show:
             for layers in self.chosen.pruned_layers
         ]
         found = []
-        picked, drawn = ("picked", "top_k"), ("drawn", "sampled")
-        for temperature, ways in ((0.0, [picked]), (1.0, [picked, drawn])):
+        top_k, sampled = ("picked", "top_k"), ("drawn", "sampled")
+        for temperature, ways in ((0.0, [top_k]), (1.0, [top_k, sampled])):
             heads = [
                 {**shared, "by_cost": True, "children": children, "name": f"head, {way}"}
                 for way, children in ways

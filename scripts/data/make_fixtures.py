@@ -214,7 +214,7 @@ def write_inputs() -> None:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        # The last layer adds little, so that the first one alone often agrees with the whole.
+        # the last layer adds little, so that the first one alone often agrees with both
         model.lm_head.weight.mul_(4.0)
         for part in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
             part.weight.mul_(0.3)
