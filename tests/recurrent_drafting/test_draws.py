@@ -279,7 +279,7 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     following = device_tree.CandidateNode.next_token
 
     def wrong(self: device_tree.CandidateNode, uniform: float) -> int:
-        return self.other if self.symbols.refused else following(self, uniform)
+        return self.other if self.rejection.rejected_in_tail else following(self, uniform)
 
     monkeypatch.setattr(device_tree.CandidateNode, "next_token", wrong)
 
