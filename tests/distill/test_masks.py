@@ -118,7 +118,7 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
 def test_masks_that_are_not_to_be_trusted_are_said():
     good = {"sparsity_gap/layers": 0.001, "margin/layers": 0.4, "acceptance": 0.3}
     told = (
-        "masks, expected sparsity against its target and margin of the logits at the cut: "
+        "masks (gap from the target sparsity, margin of the logits at the cut): "
         "layers 0.10% off, margin 0.4"
     )
     assert describe_masks(good) == [told]

@@ -116,7 +116,7 @@ def test_the_books_balance_over_input_of_every_kind(
     )
     assert found["success"] == len(records) == 2 * len(CHATS)
     assert found["skipped"] == {
-        "broken record, no JSON": 2,
+        "broken record, not JSON": 2,
         "broken record, no turns (conversations or messages)": 2,
         "no human turn": 2,
         "no room in the context": 2,
@@ -191,7 +191,7 @@ def test_a_dry_run_counts_and_writes_nothing(
     assert f"at most {11 * 16:,} out" in said
     assert (
         f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said
-        and " (1.8 s), into" in said
+        and " (1.8 s), written to" in said
     )
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
     assert "tokens/s (measured on one batch)" in capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_a_dry_run_counts_and_writes_nothing(
     [
         (["data.chats=[]"], r"data.chats is \[\], expected ShareGPT files"),
         (["data.chats=[nowhere.json]"], r"nowhere.json does not exist"),
-        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text makes no request"),
+        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text has no requests"),
         (["target.path=nowhere"], r"nowhere does not exist"),
         (["data.max_length=1024"], r"data.max_length is 1024, but the context of .* is 512 tokens"),
         (
@@ -219,7 +219,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         ),
         (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
-        (["samples=2", "temperature=0"], r"samples is 2, expected 1 where temperature is 0"),
+        (["samples=2", "temperature=0"], r"samples is 2, expected 1 at temperature 0"),
         (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
         (["temperature=-1"], r"temperature is -1"),
         (["top_p=0"], r"top_p is 0"),
@@ -229,7 +229,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         ),
         (
             ["drafters=[prompt_lookup,lookahead]"],
-            r"drafters names 2 \(prompt_lookup, lookahead\), expected one at most",
+            r"drafters names 2 \(prompt_lookup, lookahead\), expected at most one",
         ),
         (["drafters=[nothing_such]"], r"neither a folder .* nor the name of a drafter"),
         (
