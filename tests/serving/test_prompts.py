@@ -339,7 +339,9 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     (prompt,) = load_prompts(config_of(tiny_target, file))
     assert prompt.turns == ["Hi"]
     file.write_text('{"turns": []}\n{"turns": [""]}')
-    with pytest.raises(UserError, match="turns is not a list of strings .*a turn is empty") as error:
+    with pytest.raises(
+        UserError, match="turns is not a list of strings .*a turn is empty"
+    ) as error:
         load_prompts(config_of(tiny_target, file))
     assert "question.jsonl:2" in str(error.value)
 
