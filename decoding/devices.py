@@ -31,22 +31,22 @@ def device_of(name: str) -> str:
     check_value("device", name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards():
-        found = f"{cards()} CUDA cards, numbered from 0," if cards() else "no CUDA card"
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= count_gpus():
+        found = f"{count_gpus()} CUDA cards, numbered from 0," if count_gpus() else "no CUDA card"
         raise UserError(
             f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto."
         )
     return name
 
 
-def cards() -> int:
+def count_gpus() -> int:
     """Return the number of GPUs that PyTorch finds."""
     return torch.cuda.device_count()
 
 
-def names() -> list[str]:
+def gpu_names() -> list[str]:
     """Return the GPUs' names in their order."""
-    return [torch.cuda.get_device_name(index) for index in range(cards())]
+    return [torch.cuda.get_device_name(index) for index in range(count_gpus())]
 
 
 def multiplies_bfloat16() -> bool:
@@ -54,7 +54,7 @@ def multiplies_bfloat16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def use(device: torch.device) -> None:
+def set_default_gpu(device: torch.device) -> None:
     """Make this the default GPU, which a plain `cuda` means."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,7 +95,7 @@ def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return torch.tensor(data, dtype=dtype, device=device)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without waiting; a tensor that is already there stays.
 
     A copy from memory that is not pinned would wait for all queued work.
@@ -106,10 +106,10 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device)
 
 
-def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+def copy_arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy host arrays to the device as int64 tensors of their shapes, in one asynchronous copy."""
     packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
-    parts = sent(packed, device).split([array.size for array in arrays])
+    parts = copy_to_device(packed, device).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
@@ -227,7 +227,7 @@ def peak_bytes(device: torch.device) -> int | None:
     return most
 
 
-def card(device: torch.device) -> str:
+def describe_gpu(device: torch.device) -> str:
     """Return the GPU's name and compute capability, or 'cpu'."""
     if device.type != "cuda":
         return "cpu"

@@ -28,7 +28,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import weighs_costs
-from decoding.values import check_value, shown
+from decoding.values import check_value, quote
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def load(
     target: a model with another tokenizer, a head of another target.
     """
     if not isinstance(target, str | Path):
-        raise UserError(f"target is {shown(target)}, expected the path of a model folder.")
+        raise UserError(f"target is {quote(target)}, expected the path of a model folder.")
     choice = None
     if isinstance(drafter, str | Path | Mapping):
         choice = choose_drafter(drafter)
     elif drafter is not None and not hasattr(drafter, "propose"):
         raise UserError(
-            f"drafter is {shown(drafter)}, expected the path of a model folder, a name, a mapping "
+            f"drafter is {quote(drafter)}, expected the path of a model folder, a name, a mapping "
             f"with `use`, a Drafter or None."
         )
     tokenizer = load_tokenizer(target)

@@ -19,7 +19,7 @@ from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from decoding.schedules.by_name import SCHEDULES, batch_type, usual_stopping
 from decoding.stopping.policies import make_stopping
-from decoding.values import check_choice, is_int, shown
+from decoding.values import check_choice, is_int, quote
 from decoding.verification.rules import check_rule
 
 
@@ -113,7 +113,7 @@ def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
     check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
     if settings.num_draft_tokens > target.max_length:
         raise UserError(
-            f"num_draft_tokens is {shown(settings.num_draft_tokens)}, expected at most "
+            f"num_draft_tokens is {quote(settings.num_draft_tokens)}, expected at most "
             f"{target.max_length}, the context of '{target.name}' in tokens."
         )
 
@@ -123,7 +123,7 @@ def _check_ids(index: int, prompt: Sequence[int], target: Target) -> None:
     wrong = [token for token in prompt if not is_int(token) or not 0 <= token < target.vocab_size]
     if wrong:
         raise UserError(
-            f"prompt {index} holds {shown(wrong[0])}, expected token ids: whole numbers from 0 to "
+            f"prompt {index} holds {quote(wrong[0])}, expected token ids: whole numbers from 0 to "
             f"{target.vocab_size - 1}, the vocabulary of '{target.name}'."
         )
 

@@ -16,11 +16,11 @@ LARGEST_SEED = 2**64 - 1
 # below, logits / temperature overflow float32; temperature 0 is greedy decoding
 COLDEST, HOTTEST = 1e-5, 1e5
 LARGEST = 2**31 - 1  # the largest count
-SHOWN = 60  # characters of a value that a message quotes
+MAX_QUOTED = 60  # characters of a value that a message quotes
 
 
 @dataclass(frozen=True)
-class Rule:
+class ValueRule:
     """A test of values, and the expectation in words."""
 
     fits: Callable[[Any], bool]
@@ -42,9 +42,9 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def whole(least: int, most: int = LARGEST, note: str = "") -> Rule:
+def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
     """Return the rule for whole numbers from `least` to `most`; the note explains a bound."""
-    return Rule(
+    return ValueRule(
         lambda value: is_int(value) and least <= value <= most,
         f"a whole number from {least} to {most}{note}",
     )
@@ -76,64 +76,66 @@ def ids(value: Any) -> bool:
     )
 
 
-def optional(rule: Rule) -> Rule:
+def optional(rule: ValueRule) -> ValueRule:
     """Return a rule that also accepts None."""
-    return Rule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
+    return ValueRule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
 
 
-SWITCH = Rule(lambda value: isinstance(value, bool), "True or False")
-FUNCTION = Rule(callable, "a function")
+SWITCH = ValueRule(lambda value: isinstance(value, bool), "True or False")
+FUNCTION = ValueRule(callable, "a function")
 
 # name of a setting, in `Settings` and in the jobs' configurations -> its valid values
-RULES: dict[str, Rule] = {
-    "max_new_tokens": whole(1),
-    "temperature": Rule(
+RULES: dict[str, ValueRule] = {
+    "max_new_tokens": whole_number(1),
+    "temperature": ValueRule(
         lambda value: is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST),
         f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST:g}",
     ),
-    "top_k": whole(0, note=" (0 is off)"),
-    "top_p": Rule(
+    "top_k": whole_number(0, note=" (0 is off)"),
+    "top_p": ValueRule(
         lambda value: is_number(value) and 0 < value <= 1,
         "a number more than 0 and at most 1 (off)",
     ),
-    "min_p": Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"),
-    "num_draft_tokens": whole(0, note=" (0 is no drafting)"),
-    "seed": whole(0, LARGEST_SEED),
-    "stop_token_ids": Rule(ids, "a tuple of token ids, whole numbers of 0 or more"),
-    "stopping_threshold": optional(
-        Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    "min_p": ValueRule(
+        lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"
     ),
-    "repetition_penalty": Rule(
+    "num_draft_tokens": whole_number(0, note=" (0 is no drafting)"),
+    "seed": whole_number(0, LARGEST_SEED),
+    "stop_token_ids": ValueRule(ids, "a tuple of token ids, whole numbers of 0 or more"),
+    "stopping_threshold": optional(
+        ValueRule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    ),
+    "repetition_penalty": ValueRule(
         lambda value: is_number(value) and 0.01 <= value <= 100,
         "more than 0 (1 is off): a number from 0.01 to 100",
     ),
     "allowed": optional(FUNCTION),
-    "stop_strings": Rule(texts, "a tuple of texts, none of them empty"),
+    "stop_strings": ValueRule(texts, "a tuple of texts, none of them empty"),
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,
     # of `load` and `load_target`
-    "device": Rule(
+    "device": ValueRule(
         lambda value: (
             isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is not None
         ),
         "auto, cpu, cuda or cuda:N",
     ),
-    "max_length": optional(whole(2)),
-    "processes": whole(0, 4096),
-    "batch_size": optional(whole(1)),
+    "max_length": optional(whole_number(2)),
+    "processes": whole_number(0, 4096),
+    "batch_size": optional(whole_number(1)),
     "trust_remote_code": SWITCH,
 }
 
 
-def check_value(name: str, value: Any, rule: Rule | None = None, key: str = "") -> None:
+def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str = "") -> None:
     """Raise UserError for a value that is invalid for this setting.
 
     key: the name in the message, if it differs.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):
-        raise UserError(f"{key or name} is {shown(value)}, expected {rule.expected}.")
+        raise UserError(f"{key or name} is {quote(value)}, expected {rule.expected}.")
 
 
 def check_values(values: Mapping[str, Any]) -> None:
@@ -150,11 +152,11 @@ def check_settings(config: Any, names: Sequence[str]) -> None:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise UserError for a value that is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise UserError(f"{name} {shown(value)} is unknown, expected one of {', '.join(choices)}.")
+        raise UserError(f"{name} {quote(value)} is unknown, expected one of {', '.join(choices)}.")
 
 
-def shown(value: Any) -> str:
-    """Return a value as a message quotes it, at most `SHOWN` characters."""
+def quote(value: Any) -> str:
+    """Return a value as a message quotes it, at most `MAX_QUOTED` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
@@ -163,4 +165,4 @@ def shown(value: Any) -> str:
             if is_int(value)
             else f"a {type(value).__name__}"
         )
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."

@@ -329,7 +329,7 @@ def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     """Return the number of ranks to plan for, and a remark if it is assumed."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.cards()
+    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.count_gpus()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 

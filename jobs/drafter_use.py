@@ -8,7 +8,7 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
-from decoding.schedules.by_name import SCHEDULES, UNTAUGHT, usual_stopping
+from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, usual_stopping
 from decoding.stopping.policies import EAGER, NAMES
 
 # the schedule of a drafter that decodes its own text without the target: the upper bound
@@ -41,11 +41,11 @@ class DrafterUse:
         ):
             if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
-        if self.schedule in SCHEDULES and self.stopping not in (None, *UNTAUGHT):
+        if self.schedule in SCHEDULES and self.stopping not in (None, *NON_LEARNING):
             raise UserError(
                 f"schedule '{self.schedule}' does not work with stopping '{self.stopping}': a "
                 f"policy that learns gets the result of a chunk too late. Give stopping="
-                f"{' or '.join(UNTAUGHT)}."
+                f"{' or '.join(NON_LEARNING)}."
             )
         if self.lookup is not None and self.schedule != "serial":
             raise UserError(

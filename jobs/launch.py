@@ -128,7 +128,7 @@ def count_processes(config: ParallelConfig) -> int:
                 f"parallel=ddp, zero1, zero2, zero3 or fsdp"
             )
         return 1
-    processes = config.processes or devices.cards()
+    processes = config.processes or devices.count_gpus()
     if processes == 0:
         raise UserError(
             f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N"

@@ -303,4 +303,4 @@ def hardware() -> dict[str, Any]:
             if line.startswith("model name")
         ]
         model = names[0] if names else model
-    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.names()}
+    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.gpu_names()}

@@ -15,7 +15,7 @@ from decoding.models.native.weights import NativeConfig
 
 
 @dataclass(frozen=True)
-class Budget:
+class ForwardBudget:
     """The bytes and operations of one forward."""
 
     # all matrices, but only the rows of the embedding table that are looked up
@@ -33,17 +33,17 @@ class Budget:
         """Return the minimum time: the longer of reading and computing, which overlap."""
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
-    def times(self, forwards: float) -> "Budget":
+    def times(self, forwards: float) -> "ForwardBudget":
         """Return the budget of this many forwards, a mean that need not be whole."""
-        return Budget(
+        return ForwardBudget(
             round(forwards * self.weight_bytes),
             round(forwards * self.cache_bytes),
             round(forwards * self.operations),
         )
 
-    def __add__(self, other: "Budget") -> "Budget":
+    def __add__(self, other: "ForwardBudget") -> "ForwardBudget":
         """Return the budget of one forward after the other."""
-        return Budget(
+        return ForwardBudget(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
             self.operations + other.operations,
@@ -52,7 +52,7 @@ class Budget:
 
 def round_budget(
     target: NativeConfig, drafter: NativeConfig | None, dtype: torch.dtype, gamma: int, context: int
-) -> Budget:
+) -> ForwardBudget:
     """Return the budget of a chain's round: `gamma` draft steps and the target's forward."""
     budget = forward_budget(target, dtype, gamma + 1, context)
     for step in range(gamma if drafter is not None else 0):
@@ -68,7 +68,7 @@ def forward_budget(
     context: int,
     batch_size: float = 1,
     skipped: tuple[int, int] = (0, 0),
-) -> Budget:
+) -> ForwardBudget:
     """Return the budget of a forward over `new_tokens` a row after `context` committed tokens.
 
     Tokens and rows may be means over several forwards. skipped: number of attention and MLP
@@ -86,7 +86,7 @@ def forward_budget(
     cache = 2 * attending * keys * context * batch_size
     attention = 4 * attending * queries * (context + new_tokens / 2) * tokens
     weights = matrices + tokens * C
-    return Budget(
+    return ForwardBudget(
         round(weights * dtype.itemsize),
         round(cache * dtype.itemsize),
         int(2 * matrices * tokens + attention),

@@ -26,11 +26,11 @@ from decoding.interfaces import Drafter
 from decoding.models.folder import exists, read_config
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.compatible import check_same_tokenizer
-from decoding.values import shown
+from decoding.values import quote
 
 
 @dataclass(frozen=True)
-class Choice:
+class DrafterChoice:
     """A drafter's class and options, before it is made."""
 
     kind: type
@@ -107,7 +107,7 @@ def check_folder(target_folder: str | Path, folder: str | Path) -> None:
     check(target_folder, folder)
 
 
-def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
+def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     """Return the class and options of a name, a folder or {"use": either, option: value}.
 
     Nothing is loaded. Raises UserError for another value, an unknown option or a missing one.
@@ -116,7 +116,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
     use = given.pop("use", None)
     if not isinstance(use, str | Path):
         raise UserError(
-            f"drafter is {shown(asked)}, expected a mapping with `use`, such as {{'use': "
+            f"drafter is {quote(asked)}, expected a mapping with `use`, such as {{'use': "
             f"'ranked_tree', 'folder': FOLDER}}."
         )
     name = str(use)
@@ -136,16 +136,16 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
     if "folder" in options:
         if not isinstance(options["folder"], str | Path):
             raise UserError(
-                f"drafter '{use}': folder is {shown(options['folder'])}, expected the path of a "
+                f"drafter '{use}': folder is {quote(options['folder'])}, expected the path of a "
                 f"model folder."
             )
         if not head_of(options["folder"]):
             read_config(options["folder"])
-    return Choice(kind, options)
+    return DrafterChoice(kind, options)
 
 
 def make_drafter(
-    choice: Choice, target_folder: str | Path, *, backend: str, dtype: str, device: str
+    choice: DrafterChoice, target_folder: str | Path, *, backend: str, dtype: str, device: str
 ) -> Drafter:
     """Check a chosen drafter's folder and make the drafter.
 

@@ -71,7 +71,7 @@ class PhrasePool:
             self.add(sequence[at], tuple(sequence[at + 1 : at + 1 + length]))
 
 
-class Branches:
+class TreeBuilder:
     """A tree under construction, in which phrases share the nodes of their common prefixes."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Branches:
         return nodes
 
 
-class Window:
+class GuessWindow:
     """The guesses of one request: `rows` rows of `columns` tokens, row 0 next to the tip."""
 
     def __init__(self, prompt: Sequence[int], rows: int, columns: int) -> None:
@@ -104,7 +104,7 @@ class Window:
             for row in range(rows)
         ]
 
-    def hang(self, tree: Branches) -> list[int]:
+    def hang(self, tree: TreeBuilder) -> list[int]:
         """Add the window to a tree without sharing nodes; return the nodes of its last row."""
         ends = tree.add(self.rows[0], shared=False)
         for row in self.rows[1:]:
@@ -153,7 +153,7 @@ class Lookahead:
             name,
         )
         self.pools: list[PhrasePool] = []
-        self._windows: list[Window] = []
+        self._windows: list[GuessWindow] = []
         self._filed: list[int] = []
         # nodes of the last row of this round's windows
         self._ends: list[list[int]] = []
@@ -170,7 +170,7 @@ class Lookahead:
     ) -> None:
         """Fill the windows with the prompts' tokens, and file the prompts' phrases."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
-        self._windows = [Window(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
+        self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
         self._filed = [0] * len(prompts_B)
         self._ends = [[] for _ in prompts_B]
 
@@ -193,7 +193,7 @@ class Lookahead:
             if self.from_text and budget:
                 self.pools[row].read(sequence, self._filed[row], self.ngram - 1)
                 self._filed[row] = max(0, len(sequence) - self.ngram + 1)
-            tree = Branches()
+            tree = TreeBuilder()
             for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
                 tree.add(phrase[:budget])
             counts_B.append(len(tree.tokens))
@@ -225,7 +225,7 @@ class Lookahead:
         """Look up the pools once; the target pays for the window."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)
-            window.hang(Branches())
+            window.hang(TreeBuilder())
 
 
 def choices(logits_BNV: Tensor) -> tuple[Tensor]:
@@ -233,7 +233,7 @@ def choices(logits_BNV: Tensor) -> tuple[Tensor]:
     return (logits_BNV.argmax(-1),)
 
 
-def packed(trees: Sequence[Branches], counts_B: list[int], device: torch.device) -> Proposal:
+def packed(trees: Sequence[TreeBuilder], counts_B: list[int], device: torch.device) -> Proposal:
     """Return the trees of several rows as one proposal, padded on the right."""
     width = max(len(tree.tokens) for tree in trees)
     tokens = [tree.tokens + [0] * (width - len(tree.tokens)) for tree in trees]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
+from decoding.drafters.lookahead import Lookahead, Phrase, TreeBuilder, choices, packed
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -115,7 +115,7 @@ class Ouroboros(ChainDrafter):
         drafted_B, steps = self._draft(sequences_B, wanted_B, chooser)
         trees = []
         for row, (drafted, depth) in enumerate(zip(drafted_B, depths_B)):
-            tree = Branches()
+            tree = TreeBuilder()
             if drafted:
                 chain = tree.add(drafted)
                 phrases = self.inner.pools[row].newest(drafted[-1], self.suffixes)

@@ -235,7 +235,7 @@ class RemoteChain:
 
 
 @runtime_checkable
-class InProcesses(Protocol):
+class MultiProcessTarget(Protocol):
     """A target in several processes (decoding/models/distributed/parallel.py)."""
 
     @property
@@ -255,7 +255,7 @@ def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    ranks = target.ranks if isinstance(target, InProcesses) else None
+    ranks = target.ranks if isinstance(target, MultiProcessTarget) else None
     own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
     os.sched_setaffinity(0, own_cores)
     torch.set_num_threads(min(threads, len(own_cores)))

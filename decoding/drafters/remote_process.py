@@ -21,7 +21,7 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.base import Fixed
 
 
-class _UntilTold(Fixed):
+class _UntilMessage(Fixed):
     """A policy that drafts `least` tokens, then more until the other end sends a message."""
 
     def __init__(self, least: int, pipe: Connection) -> None:
@@ -79,7 +79,9 @@ class _Worker:
             self._choosers = {key: made}
         chooser = self._choosers[key]
         chooser.begin(*begun)
-        ends_B = stopping_B if least is None else [_UntilTold(least, self._pipe)] * len(stopping_B)
+        ends_B = (
+            stopping_B if least is None else [_UntilMessage(least, self._pipe)] * len(stopping_B)
+        )
         chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
         q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)

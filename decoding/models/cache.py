@@ -20,7 +20,7 @@ BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead
 
 
 @dataclass(slots=True)
-class Plan:
+class ForwardPlan:
     """Slots and mask of one forward, made once and used by every layer."""
 
     # slots read: the longest row's length + N
@@ -64,7 +64,7 @@ class Slots:
             )
         return end
 
-    def plan(self, num_tokens: int, parents_BN: Tensor | None) -> Plan:
+    def plan(self, num_tokens: int, parents_BN: Tensor | None) -> ForwardPlan:
         """Return the plan of a forward over `num_tokens` new tokens a row.
 
         parents_BN: index of each node's parent among the new tokens, -1 for the committed tip;
@@ -77,19 +77,19 @@ class Slots:
             return self._tree_plan(parents_BN, start, end)
         if start is not None:
             if N == 1:
-                return Plan(end, start, None, None, None, False)
+                return ForwardPlan(end, start, None, None, None, False)
             if start == 0:
-                return Plan(end, 0, None, None, None, True)
+                return ForwardPlan(end, 0, None, None, None, True)
             if N <= BAND_ROWS:
-                return Plan(end, start, None, None, self._band_mask(start, N), False)
+                return ForwardPlan(end, start, None, None, self._band_mask(start, N), False)
         lengths = devices.tensor(lengths_B, self.device)
         slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
         visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
         if start is not None:
-            return Plan(end, start, None, None, self._additive(visible_BNT[:1]), False)
-        return Plan(end, None, slots_BN, slots_BN, self._additive(visible_BNT), False)
+            return ForwardPlan(end, start, None, None, self._additive(visible_BNT[:1]), False)
+        return ForwardPlan(end, None, slots_BN, slots_BN, self._additive(visible_BNT), False)
 
-    def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> Plan:
+    def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> ForwardPlan:
         B, N = parents_BN.shape
         lengths_B = devices.tensor(self.lengths_B, self.device)
         slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
@@ -99,7 +99,7 @@ class Slots:
         )
         visible_BNT.scatter_(2, slots_BN[:, None, :].expand(B, N, N), ancestors_BNN)
         positions_BN = lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
-        return Plan(
+        return ForwardPlan(
             end,
             start,
             None if start is not None else slots_BN,

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import BAND_ROWS, Plan, Slots
+from decoding.models.cache import BAND_ROWS, ForwardPlan, Slots
 from decoding.models.folder import (
     own_code_error,
     read_config,
@@ -101,7 +101,7 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         self.row_count, self.slot_count = batch_size, capacity
-        self.plan: Plan | None = None
+        self.plan: ForwardPlan | None = None
         self.rows = [RowLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
 
@@ -150,7 +150,7 @@ class HFTarget:
             int, list[tuple[Tensor, Tensor]]
         ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
-        self._refuse_deaf_model()
+        self._refuse_unmasked_model()
         if self.execution == "compiled":
             self._compiled = devices.compiled(self._step, self.device, sizes_open=True)
 
@@ -207,7 +207,7 @@ class HFTarget:
         """Keep the output embedding's input: the state after the final norm in every model."""
         self._hidden = args[0]
 
-    def _refuse_deaf_model(self) -> None:
+    def _refuse_unmasked_model(self) -> None:
         """Reject a model in which node 2 of the tree 0 -> (1, 2) attends to node 1."""
         with torch.inference_mode():
             self.open(1, 8)
@@ -344,7 +344,7 @@ class HFTarget:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run the forward that is compiled, in which every length is the size of a tensor."""
-        self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
 

@@ -16,26 +16,26 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decoding.errors import UserError
 from decoding.models.folder import Tensors, load_state, read_config, read_headers
 from decoding.models.native.weights import FAMILIES
-from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
+from decoding.values import ValueRule, check_value, is_int, is_number, optional, quote, whole_number
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
 # computed on loading; older versions of transformers stored them
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
 _INDEXED = re.compile(r"\.(\d+)\.")
 
-_COUNT = whole(1)
-_POSITIVE = Rule(lambda value: is_number(value) and value > 0, "a number more than 0")
-_TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
-_DTYPE = Rule(
+_COUNT = whole_number(1)
+_POSITIVE = ValueRule(lambda value: is_number(value) and value > 0, "a number more than 0")
+_TRUTH = ValueRule(lambda value: isinstance(value, bool), "true or false")
+_DTYPE = ValueRule(
     lambda value: value in ("float64", "float32", "float16", "bfloat16"),
     "float64, float32, float16 or bfloat16",
 )
-_OBJECT = Rule(lambda value: isinstance(value, dict), "an object with named fields")
-_WORDS = Rule(
+_OBJECT = ValueRule(lambda value: isinstance(value, dict), "an object with named fields")
+_WORDS = ValueRule(
     lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
     "a list of texts",
 )
-_TOKENS = Rule(
+_TOKENS = ValueRule(
     lambda value: is_int(value) or (isinstance(value, list) and all(map(is_int, value))),
     "a token id, or a list of them",
 )
@@ -46,8 +46,8 @@ _REQUIRED = dict.fromkeys(
 _OPTIONAL = {
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
-    "max_position_embeddings": whole(2),
-    "rms_norm_eps": Rule(
+    "max_position_embeddings": whole_number(2),
+    "rms_norm_eps": ValueRule(
         lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"
     ),
     "rope_theta": _POSITIVE,
@@ -56,7 +56,7 @@ _OPTIONAL = {
     "mlp_bias": _TRUTH,
     "use_cache": _TRUTH,
     "use_sliding_window": _TRUTH,
-    "hidden_act": Rule(lambda value: isinstance(value, str), "a text such as 'silu'"),
+    "hidden_act": ValueRule(lambda value: isinstance(value, str), "a text such as 'silu'"),
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
     "architectures": _WORDS,
@@ -67,15 +67,15 @@ _OPTIONAL = {
     "eos_token_id": _TOKENS,
     "pad_token_id": _TOKENS,
     "sliding_window": _COUNT,
-    "initializer_range": Rule(
+    "initializer_range": ValueRule(
         lambda value: is_number(value) and value >= 0, "a number of 0 or more"
     ),
-    "attention_dropout": Rule(
+    "attention_dropout": ValueRule(
         lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"
     ),
 }
 _ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-_ROPE_KIND = Rule(
+_ROPE_KIND = ValueRule(
     lambda value: isinstance(value, str) and value in _ROPE_KINDS,
     f"one of {', '.join(_ROPE_KINDS)}",
 )
@@ -154,7 +154,7 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a "
+            f"{folder / 'config.json'}: quantization_config is {quote(found)}, expected one with a "
             f"quant_method that transformers knows "
             f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
         )
@@ -189,7 +189,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     _check_rope(file, config)
     if config.get("quantization_config") is not None:
         raise UserError(
-            f"{file}: quantization_config is {shown(config['quantization_config'])}, expected "
+            f"{file}: quantization_config is {quote(config['quantization_config'])}, expected "
             f"none: quantized weights are not read here. Take the folder of the model before it "
             f"was quantized."
         )

@@ -10,7 +10,7 @@ import threading
 from weakref import WeakKeyDictionary
 
 
-class _Use:
+class _ModelLock:
     """The lock of one model, and the latest claim to it."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class _Use:
         self.claim: Claim | None = None
 
 
-_uses: WeakKeyDictionary[object, _Use] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[object, _ModelLock] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -31,24 +31,24 @@ class Claim:
     def __init__(self, *models: object | None) -> None:
         """Create a claim to these models; None means no drafter."""
         with _guard:
-            uses = {_uses.setdefault(model, _Use()) for model in models if model is not None}
+            uses = {_locks.setdefault(model, _ModelLock()) for model in models if model is not None}
         # every claim locks in the same order, so that no two wait for each other
-        self._uses = sorted(uses, key=id)
+        self._locks = sorted(uses, key=id)
 
     def take(self) -> None:
         """Take over the caches. Call it inside `with`."""
-        for use in self._uses:
+        for use in self._locks:
             use.claim = self
 
     @property
     def holds(self) -> bool:
         """Whether no other claim has taken one of the models since `take`."""
-        return all(use.claim is self for use in self._uses)
+        return all(use.claim is self for use in self._locks)
 
     def __enter__(self) -> "Claim":
         locked = []
         try:
-            for use in self._uses:
+            for use in self._locks:
                 use.lock.acquire()
                 locked.append(use)
         except BaseException:  # an interrupt while it waits
@@ -58,5 +58,5 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for use in reversed(self._uses):
+        for use in reversed(self._locks):
             use.lock.release()

@@ -12,7 +12,7 @@ from decoding.sampling.logits_processors import Allowed
 from decoding.sampling.token_chooser import RULES as VERIFY
 from decoding.sampling.warpers import Warper
 from decoding.stopping.policies import NAMES
-from decoding.values import RULES, check_choice, check_value, shown
+from decoding.values import RULES, check_choice, check_value, quote
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Settings:
             check_choice("stopping", self.stopping, NAMES)
         if not isinstance(self.schedule, str):
             raise UserError(
-                f"schedule is {shown(self.schedule)}, expected a text such as 'serial'."
+                f"schedule is {quote(self.schedule)}, expected a text such as 'serial'."
             )
         if self.costs is not None and not isinstance(self.costs, RoundCosts):
-            raise UserError(f"costs is {shown(self.costs)}, expected measured RoundCosts, or None.")
+            raise UserError(f"costs is {quote(self.costs)}, expected measured RoundCosts, or None.")
         if self.stop_strings and self.text_of is None:
             raise UserError(
                 "stop_strings needs text_of, the function from token ids to text "

@@ -48,11 +48,11 @@ class Processors:
         """
         paths_BNN = None
         if tokens_BN is not None and tokens_BN.shape[1]:
-            paths_BNN = _ways(tokens_BN, parents_BN)
+            paths_BNN = _on_path(tokens_BN, parents_BN)
         if self.repetition_penalty != 1:
-            held_BNX = held_by(sequences_B, logits_BNV)[:, None]
+            held_BNX = text_ids(sequences_B, logits_BNV)[:, None]
             if tokens_BN is not None and paths_BNN is not None:
-                held_BNX = _held_at_nodes(
+                held_BNX = _ids_at_nodes(
                     held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN
                 )
             logits_BNV = self.penalised(logits_BNV, held_BNX)
@@ -63,9 +63,9 @@ class Processors:
             logits_BNV = self.masked(logits_BNV, texts_BN)
         return logits_BNV
 
-    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "Drafting":
+    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "DraftProcessors":
         """Return the same changes for a drafter that extends these texts token by token."""
-        return Drafting(self, texts_B)
+        return DraftProcessors(self, texts_B)
 
     def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
         """Penalise the tokens of each node's text; ids may repeat."""
@@ -102,7 +102,7 @@ class Processors:
         )
 
 
-class Drafting:
+class DraftProcessors:
     """The changes along the chains of one proposal.
 
     A chain may continue past a stop token, where `allowed` need not allow anything.
@@ -121,7 +121,7 @@ class Drafting:
         processors = self._processors
         if processors.repetition_penalty != 1:
             if self._held_BX is None:
-                self._held_BX = held_by(self._texts_B, logits_BV)
+                self._held_BX = text_ids(self._texts_B, logits_BV)
             logits_BV = processors.penalised(logits_BV, self._held_BX)
         if processors.allowed is not None:
             # copies, since the caller's function may keep or change them
@@ -141,7 +141,7 @@ class Drafting:
                 text.append(token)
 
 
-def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+def text_ids(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     """Return the token ids (B, X) of each text, on the device of the logits (B, ..., V).
 
     Shorter rows repeat one of their ids.
@@ -152,7 +152,7 @@ def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     return devices.tensor(padded, logits.device).clamp_(max=logits.shape[-1] - 1)
 
 
-def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
+def _on_path(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
     """Return which nodes (B, N, N) lie on the path to each node, itself included.
 
     Without parents the nodes are a chain.
@@ -163,7 +163,7 @@ def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
     return torch.ones(N, N, dtype=torch.bool, device=tokens_BN.device).tril_().expand(B, N, N)
 
 
-def _held_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
+def _ids_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
     """Return the token ids (B, N + 1, X + N) of the texts at the tip and at each node."""
     B, N = tokens_BN.shape
     # a node's own token replaces the tokens that are not on its path

@@ -16,7 +16,7 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
-from decoding.sampling.warpers import TRIES, Warper, draw, draw_different
+from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
 
 LOSSY = ("typical",)  # rules that change the target's distribution
 SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
@@ -158,7 +158,7 @@ class TokenChooser:
         keys = self.node_keys(depth, range(first, first + q_BPV.shape[1]))
         keys_BP1 = devices.tensor(keys, q_BPV.device)[:, :, None]
         scaled_M = noise.scaled_ids(
-            torch.arange(1 if count == 1 else TRIES * count, device=q_BPV.device)
+            torch.arange(1 if count == 1 else SAMPLES_PER_CHILD * count, device=q_BPV.device)
         )
         return draw_different(q_BPV, noise.uniforms(keys_BP1, scaled_M), count)
 

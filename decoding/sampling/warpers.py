@@ -18,9 +18,9 @@ from decoding import devices
 from decoding.values import check_values
 
 # samples for each child of a node, since a token that was sampled before does not count again
-TRIES = 16
+SAMPLES_PER_CHILD = 16
 # sizes of partial sorts, tried in turn before a full sort (40x the cost of 128)
-GUESSES = (128, 1024)
+PARTIAL_SORT_SIZES = (128, 1024)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Warper:
         """
         logits_RV = self._tempered(logits_RV)
         V = logits_RV.shape[-1]
-        for guess in GUESSES:
+        for guess in PARTIAL_SORT_SIZES:
             guess = max(guess, self.top_k + 1)
             # On a GPU a full sort costs less than waiting to learn whether it was needed.
             if guess < V and not devices.runs_ahead(logits_RV.device):
@@ -85,7 +85,7 @@ class Warper:
         """
         if logits_RK.dtype != torch.float64:
             logits_RK = logits_RK.float()
-        cut = cuts(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
+        cut = warp_constants(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
         if self.top_k or self.temperature != 1:
             logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
         probs_RK = logits_RK.softmax(-1)
@@ -138,7 +138,7 @@ class Warper:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class WarpConstants:
     """The constants of `Warper.of_likeliest`."""
 
     top_k_K: Tensor  # 0, and -inf from top_k on
@@ -148,14 +148,18 @@ class Cuts:
 
 
 @lru_cache
-def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -> Cuts:
+def warp_constants(
+    warper: Warper, count: int, dtype: torch.dtype, device: torch.device
+) -> WarpConstants:
     """Return the constants for this number of logits; cached, as each takes an operation."""
     with torch.inference_mode(False):
         top_k_K = torch.zeros(count, dtype=dtype, device=device)
         top_k_K[warper.top_k or count :] = float("-inf")
         before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
         top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
-        return Cuts(top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device))
+        return WarpConstants(
+            top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device)
+        )
 
 
 @lru_cache

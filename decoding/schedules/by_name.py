@@ -21,7 +21,7 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
-UNTAUGHT = ("fixed", "confidence")  # policies that learn nothing from a round
+NON_LEARNING = ("fixed", "confidence")  # policies that learn nothing from a round
 
 
 def usual_stopping(capabilities: Capabilities, schedule: str) -> str:
@@ -85,10 +85,10 @@ def batch_type(
             f"schedule '{schedule}' verifies chunks in parts; take verify=token or coupled, not "
             f"{verify}."
         )
-    if stopping not in UNTAUGHT:
+    if stopping not in NON_LEARNING:
         raise UserError(
             f"schedule '{schedule}' verifies a chunk while the next one is drafted, which stopping "
-            f"'{stopping}' cannot learn from; take {' or '.join(UNTAUGHT)}."
+            f"'{stopping}' cannot learn from; take {' or '.join(NON_LEARNING)}."
         )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(

@@ -19,7 +19,7 @@ from decoding.verification.follow import coupled, greedy
 from decoding.verification.token import token
 from decoding.verification.typical import typical
 
-Rule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
+VerificationRule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
 
 
 def check_rule(verify: str, temperature: float, capabilities: Capabilities, name: str) -> None:
@@ -34,7 +34,7 @@ def check_rule(verify: str, temperature: float, capabilities: Capabilities, name
         )
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, VerificationRule] = {
     "greedy": greedy,
     "token": token,
     "block": block,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from decoding.costs.machine_limits import per_second, product, readers
-from decoding.costs.roofline import Budget, forward_budget
+from decoding.costs.roofline import ForwardBudget, forward_budget
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from scripts.bench.random_models import Shape, random_target
@@ -73,7 +73,7 @@ def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
 
 
 def reached(
-    figures: dict[str, list[float]], budget: Budget, sizes: dict[str, int]
+    figures: dict[str, list[float]], budget: ForwardBudget, sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return the shares of the machine's limits that the forwards reach.
 

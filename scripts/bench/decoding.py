@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decoding.costs.machine_limits import fastest, product, readers
-from decoding.costs.roofline import Budget, forward_budget, round_budget
+from decoding.costs.roofline import ForwardBudget, forward_budget, round_budget
 from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Drafter
@@ -164,7 +164,7 @@ def measure_budgets(models: ModelPair) -> dict[str, Any]:
         "product_gigaflop_per_second": computing / 1e9,
     }
     shares: dict[str, float] = {}
-    shapes: dict[str, tuple[Budget, Drafter | None]] = {"autoregressive step": (step, None)}
+    shapes: dict[str, tuple[ForwardBudget, Drafter | None]] = {"autoregressive step": (step, None)}
     if models.drafter is not None:
         assert isinstance(models.drafter.model, NativeTarget)
         drafter = models.drafter.model.config

@@ -56,7 +56,7 @@ class Figures:
             "benchmark": f"gpu_{options.part}",
             "options": asdict(options),
             "date": time.strftime("%Y-%m-%d"),
-            "card": devices.card(device),
+            "card": devices.describe_gpu(device),
             "memory_bytes": devices.memory_bytes(device),
             "torch": torch.__version__,
             "figures": {},

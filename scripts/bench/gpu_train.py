@@ -94,7 +94,7 @@ def trainer_side(
 def run(device: str, toy: bool, figures: Any) -> None:
     """Compare the losses of both sides, then their rates."""
     sizes = TOY if toy else REAL
-    devices.use(torch.device(device))
+    devices.set_default_gpu(torch.device(device))
     target, drafter, samples = (
         frozen_target(sizes, device),
         model(sizes.drafter, sizes, device),

@@ -21,7 +21,7 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import Drafter, Proposal, Target
 from decoding.loop import decode, prefill_batch
 from decoding.rounds.settings import Settings
-from decoding.sampling.logits_processors import Drafting
+from decoding.sampling.logits_processors import DraftProcessors
 from decoding.schedules.by_name import VIRTUAL
 
 from .rows import DrafterRow, Kit
@@ -123,12 +123,12 @@ def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ahead")
 def test_a_penalty_that_wants_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: every drafted token that another is drafted behind is read."""
-    original = Drafting.add
+    original = DraftProcessors.add
 
-    def read(self: Drafting, tokens_B: Tensor) -> None:
+    def read(self: DraftProcessors, tokens_B: Tensor) -> None:
         original(self, torch.tensor(tokens_B.tolist()))
 
-    monkeypatch.setattr(Drafting, "add", read)
+    monkeypatch.setattr(DraftProcessors, "add", read)
     target, draft_model = models()
     waits, settings = Waits(), settings_of("greedy", repetition_penalty=PENALTY)
     with torch.inference_mode():

@@ -131,7 +131,11 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
     are, is seen.
     """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
-    rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), devices.sent, []
+    rows, sent, copies = (
+        best_fit([len(sample.ids) for sample in samples], 64),
+        devices.copy_to_device,
+        [],
+    )
     states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
     module = (
         LanguageModelling(model)
@@ -143,7 +147,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
         copies.append(host.numel())
         return sent(host, device)
 
-    monkeypatch.setattr(devices, "sent", counted)
+    monkeypatch.setattr(devices, "copy_to_device", counted)
     waits = Waits()
     with waits.counting(monkeypatch):
         module(collate(samples, rows, 64))[0].backward()

@@ -95,10 +95,10 @@ class PackedBatch:
     def send(self, *indices: np.ndarray) -> list[Tensor]:
         """Transfer indices to the device as int64, together with the rows if still pending."""
         if self._sent is not None:
-            return devices.sent_together(indices, self.device)
+            return devices.copy_arrays_to_device(indices, self.device)
         host = self.host
         arrays = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
-        found = devices.sent_together([*arrays, *indices], self.device)
+        found = devices.copy_arrays_to_device([*arrays, *indices], self.device)
         self._sent = _DeviceRows(*found[: len(arrays)])
         return found[len(arrays) :]
 

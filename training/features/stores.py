@@ -45,8 +45,10 @@ class RowStates:
 
     def sent(self, device: torch.device) -> "RowStates":
         """Return a copy on a device, without waiting for the transfer."""
-        tokens_PK = None if self.tokens_PK is None else devices.sent(self.tokens_PK, device)
-        return RowStates(devices.sent(self.states_PC, device), tokens_PK)
+        tokens_PK = (
+            None if self.tokens_PK is None else devices.copy_to_device(self.tokens_PK, device)
+        )
+        return RowStates(devices.copy_to_device(self.states_PC, device), tokens_PK)
 
 
 class Store(Protocol):

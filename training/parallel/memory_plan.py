@@ -82,7 +82,7 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     data.max_length tokens. target: its Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
-    sharing = (asked.processes or devices.cards() or 1) if asked.parallel != "none" else 1
+    sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1
     tokens = min(ANSWERED_TOGETHER, config.held_out.max_prompts) * config.data.max_length
     parts = {
         "second copy": parameter_counts(target)["all"] * width,

@@ -76,7 +76,7 @@ class Parallel:
             raise UserError(
                 f"target.device is '{device}', but every rank has its own GPU: use cuda or auto"
             )
-        devices.use(torch.device(device))
+        devices.set_default_gpu(torch.device(device))
 
     @property
     def is_main(self) -> bool:

@@ -20,7 +20,7 @@ from decoding import devices as cuda
 from decoding.errors import UserError
 from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
-from decoding.models.distributed.shards import KINDS, Setup, Shard, check_divisible
+from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_divisible
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
 from decoding.models.taps import check_taps
@@ -99,7 +99,7 @@ class ParallelTarget:
         self._cuts_head = kind == "tp"
         threads = max(1, torch.get_num_threads() // processes)
         link = link or ("nccl" if self.device.type == "cuda" else "sockets")
-        setup = Setup(
+        setup = RankSetup(
             str(folder),
             Shard(kind, 0, processes),
             dtype,

@@ -27,7 +27,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link, socket_mesh
-from decoding.models.distributed.shards import Setup, Shard, connect
+from decoding.models.distributed.shards import RankSetup, Shard, connect
 
 ROOT = Path(__file__).resolve().parents[3]
 # -m would import the module a second time
@@ -38,7 +38,7 @@ _GRACE_SECONDS = 5.0
 class Ranks:
     """All ranks of a target but the first, which is this process."""
 
-    def __init__(self, name: str, setup: Setup, devices: Sequence[str]) -> None:
+    def __init__(self, name: str, setup: RankSetup, devices: Sequence[str]) -> None:
         """Start the processes on their devices; `connect` waits for them.
 
         name: the target's name. setup: rank 0's setup.
@@ -59,7 +59,7 @@ class Ranks:
             shard = Shard(self._kind, rank, self.size)
             self._start(replace(self.setup, shard=shard, device=devices[rank]), self._mesh[rank])
 
-    def _start(self, setup: Setup, sockets: dict[int, socket.socket]) -> None:
+    def _start(self, setup: RankSetup, sockets: dict[int, socket.socket]) -> None:
         ours, theirs = Pipe()
         numbers = {rank: one.fileno() for rank, one in sockets.items()}
         environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}

@@ -22,7 +22,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link
 from decoding.models.distributed.shards import (
-    Setup,
+    RankSetup,
     Shard,
     connect,
     layer_span,
@@ -37,7 +37,7 @@ from decoding.models.native.weights import NativeConfig, Weights
 Array = np.ndarray[Any, Any]
 
 
-class Summed:
+class SummedLinear:
     """A product whose input is split over the ranks, with the ranks' results summed."""
 
     def __init__(self, inner: Linear, link: Link) -> None:
@@ -47,7 +47,7 @@ class Summed:
         return self.link.reduce(self.inner(x_NI))
 
 
-class Gathered:
+class GatheredLinear:
     """A product whose output is split over the ranks, gathered on rank 0."""
 
     def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
@@ -68,7 +68,7 @@ class Gathered:
         return torch.cat(parts, -1)
 
 
-class Stage(NativeTarget):
+class PipelineStage(NativeTarget):
     """Some of the layers; hidden states enter and leave the model on rank 0."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Stage(NativeTarget):
         return [tap for tap in taps if tap in known]
 
 
-def load_part(setup: Setup) -> tuple[Weights, int]:
+def load_part(setup: RankSetup) -> tuple[Weights, int]:
     """Return (a rank's weights, the model's parameters); raise UserError for a damaged folder."""
     config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
     state, parameters = read_shard(setup.folder, config, shard)
@@ -137,24 +137,26 @@ def load_part(setup: Setup) -> tuple[Weights, int]:
     ), parameters
 
 
-def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:
+def join(weights: Weights, setup: RankSetup, name: str, link: Link) -> NativeTarget:
     """Return a rank's target, with its products or layers linked to the other ranks'."""
     if setup.shard.kind == "layers":
         config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
         spans = [
             layer_span(config, Shard("layers", rank, shard.size)) for rank in range(shard.size)
         ]
-        return Stage(weights, name, setup.max_length, link, shard, spans)
+        return PipelineStage(weights, name, setup.max_length, link, shard, spans)
     for layer in weights.layers:
-        layer.out, layer.down = Summed(layer.out, link), Summed(layer.down, link)
-    weights.head = Gathered(weights.head, link, setup.shard, weights.config.vocab_size)
+        layer.out, layer.down = SummedLinear(layer.out, link), SummedLinear(layer.down, link)
+    weights.head = GatheredLinear(weights.head, link, setup.shard, weights.config.vocab_size)
     return NativeTarget(weights, name, setup.max_length, execution="eager")
 
 
 class _Rank:
     """The methods that rank 0 calls on another rank."""
 
-    def __init__(self, target: NativeTarget, setup: Setup, link: Link, pipe: Connection) -> None:
+    def __init__(
+        self, target: NativeTarget, setup: RankSetup, link: Link, pipe: Connection
+    ) -> None:
         self.target, self.setup, self.link, self.pipe = target, setup, link, pipe
 
     def open(self, batch_size: int, capacity: int) -> None:
@@ -171,7 +173,7 @@ class _Rank:
         parents = (
             None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
         )
-        if isinstance(self.target, Stage):
+        if isinstance(self.target, PipelineStage):
             room_BNC = self._room((*tokens_BN.shape, self.target.hidden_size))
             self.target.through_layers(room_BNC, parents, taps, {})
             return
@@ -201,7 +203,7 @@ def bind_threads(cores: Sequence[int]) -> None:
 @torch.inference_mode()
 def serve(pipe: Connection) -> None:
     """Answer rank 0's calls until it closes the pipe."""
-    setup: Setup = pipe.recv()
+    setup: RankSetup = pipe.recv()
     torch.set_num_threads(setup.threads)
     try:
         weights, _ = load_part(setup)

@@ -158,7 +158,7 @@ def _renumbered(name: str, first: int) -> str:
 
 
 @dataclass(frozen=True)
-class Setup:
+class RankSetup:
     """The settings with which a rank starts."""
 
     folder: str
@@ -172,7 +172,7 @@ class Setup:
     sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
 
 
-def connect(setup: Setup) -> Link:
+def connect(setup: RankSetup) -> Link:
     """Return the link to the other ranks."""
     if setup.link == "sockets":
         peers = {rank: socket.socket(fileno=number) for rank, number in setup.sockets.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import Plan, Slots
+from decoding.models.cache import ForwardPlan, Slots
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
@@ -240,7 +240,7 @@ class NativeTarget:
                 states[index + 1] = x_BNC
         return x_BNC
 
-    def _rope_rows(self, plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _rope_rows(self, plan: ForwardPlan, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin for this forward's positions, (1 or B, N, 1, D)."""
         assert self._rope is not None, "open() comes before forward()"
         cos_TD, sin_TD = self._rope
@@ -249,7 +249,7 @@ class NativeTarget:
         start, stop = plan.end - num_tokens, plan.end
         return cos_TD[None, start:stop, None], sin_TD[None, start:stop, None]
 
-    def _grouped_mask(self, plan: Plan) -> Tensor | None:
+    def _grouped_mask(self, plan: ForwardPlan) -> Tensor | None:
         """Return the mask for queries folded as (B, H, G * N, D)."""
         group = self.config.num_heads // self.config.num_kv_heads
         if plan.mask is None or group == 1:
@@ -261,7 +261,7 @@ class NativeTarget:
         index: int,
         layer: Layer,
         x_BNC: Tensor,
-        plan: Plan,
+        plan: ForwardPlan,
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,

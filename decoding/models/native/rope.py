@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.values import shown
+from decoding.values import quote
 
 KINDS = ("default", "llama3")
 
@@ -34,8 +34,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     # transformers reads only rope_scaling if both exist, so neither is preferred silently
     if others and others[0] != first:
         raise UserError(
-            f"config.json: rope_scaling is {shown(config['rope_scaling'])}, which contradicts "
-            f"rope_parameters ({shown(config['rope_parameters'])}), expected the same rotary "
+            f"config.json: rope_scaling is {quote(config['rope_scaling'])}, which contradicts "
+            f"rope_parameters ({quote(config['rope_parameters'])}), expected the same rotary "
             f"positions in both. Remove the field that the model was not trained with."
         )
     return first

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.models.text.templates import render
-from decoding.values import is_int, lone_surrogate, shown
+from decoding.values import is_int, lone_surrogate, quote
 
 ROLES = ("system", "user", "assistant", "tool")
 Messages = Sequence[Mapping[str, str]]
@@ -29,7 +29,7 @@ def prompt_ids(
         return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise UserError(
-            f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': "
+            f"the prompt is {quote(prompt)}, expected a text, a list of messages such as {{'role': "
             f"'user', 'content': '...'}}, or a list of token ids."
         )
     parts: list[Any] = list(prompt)
@@ -67,25 +67,25 @@ def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{where} is {shown(message)}, expected a mapping such as {{'role': 'user', "
+                f"{where} is {quote(message)}, expected a mapping such as {{'role': 'user', "
                 f"'content': '...'}}."
             )
         for key in ("role", "content"):
             if key not in message:
                 raise UserError(
-                    f"{where} has no {key} (found {shown(sorted(map(str, message)))}), expected "
+                    f"{where} has no {key} (found {quote(sorted(map(str, message)))}), expected "
                     f"'role' and 'content'."
                 )
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(
-                f"the role of {where} is {shown(role)}, expected one of {', '.join(ROLES)}."
+                f"the role of {where} is {quote(role)}, expected one of {', '.join(ROLES)}."
             )
         if not isinstance(content, str):
-            raise UserError(f"the content of {where} is {shown(content)}, expected a text.")
+            raise UserError(f"the content of {where} is {quote(content)}, expected a text.")
         if role == "user" and not content.strip():
             raise UserError(
-                f"the content of {where} is empty (found {shown(content)}), expected a text."
+                f"the content of {where} is empty (found {quote(content)}), expected a text."
             )
         check_text(content, f"the content of {where}")
     return [dict(message) for message in messages]
@@ -107,7 +107,7 @@ def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
             token = None
         if token is None or not 0 <= token < vocab_size:
             raise UserError(
-                f"item {place} of the prompt is {shown(part)}, expected messages alone, or token "
+                f"item {place} of the prompt is {quote(part)}, expected messages alone, or token "
                 f"ids alone: whole numbers from 0 to {vocab_size - 1}, the vocabulary of '{name}'."
             )
         ids.append(token)
