@@ -60,7 +60,8 @@ class Slots:
         end = max(self.lengths_B) + num_tokens
         if end > self.capacity:
             raise ValueError(
-                f"{end} slots are needed, but the cache was opened for {self.capacity}"
+                f"{end} slots are needed, but the cache was opened for {self.capacity}. Open it "
+                f"with a larger capacity."
             )
         return end
 

@@ -41,7 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}), expected a JSON file."
+            f"{path}: cannot be read ({error.strerror}), expected a JSON file. Check its path and "
+            f"permissions."
         ) from error
     except RecursionError as error:
         raise UserError(
@@ -59,7 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise UserError(
-            f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields."
+            f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields. "
+            f"Copy the file again."
         )
     return value
 
@@ -85,18 +87,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
         if inside:  # such as a run's folder
             raise UserError(
-                f"{folder}: is no model folder, but holds {' and '.join(map(str, inside))}: give "
-                f"that."
+                f"{folder}: is not a model folder, but contains {' and '.join(map(str, inside))}. "
+                f"Give that folder."
             )
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise UserError(
-            f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder."
+            f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder. "
+            f"Check the path."
         )
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise UserError(
-            f"{path}: has no model_type, expected one such as 'llama'. Is this a Hugging Face "
-            f"model folder?"
+            f"{path}: has no model_type, expected one such as 'llama'. Give a Hugging Face model "
+            f"folder."
         )
     return config
 
@@ -104,16 +107,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def own_code_error(folder: str | Path) -> UserError:
     """Return the error for a folder that defines its model or tokenizer in untrusted Python."""
     return UserError(
-        f"{folder}: its model or tokenizer is defined by Python in the folder, which is not run. "
-        f"If you trust it, run it as a target with target.trust_remote_code=true target.backend=hf "
-        f"(trust_remote_code=True in Python)."
+        f"{folder}: its model or tokenizer is defined by Python code in the folder, which is not "
+        f"run by default. If you trust the code, use the folder as a target with "
+        f"target.trust_remote_code=true target.backend=hf (trust_remote_code=True in Python)."
     )
 
 
 def exists(path: Path) -> bool:
     """Return whether there is a file or folder of this name.
 
-    Raises UserError for an invalid name, and for one that may not be read.
+    Raises UserError for an invalid name, and for one without read permission.
     """
     try:
         path.stat()
@@ -124,7 +127,8 @@ def exists(path: Path) -> bool:
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"{shown} cannot be opened ({reason}), expected the path of a file or folder."
+            f"{shown} cannot be opened ({reason}), expected the path of a file or folder. Check "
+            f"the path and its permissions."
         ) from error
     return True
 
@@ -140,9 +144,9 @@ def weight_files(folder: str | Path) -> list[Path]:
                 f"the index again."
             )
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or not name or "\0" in name or _leaves(name):
+            if not isinstance(name, str) or not name or "\0" in name or _leads_outside(name):
                 raise UserError(
-                    f"{folder / INDEX}: weight_map puts '{tensor}' into {name!r}, expected the "
+                    f"{folder / INDEX}: weight_map assigns '{tensor}' to {name!r}, expected the "
                     f"name of a file in the folder. Download the index again."
                 )
         files = [folder / name for name in sorted(set(weight_map.values()))]
@@ -155,10 +159,10 @@ def weight_files(folder: str | Path) -> list[Path]:
     return files
 
 
-def _leaves(name: str) -> bool:
-    """Return whether a path leads out of its folder.
+def _leads_outside(name: str) -> bool:
+    """Return whether a relative path leads outside its folder.
 
-    Links are allowed: the Hub's cache consists of them.
+    Links are allowed, since the Hub's cache consists of them.
     """
     path = PurePosixPath(name.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or ":" in name
@@ -178,16 +182,16 @@ def _missing_weights(folder: Path, file: Path) -> str:
 def read_headers(folder: str | Path) -> Tensors:
     """Return the headers of a folder's tensors by name, without reading weights.
 
-    Raises UserError as `weight_files` does, for a tensor that is in two files, and for one that is
-    not in the file that the index names.
+    Raises UserError as `weight_files` does, for a tensor that is in two files, and for a tensor
+    that is missing from the file given by the index.
     """
     tensors: Tensors = {}
     for file in weight_files(folder):
         for name, header in _check_complete(file).items():
             if name in tensors:
                 raise UserError(
-                    f"{file}: tensor '{name}' is in {tensors[name].file.name} too, expected it "
-                    f"once. Copy the folder again."
+                    f"{file}: tensor '{name}' is also in {tensors[name].file.name}, expected in "
+                    f"one file. Copy the folder again."
                 )
             tensors[name] = header
     index = Path(folder) / INDEX
@@ -195,8 +199,8 @@ def read_headers(folder: str | Path) -> Tensors:
         for name, place in read_json(index)["weight_map"].items():
             if name not in tensors or tensors[name].file != Path(folder) / place:
                 raise UserError(
-                    f"{index}: weight_map puts '{name}' into {place}, which does not hold it. Copy "
-                    f"the folder again."
+                    f"{index}: weight_map assigns '{name}' to {place}, which does not contain it. "
+                    f"Copy the folder again."
                 )
     return tensors
 
@@ -212,7 +216,8 @@ def _check_complete(file: Path) -> Tensors:
         ends = [entry["data_offsets"][1] for entry in entries.values()]
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}), expected safetensors."
+            f"{file}: cannot be read ({error.strerror}), expected safetensors. Check the file's "
+            f"permissions."
         ) from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
@@ -221,7 +226,7 @@ def _check_complete(file: Path) -> Tensors:
     expected = 8 + header_size + max(ends, default=0)
     if size != expected:
         raise UserError(
-            f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it "
+            f"{file}: has {size} bytes, expected {expected} by its header. It is damaged: copy it "
             f"again."
         )
     return tensors
@@ -275,7 +280,7 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
 def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
     """Raise UserError for a weight that is NaN or infinite.
 
-    It reads every weight, which is fast for drafters.
+    This reads every weight, which is fast enough for drafters.
     """
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():
@@ -296,19 +301,20 @@ def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
     kind = config["model_type"]
     if config.get("is_encoder_decoder"):
         raise UserError(
-            f"{where}: {kind} is an encoder-decoder model; a decoder-only causal LM is needed."
+            f"{where}: {kind} is an encoder-decoder model, expected a decoder-only causal LM. Use "
+            f"another model."
         )
     other = sorted({str(t) for t in config.get("layer_types") or [] if t != "full_attention"})
     if other:
         raise UserError(
-            f"{where}: {kind} mixes layers of the kind {', '.join(other)} (a sliding-window or "
-            f"hybrid model); only models with full attention in every layer are supported."
+            f"{where}: {kind} has layers of type {', '.join(other)} (a sliding-window or hybrid "
+            f"model), expected full attention in every layer. Use another model."
         )
     window = config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", True):
         raise UserError(
-            f"{where}: {kind} has a sliding attention window of {window} tokens; only models with "
-            f"full attention are supported (a Mistral without window has sliding_window null)."
+            f"{where}: {kind} has a sliding attention window of {window} tokens, expected full "
+            f"attention (a Mistral without window has sliding_window null). Use another model."
         )
 
 

@@ -195,7 +195,8 @@ class HFTarget:
             if not trust_remote_code and "trust_remote_code" in reason:
                 raise own_code_error(folder) from error
             raise UserError(
-                f"{folder}: transformers cannot load it as a causal LM: {reason}"
+                f"{folder}: transformers cannot load it as a causal LM ({reason}). Use another "
+                f"model, or repair the folder."
             ) from error
         model, info = loaded
         check_loaded(folder, info)
@@ -204,7 +205,7 @@ class HFTarget:
         return cls(model, name, max_length, execution)
 
     def _keep_hidden(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Keep the output embedding's input: the state after the final norm in every model."""
+        """Store the output embedding's input: the state after the final norm in every model."""
         self._hidden = args[0]
 
     def _refuse_unmasked_model(self) -> None:
@@ -217,8 +218,8 @@ class HFTarget:
             if (tree[:, [0, 2]] - plain).abs().max() > PROBE_TOLERANCE * plain.abs().max():
                 raise UserError(
                     f"{self.name}: this {self.model.config.model_type} model ignores the 4-D "
-                    f"attention mask or the position ids that it is given, so drafted tokens "
-                    f"cannot be verified with it. Choose another target."
+                    f"attention mask or the position ids, so it cannot verify drafted tokens. Use "
+                    f"another target."
                 )
 
     @property
@@ -332,7 +333,7 @@ class HFTarget:
         raise UserError(
             f"{self.name}: this {self.model.config.model_type} model has no list of "
             f"{self.num_layers} layers, so a drafter that reads hidden states between them cannot "
-            f"be used with it. Take a drafter without taps."
+            f"be used with it. Use a drafter without taps."
         )
 
     def _step(

@@ -48,8 +48,8 @@ def load_target(
     full-attention causal LM).
     device: cpu, cuda, cuda:N, or auto (a GPU if there is one).
     max_length: maximum tokens in a row; the default and upper bound is the model's context length.
-    batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at
-    once; by default the cache grows as needed.
+    batch_size: number of cache rows of max_length tokens to reserve now, so that insufficient
+    memory is reported at once; by default the cache grows as needed.
     parallel: 'none', or split over processes: 'tp' (every layer) or 'layers' (some layers each);
     native only.
     processes: number of processes, this one included; 0 is one for each visible GPU.
@@ -103,7 +103,7 @@ def _check_folder(
     if max_length is not None and context is not None and max_length > context:
         raise UserError(
             f"{folder}: max_length {max_length} is more than the model's context of {context} "
-            f"tokens."
+            f"tokens. Use at most {context}."
         )
     if backend == "native" and config["model_type"] not in FAMILIES:
         raise UserError(
@@ -118,10 +118,11 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
     known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
     if execution is not None and execution not in known:
         raise UserError(
-            f"execution '{execution}': expected one of {', '.join(known)} with backend={backend}."
+            f"execution '{execution}' is unknown to the {backend} backend. Use one of "
+            f"{', '.join(known)}."
         )
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
-            f"execution '{execution}': a target over several processes runs eager only. Take "
+            f"execution '{execution}' does not work for a target over several processes. Use "
             f"execution=eager or processes=1."
         )

@@ -144,7 +144,7 @@ def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> No
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a quantization that `transformers` does not know and would ignore."""
+    """Raise UserError for a quantization that `transformers` does not support and would ignore."""
     found = config.get("quantization_config")
     if found is None:
         return
@@ -155,15 +155,15 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(
             f"{folder / 'config.json'}: quantization_config is {quote(found)}, expected one with a "
-            f"quant_method that transformers knows "
-            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
+            f"quant_method that transformers supports. Use one of "
+            f"{', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}."
         )
 
 
 def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
     """Raise UserError for an invalid value in config.json.
 
-    complete: also for a missing field.
+    complete: also raise for a missing field.
     """
     _check_finite(folder / "config.json", config)
     if config["model_type"] in FAMILIES:
@@ -175,7 +175,7 @@ def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = Tr
 def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
     """Raise UserError for an invalid field of a known family's config.json.
 
-    complete: also for a missing field that every model needs.
+    complete: also raise for a missing field that every model needs.
     """
     file = folder / "config.json"
     missing = [key for key in _REQUIRED if key not in config]
@@ -190,26 +190,25 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     if config.get("quantization_config") is not None:
         raise UserError(
             f"{file}: quantization_config is {quote(config['quantization_config'])}, expected "
-            f"none: quantized weights are not read here. Take the folder of the model before it "
-            f"was quantized."
+            f"none: quantized weights are not read here. Use the model before it was quantized."
         )
     if missing:
         return
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}, expected "
-            f"one, or head_dim."
+            f"{file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}. "
+            f"Correct one of them, or give head_dim."
         )
     if heads % groups:
         raise UserError(
-            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, "
-            f"expected one."
+            f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{groups}. Correct one of them."
         )
     if _head_dim(config) % 2:
         raise UserError(
-            f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions "
-            f"rotate pairs of channels."
+            f"{file}: head_dim is {_head_dim(config)}, expected an even number, since rotary "
+            f"positions rotate pairs of channels. Correct head_dim or the number of heads."
         )
 
 
@@ -292,7 +291,7 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
     if found.dtype not in FLOATS:
         raise UserError(
             f"{found.file}: tensor '{wanted.name}' is stored as {found.dtype}, expected one of "
-            f"{', '.join(FLOATS)}: quantized weights are not read here."
+            f"{', '.join(FLOATS)}. Use the model before it was quantized."
         )
 
 
@@ -335,8 +334,8 @@ def check_tied_head(folder: str | Path) -> None:
         raise UserError(
             f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but "
             f"config.json has tie_word_embeddings true, expected equal ones. Set "
-            f"tie_word_embeddings to false if the model was trained with a head of its own, or "
-            f"remove lm_head.weight if it was not."
+            f"tie_word_embeddings to false if the model was trained with a separate head; "
+            f"otherwise remove lm_head.weight."
         )
 
 

@@ -8,7 +8,6 @@ The penalty needs the set of tokens in a text. Their ids stay on the device, whe
 token is added, so an asynchronous host does not wait. `allowed` is an arbitrary Python function of
 the text: the host must read every drafted token first. A round then waits once more for its draft,
 and a chain waits for every drafted token.
-a chain waits for every drafted token.
 
 Shapes: B rows, N drafted nodes, V vocabulary, X token ids of a text. Logits have one node more: the
 tip comes first.
@@ -64,7 +63,7 @@ class Processors:
         return logits_BNV
 
     def drafting(self, texts_B: Sequence[Sequence[int]]) -> "DraftProcessors":
-        """Return the same changes for a drafter that extends these texts token by token."""
+        """Return these processors for a drafter that extends the texts token by token."""
         return DraftProcessors(self, texts_B)
 
     def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
@@ -92,8 +91,8 @@ class Processors:
                     continue
                 if not len(ids):
                     raise UserError(
-                        f"allowed() allows no token after {len(text)} tokens: let it allow a stop "
-                        f"token there."
+                        f"allowed() allows no token after {len(text)} tokens, expected at least "
+                        f"one. Let it allow a stop token there."
                     )
                 forbidden_BNV[row, node] = True
                 forbidden_BNV[row, node, list(ids)] = False
@@ -103,7 +102,7 @@ class Processors:
 
 
 class DraftProcessors:
-    """The changes along the chains of one proposal.
+    """Logits processors for the chains of one proposal.
 
     A chain may continue past a stop token, where `allowed` need not allow anything.
     """

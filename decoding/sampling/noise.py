@@ -62,7 +62,7 @@ def mix_tensor(z: Tensor) -> Tensor:
     """Apply `mix` without its last step to an int64 tensor in place.
 
     `>>` extends the sign, which is masked off. The omitted step only changes the lower 33 bits,
-    which a float64 uniform barely shows.
+    which hardly affect a float64 uniform.
     """
     z = z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(MIX_1))
     return z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MIX_2))
@@ -73,7 +73,7 @@ def exponentials(keys: Tensor, scaled: Tensor) -> Tensor:
 
     keys: signed key(seed, request, position), int64. scaled: `scaled_ids` of the token ids.
     """
-    # the logarithm is in float64, since a uniform near 1 needs the digits
+    # the logarithm is in float64, since float32 is too coarse for a uniform near 1
     return uniforms(keys, scaled).log_().to(torch.float32).neg_()
 
 

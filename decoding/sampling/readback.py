@@ -13,7 +13,7 @@ from decoding.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """A check for NaN and infinities, by the largest of some numbers.
+    """A check for NaN and infinities by the largest of several numbers.
 
     The largest is NaN if any number is, and infinite if one is plus infinity or all are minus
     infinity. Minus infinity among finite numbers only rules a token out, and is allowed.
@@ -29,12 +29,12 @@ class FiniteCheck:
             raise UserError(
                 f"{self.whose} computes non-finite {self.what} (found {largest}), expected finite "
                 f"ones: its weights hold NaN or infinity, or overflow in half precision. Copy the "
-                f"model's weights again, or take dtype=float32."
+                f"model's weights again, or use dtype=float32."
             )
 
 
 def finite_check(values: Tensor, whose: str, what: str) -> FiniteCheck:
-    """Return the check of some values, made in one operation."""
+    """Return the check of these values, which takes one operation."""
     return FiniteCheck(values.amax(), whose, what)
 
 

@@ -24,8 +24,8 @@ RULES = ("greedy", *SAMPLING)
 # Depths whose shared noise is made at once on a CPU, where the eight operations of a depth cost
 # more than their arithmetic.
 AT_ONCE = 4
-MOST_KEPT = 1 << 24  # numbers of shared noise that outlive their round (64 MiB)
-FRESH = ("token", "block")  # rules whose numbers are new in every round
+MOST_KEPT = 1 << 24  # maximum number of cached noise values (64 MiB)
+FRESH = ("token", "block")  # rules with new random numbers in every round
 
 
 class TokenChooser:
@@ -44,7 +44,7 @@ class TokenChooser:
             raise UserError(f"verify '{verify}' is unknown, expected one of {', '.join(RULES)}.")
         if verify == "greedy" and not warper.greedy:
             raise UserError(
-                f"verify 'greedy' needs temperature 0, found {warper.temperature}; take 'token', "
+                f"verify 'greedy' needs temperature 0, found {warper.temperature}. Use 'token', "
                 f"'block' or 'coupled'."
             )
         self.warper, self.seed = warper, seed
@@ -55,7 +55,7 @@ class TokenChooser:
             if self.rule == "coupled"
             else None
         )
-        # all that another process needs for an equal chooser, with `begun`
+        # with `begun`, all that another process needs to build an equal chooser
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self.processors = processors

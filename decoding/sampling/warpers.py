@@ -17,7 +17,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.values import check_values
 
-# samples for each child of a node, since a token that was sampled before does not count again
+# independent samples for each distinct child of a node, since repeated tokens are skipped
 SAMPLES_PER_CHILD = 16
 # sizes of partial sorts, tried in turn before a full sort (40x the cost of 128)
 PARTIAL_SORT_SIZES = (128, 1024)
@@ -59,20 +59,22 @@ class Warper:
     def survivors(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Return warped probabilities and ids (R, K) of the tokens that remain, likeliest first.
 
-        Shorter rows are padded with 0. Every warper keeps a prefix of the row in the order likelier
-        first, then lower id. A partial sort finds it unless it is long or ends between equal
+        Shorter rows are padded with 0. The survivors are a prefix of the row sorted by probability,
+        then by lower id. A partial sort finds the prefix unless it is long or ends between equal
         logits, whose order a partial sort leaves undefined.
         """
         logits_RV = self._tempered(logits_RV)
         V = logits_RV.shape[-1]
         for guess in PARTIAL_SORT_SIZES:
             guess = max(guess, self.top_k + 1)
-            # On a GPU a full sort costs less than waiting to learn whether it was needed.
+            # On a GPU a full sort costs less than waiting for the result of a partial one.
             if guess < V and not devices.runs_ahead(logits_RV.device):
-                found = self._beginning(logits_RV, *logits_RV.topk(guess, dim=-1))
+                found = self._survivors_among(logits_RV, *logits_RV.topk(guess, dim=-1))
                 if found is not None:
                     return found
-        found = self._beginning(logits_RV, *logits_RV.sort(dim=-1, descending=True, stable=True))
+        found = self._survivors_among(
+            logits_RV, *logits_RV.sort(dim=-1, descending=True, stable=True)
+        )
         assert found is not None, "a full stable sort decides every row"
         return found
 
@@ -104,7 +106,7 @@ class Warper:
         # makes 16-bit logits float32 in the same operation
         return logits_RV / _single(self.temperature, logits_RV.device)
 
-    def _beginning(
+    def _survivors_among(
         self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Return `survivors` from the K highest logits, or None if K < V is too few to decide."""
@@ -141,8 +143,10 @@ class Warper:
 class WarpConstants:
     """The constants of `Warper.of_likeliest`."""
 
-    top_k_K: Tensor  # 0, and -inf from top_k on
-    before_KK: Tensor  # probabilities times this: less the sum of those before
+    # added to the logits: 0 for the top k, -inf for the others
+    top_k_K: Tensor
+    # a matrix that maps probabilities to minus the sum of the preceding ones
+    before_KK: Tensor
     top_p_K: Tensor
     zero: Tensor
 
@@ -151,7 +155,7 @@ class WarpConstants:
 def warp_constants(
     warper: Warper, count: int, dtype: torch.dtype, device: torch.device
 ) -> WarpConstants:
-    """Return the constants for this number of logits; cached, as each takes an operation."""
+    """Return the constants for this number of logits, cached to save operations."""
     with torch.inference_mode(False):
         top_k_K = torch.zeros(count, dtype=dtype, device=device)
         top_k_K[warper.top_k or count :] = float("-inf")
@@ -197,7 +201,7 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
     Returns tokens and probabilities (B, P, count). The tokens are sampled without replacement, in
     this order: the first sample that differs from all earlier ones follows q without them, however
     many samples it took. If the M samples contain fewer distinct tokens, the last places repeat
-    some with probability 0: nothing was sampled there. This depends on the earlier samples alone.
+    some with probability 0, and count as not sampled, which depends on the earlier samples alone.
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)

@@ -72,28 +72,32 @@ def batch_type(
     if not drafter.capabilities.can_overlap:
         raise UserError(
             f"schedule '{schedule}' needs a drafter that can overlap: a chain drafter whose model "
-            f"runs beside the target and can drop a discarded chunk from its cache. "
-            f"'{drafter.name}' cannot: take serial."
+            f"runs in parallel with the target and can drop a discarded chunk from its cache. "
+            f"'{drafter.name}' cannot. Use schedule=serial."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
         raise UserError(
-            f"schedule '{schedule}' needs a drafter in a process of its own: make it with "
-            f"decoding.drafters.remote.RemoteChain(folder)."
+            f"schedule '{schedule}' needs a drafter in a separate process, found '{drafter.name}' "
+            f"in this one. Make it with decoding.drafters.remote.RemoteChain(folder)."
         )
     if verify in ("block", "typical"):
         raise UserError(
-            f"schedule '{schedule}' verifies chunks in parts; take verify=token or coupled, not "
-            f"{verify}."
+            f"schedule '{schedule}' verifies chunks in parts, which verify={verify} cannot do. Use "
+            f"verify=token or verify=coupled."
         )
     if stopping not in NON_LEARNING:
         raise UserError(
-            f"schedule '{schedule}' verifies a chunk while the next one is drafted, which stopping "
-            f"'{stopping}' cannot learn from; take {' or '.join(NON_LEARNING)}."
+            f"schedule '{schedule}' drafts a chunk before the previous one is verified, so "
+            f"stopping '{stopping}' cannot learn from it. Use {' or '.join(NON_LEARNING)}."
         )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(
-            f"schedule '{schedule}' needs measured costs: Settings(costs=time_parts(...).costs)."
+            f"schedule '{schedule}' needs measured costs, found None. Give "
+            f"Settings(costs=time_parts(...).costs)."
         )
     if num_rows > 1 and SCHEDULES[schedule].one_row:
-        raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
+        raise UserError(
+            f"schedule '{schedule}' runs one prompt at a time, found {num_rows}. Decode the "
+            f"prompts one by one, or use schedule=serial."
+        )
     return SCHEDULES[schedule]

@@ -4,18 +4,17 @@ Source: arXiv 2408.11850. A row is in one of two states. In *pre-verify* the dra
 of gamma tokens while the target runs over the tip alone, which tests the chunk's first token; if it
 is accepted, the row assumes the other tokens. In *post-verify* the drafter makes the next chunk
 while the target tests the assumed tokens and the first of the new chunk. A rejection discards the
-new chunk. Where a drafted token takes its place, there is no bonus token. There are two ablations:
+new chunk; otherwise the chunk's first token replaces the bonus token. There are two ablations:
 without pre-verify a new chunk is assumed completely and tested in the next round; without post-
 verify nothing is drafted while assumed tokens are tested.
 
 The clock is VIRTUAL: the two lanes (draft, target) run one after the other, each on the whole
-machine, and a round is charged the longer lane plus what cannot overlap. Tokens and acceptance are
-real; the time is that of two such machines. On a GPU a round waits for the end of each lane, to
+machine, and a round counts the longer lane plus the work that cannot overlap. Tokens and acceptance
+are real; the time is that of two such machines. On a GPU a round waits for the end of each lane, to
 time it, and once for the outcome and the new chunk's tokens.
 
-Unlike the published code, this is exact: every test has its own uniform (keyed by the round, in
-which the tests and drafts of a position never share one), every token is tested, and a stop token
-inside the span ends the row.
+Unlike the published code, this version is exact: no two tests or drafts share a uniform, every
+token is tested, and a stop token inside the span ends the row.
 
 Shapes: B running rows, A assumed tokens, N tokens of a window (the assumed ones and the new chunk's
 first), V vocabulary.
@@ -39,7 +38,7 @@ class Lane:
 
     tokens: list[int] = field(default_factory=list)
     q_AV: Tensor | None = None
-    # rounds of the schedule, of which not all run the target
+    # rounds of the schedule, including those without a target forward
     turns: int = 0
 
 
@@ -63,7 +62,7 @@ class Pearl(Batch):
     chunk: int | None = None
 
     def width(self) -> int:
-        """Return the assumed tokens and a full chunk that the drafter adds to them."""
+        """Return the maximum number of assumed tokens plus a full chunk."""
         return 2 * self.gamma + 1
 
     def open(self) -> None:
@@ -72,7 +71,7 @@ class Pearl(Batch):
         super().open()
 
     def _round(self) -> None:
-        """Run both lanes in turn, verify, and charge the longer lane."""
+        """Run both lanes in turn, verify, and count the longer lane's seconds."""
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
         steps = chunk.steps if chunk is not None else 0
@@ -109,7 +108,7 @@ class Pearl(Batch):
     def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
         """Return the next chunk, the target's forward, and the seconds of both lanes.
 
-        The lanes run in turn and are charged as if at the same time.
+        The lanes run in turn and are timed as if they ran at the same time.
         """
         began = perf_counter()
         request = self._request()
@@ -242,7 +241,7 @@ class Pearl(Batch):
         window: Proposal,
         firsts: list[bool],
     ) -> list[int]:
-        """Commit and emit the accepted tokens, and set what every row assumes next.
+        """Commit and emit the accepted tokens, and set every row's assumed tokens.
 
         Returns the indices of the rows that continue.
         """
@@ -273,7 +272,7 @@ class Pearl(Batch):
             row.generation.drafted += count
 
     def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
-        """Charge a round's seconds: its lanes, then what cannot overlap."""
+        """Add a round's seconds to the rows' counts: its lanes, and the rest without overlap."""
         for row in rows:
             generation = row.generation
             generation.decode_seconds += took.both + rest

@@ -25,18 +25,18 @@ def block(
 ) -> Outcome:
     """Keep the longest prefix of the chain whose joint test accepts.
 
-    Never shorter on average than the prefix of `token`. With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) /
-    q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first i tokens are
-    accepted with probability h_i = s_i / (s_i + 1 - w_i), and all of them with h_gamma = w_gamma
-    (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The longest accepted prefix is kept; the next
-    token is sampled from max(w_i p - q, 0), or from p after the whole chain.
+    On average it is at least as long as the prefix that `token` keeps. With w_0 = 1, w_i = min(1,
+    w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first i
+    tokens are accepted with probability h_i = s_i / (s_i + 1 - w_i), and the complete chain with
+    h_gamma = w_gamma (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The next token is sampled
+    from max(w_i p - q, 0), or from p after the complete chain.
     """
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
     if proposal.parents_BN is not None:
         raise ValueError(
-            "verify=block tests chains; a tree needs a rule that updates the residual between "
-            "siblings"
+            "verify=block tests chains, found a tree, whose siblings need a rule that updates the "
+            "residual. Use verify=token or verify=coupled."
         )
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)

@@ -151,7 +151,7 @@ def _point_mass_tests(
     assert proposal.parents_BN is not None
     real_BN = _is_node(proposal)
     own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
-    # a node that was not drafted points at its own row, which no walk reads
+    # a node that was not drafted points at a row of the table that no walk reads
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
     flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
@@ -220,7 +220,7 @@ class CandidateNode:
             if point < 0:
                 return token
             if weights[-1] == 0 and weight > 0:
-                drawn = token  # the last one, if rounding exceeds it
+                drawn = token  # rounding may leave `point` above all weights
         return drawn
 
 
@@ -270,7 +270,7 @@ def _candidate_tests(
             [max(share, 0.0) for share in q[row][place]],
             others[row][place],
         )
-        # past the end if it has no weight, and then it is not used
+        # a token past the vocabulary has no weight and is not used
         drawn = refused = min(other[row][place], last)
         within = 0.0
         if has_tail:
@@ -350,7 +350,7 @@ def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
 
 
 def _is_node(proposal: Proposal) -> Tensor:
-    """Return which nodes (B, N) were drafted and are verified."""
+    """Return a mask (B, N) of the nodes that were drafted and are verified."""
     assert proposal.parents_BN is not None
     counts_B1 = devices.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
     places_N = torch.arange(proposal.parents_BN.shape[1], device=proposal.parents_BN.device)

@@ -29,8 +29,8 @@ def check_rule(verify: str, temperature: float, capabilities: Capabilities, name
     """
     if verify == "block" and temperature > 0 and capabilities.shape == "tree":
         raise UserError(
-            f"drafter {name} proposes trees, and verify=block tests chains: take verify=token or "
-            f"verify=coupled, or a drafter of chains (of beams a single one, beam_width=1)."
+            f"drafter {name} proposes trees, and verify=block tests chains. Use verify=token or "
+            f"verify=coupled, or a drafter of chains (with beams, beam_width=1)."
         )
 
 

@@ -28,7 +28,7 @@ class TailRejection:
     # p / q of the token sampled from the tail, both as shares of their tails
     within_tail: float
     rejected: bool = False
-    # The tail was accepted but its sampled token was not: another token of the tail follows.
+    # the tail was accepted but its sampled token was not, so another token of the tail follows
     rejected_in_tail: bool = False
 
     def acceptance_probability(self, token: int) -> float:

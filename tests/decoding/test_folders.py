@@ -66,12 +66,12 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: [p.unlink() for p in f.iterdir()],
         "has no config.json .found nothing., expected",
     ),
-    ("a run's folder", into_a_run, "is no model folder, but holds .*/drafter: give that"),
+    ("a run's folder", into_a_run, "is not a model folder, but contains .*/drafter. Give that"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     (
         "cut weights",
         cut,
-        r"model.safetensors: has \d+ bytes, but its header promises \d+. It is damaged: copy it "
+        r"model.safetensors: has \d+ bytes, expected \d+ by its header. It is damaged: copy it "
         r"again",
     ),
     (
@@ -111,7 +111,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "hybrid",
         lambda f: edit(f, layer_types=["full_attention", "linear_attention"]),
-        "mixes layers of the kind linear_attention",
+        "has layers of type linear_attention",
     ),
     ("seq2seq", lambda f: edit(f, is_encoder_decoder=True), "encoder-decoder"),
     ("activation", lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not 'silu'"),

@@ -85,7 +85,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"num_attention_heads": 3, "num_key_value_heads": 2},
-        "num_attention_heads 3 is no multiple of num_key_value_heads 2",
+        "num_attention_heads 3 is not a multiple of num_key_value_heads 2",
     ),
     (
         {"num_key_value_heads": 4},
@@ -100,7 +100,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 7}, "head_dim is 7, expected an even number"),
     (
         {"head_dim": "absent", "num_attention_heads": 5, "num_key_value_heads": 5},
-        "hidden_size 32 is no multiple",
+        "hidden_size 32 is not a multiple",
     ),
     (
         {"intermediate_size": 41},
@@ -458,7 +458,7 @@ def right(names: list[str]) -> dict[str, Any]:
     [
         (
             "/etc/passwd",
-            "weight_map puts '.*' into '/etc/passwd', expected the name of a file in the folder",
+            "weight_map assigns '.*' to '/etc/passwd', expected the name of a file in the folder",
         ),
         ("../other/model.safetensors", "expected the name of a file in the folder"),
         ("inner/../../model.safetensors", "expected the name of a file in the folder"),
@@ -466,12 +466,12 @@ def right(names: list[str]) -> dict[str, Any]:
         ("C:\\model.safetensors", "expected the name of a file in the folder"),
         ("a\0b", "expected the name of a file in the folder"),
         ("", "expected the name of a file in the folder"),
-        (3, "into 3, expected the name of a file in the folder"),
-        (None, "into None, expected the name of a file in the folder"),
+        (3, "to 3, expected the name of a file in the folder"),
+        (None, "to None, expected the name of a file in the folder"),
         (["part0.safetensors"], "expected the name of a file in the folder"),
         (
             "part1.safetensors",
-            "weight_map puts '.*' into part1.safetensors, which does not hold it",
+            "weight_map assigns '.*' to part1.safetensors, which does not contain it",
         ),
         ("part2.safetensors", "part2.safetensors is missing"),
     ],

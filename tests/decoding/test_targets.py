@@ -353,7 +353,7 @@ def fresh_compiler() -> None:
 
 def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
     with pytest.raises(
-        UserError, match="execution 'graph': expected one of eager, compiled with backend=hf"
+        UserError, match="execution 'graph' is unknown to the hf backend. Use one of eager, compiled"
     ):
         load_target(stories260k, backend="hf", execution="graph")
     with pytest.raises(

@@ -36,9 +36,9 @@ BAD = {
         "wrote more than 100,000 characters for one chat",
     ),
     # it is put together at the end
-    "output of a macro": (MACRO, "computed for more than 0.3 seconds"),
-    "loops without output": (LOOPS.format(""), "computed for more than 0.3 seconds on one chat"),
-    "a text that grows": (GROWS, "computed for more than 0.3 seconds"),
+    "output of a macro": (MACRO, "took more than 0.3 seconds"),
+    "loops without output": (LOOPS.format(""), "took more than 0.3 seconds for one chat"),
+    "a text that grows": (GROWS, "took more than 0.3 seconds"),
     "a macro that calls itself": (
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "fails on this chat .RecursionError",
@@ -134,7 +134,7 @@ def test_a_template_without_end_is_stopped(
     with pytest.raises(UserError, match=message) as caught:
         render(tokenizer, CHAT, source)
     assert str(ASSETS) in str(caught.value)
-    assert "Mend the template" in str(caught.value)
+    assert "Correct the template" in str(caught.value)
     assert "Hello" in render(tokenizer, CHAT), "nothing is left behind for the next chat"
 
 
@@ -143,7 +143,7 @@ def test_an_operation_with_a_huge_result_is_refused_before_it(
     tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
     with pytest.raises(
-        UserError, match=f"{LARGE[source]}.* expected .*Mend the template"
+        UserError, match=f"{LARGE[source]}.* expected .*Correct the template"
     ) as caught:
         render(tokenizer, CHAT, source)
     assert str(ASSETS) in str(caught.value)
@@ -170,7 +170,7 @@ def test_every_way_to_a_chats_tokens_has_the_limits(way: str) -> None:
         "render_chat": lambda: render_chat(tokenizer, CHAT),
         "render_prompt": lambda: render_prompt(tokenizer, CHAT),
     }
-    with pytest.raises(UserError, match=r"computed for more than 0\.3 seconds on one chat"):
+    with pytest.raises(UserError, match=r"took more than 0\.3 seconds for one chat"):
         ways[way]()
 
 
@@ -204,7 +204,7 @@ def test_threads_are_stopped_each_for_itself(
     for thread in threads:
         thread.join()
     for number, text in sorted(found.items()):
-        assert ("computed for more than" if number % 2 else "Hello") in text
+        assert ("took more than" if number % 2 else "Hello") in text
     assert failed == []
     assert len(found) == 6
 

@@ -207,10 +207,10 @@ def test_what_cannot_be_repaired_is_refused_by_name(
     (damaged / "tokenizer.model").write_bytes(
         (llama_tokenizer / "tokenizer.model").read_bytes()[:-100]
     )
-    assert "tokenizer.model: is no SentencePiece model" in refusal(damaged)
+    assert "tokenizer.model: is not a SentencePiece model" in refusal(damaged)
 
     empty = build("empty", "model", {**VICUNA, "bos_token": "", "eos_token": "", "unk_token": ""})
-    assert "special tokens are empty texts" in refusal(empty)
+    assert "special tokens are empty strings" in refusal(empty)
 
     unigram = build("unigram", "model", VICUNA)
     model = io.BytesIO()

@@ -53,7 +53,9 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     weights = home / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     mappings = describe([str(home / "cut")], target, False)
-    with pytest.raises(UserError, match="model.safetensors: has .* bytes, but its header promises"):
+    with pytest.raises(
+        UserError, match="model.safetensors: has .* bytes, expected .* by its header"
+    ):
         build(mappings, uses(mappings, DrafterUse()), home / "target")
     tree = describe(
         [{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}],

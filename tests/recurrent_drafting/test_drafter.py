@@ -259,7 +259,7 @@ def test_block_verification_of_a_tree_is_refused_before_anything_is_decoded(
     monkeypatch.setattr(target, "open", None)
     monkeypatch.setattr(target, "forward", None)
     with pytest.raises(
-        UserError, match="proposes trees, and verify=block tests chains: take verify=token"
+        UserError, match="proposes trees, and verify=block tests chains. Use verify=token"
     ):
         decode(target, drafter, PROMPTS, Settings(temperature=1.0, verify="block"))
 

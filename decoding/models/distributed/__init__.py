@@ -1,1 +1,1 @@
-"""A target over several devices: its ranks, their shards and how they pass tensors."""
+"""A target over several processes: its ranks, their shards and the links between them."""

@@ -92,7 +92,7 @@ class Sockets:
             except BlockingIOError:
                 if not spinning:
                     raise TimeoutError(
-                        f"rank {rank} sent nothing for {TIMEOUT_SECONDS} seconds"
+                        f"rank {rank} sent nothing for {TIMEOUT_SECONDS} seconds, expected a tensor"
                     ) from None
                 os.sched_yield()  # ranks may share a core, which the other one needs to answer
                 continue
@@ -127,7 +127,7 @@ class Collectives:
         """Join the group through a new file whose path is equal on all ranks."""
         store = dist.FileStore(meeting_file, size)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
-        groups: Any = dist  # a build of torch has those that it was made with
+        groups: Any = dist  # which groups exist depends on the build of torch
         if kind == "nccl":
             options = groups.ProcessGroupNCCL.Options()
             options._timeout = limit

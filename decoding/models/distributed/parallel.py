@@ -1,10 +1,10 @@
 """A target split over several processes: tensor parallel (`tp`), or some layers each (`layers`).
 
-This process is rank 0 and offers all of `Target`; the other ranks are processes that follow it
-(decoding/models/distributed/processes.py starts them, decoding/models/distributed/rank_process.py
-is what they run). On a CPU the ranks share this process's threads; on GPUs rank i uses the i-th
-card after the target's. There is no `partial`: a drafter that runs some of the target's layers
-needs a target in one process.
+This process is rank 0 and implements `Target`; it sends its calls to the other ranks, which
+decoding/models/distributed/processes.py starts (decoding/models/distributed/rank_process.py is
+their program). On a CPU the ranks share this process's threads; on GPUs rank i uses the i-th GPU
+after the target's. There is no `partial`: a drafter that runs some of the target's layers needs a
+target in one process.
 
 Shapes: B rows, N new tokens, L tokens of a path, V vocabulary, C hidden size.
 """
@@ -31,21 +31,22 @@ PARALLEL = ("none", *KINDS)
 def processes_of(parallel: str, processes: int, backend: str, device: str) -> int:
     """Return the number of processes of a target, 1 if it is not split.
 
-    device: cpu, cuda or cuda:N. Raises UserError if the settings contradict each other or the
-    machine.
+    device: cpu, cuda or cuda:N. Raises UserError if the settings are inconsistent or the machine
+    has too few GPUs.
     """
     if parallel not in PARALLEL:
         raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
     if parallel == "none":
         if processes > 1:
             raise UserError(
-                f"processes is {processes} with parallel=none: take parallel=tp or parallel=layers."
+                f"processes is {processes} with parallel=none, expected 0 or 1. Use parallel=tp or "
+                f"parallel=layers."
             )
         return 1
     if backend != "native":
         raise UserError(
-            f"parallel={parallel} splits a target of the native backend, not of {backend}: take "
-            f"native."
+            f"parallel={parallel} needs the native backend, found {backend}. Use backend=native or "
+            f"parallel=none."
         )
     cards = cuda.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
@@ -53,11 +54,14 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
         found = (
             f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
         )
-        raise UserError(f"parallel={parallel} needs processes=N, 2 or more; {found}.")
+        raise UserError(
+            f"parallel={parallel} needs processes=N, 2 or more; {found}. Set processes, or use "
+            f"parallel=none."
+        )
     if device.startswith("cuda") and cards < wanted:
         raise UserError(
             f"parallel={parallel} over {wanted} processes needs as many GPUs from {device} on; "
-            f"found {cards}."
+            f"found {cards}. Use fewer processes."
         )
     return wanted
 
@@ -123,7 +127,7 @@ class ParallelTarget:
         """See `Target.open`; every rank allocates its part of the cache."""
         capacity = capacity or self.max_length
         with self.ranks.together():
-            self.ranks.tell("open", batch_size, capacity)
+            self.ranks.call("open", batch_size, capacity)
             self._target.open(batch_size, capacity)
             self.ranks.wait()
 
@@ -133,7 +137,7 @@ class ParallelTarget:
         """See `Target.forward`."""
         self._check(tokens_BN, taps)
         with self.ranks.together():
-            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), taps, True)
+            self.ranks.call("run", *_arrays(tokens_BN, parents_BN), taps, True)
             return self._target.forward(tokens_BN, parents_BN, taps)
 
     def features(
@@ -142,7 +146,7 @@ class ParallelTarget:
         """See `Target.features`."""
         self._check(tokens_BN, taps)
         with self.ranks.together():
-            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), taps, False)
+            self.ranks.call("run", *_arrays(tokens_BN, parents_BN), taps, False)
             return self._target.features(tokens_BN, parents_BN, taps)
 
     def _check(self, tokens_BN: Tensor, taps: tuple[int, ...]) -> None:
@@ -153,41 +157,41 @@ class ParallelTarget:
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """See `Target.commit`; does not wait for the ranks."""
         with self.ranks.together():
-            self.ranks.tell("commit", paths_BL, list(counts_B))
+            self.ranks.call("commit", paths_BL, list(counts_B))
             self._target.commit(paths_BL, counts_B)
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """See `Target.truncate`."""
         with self.ranks.together():
-            self.ranks.tell("truncate", list(lengths_B))
+            self.ranks.call("truncate", list(lengths_B))
             self._target.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
         """See `Target.select`."""
         with self.ranks.together():
-            self.ranks.tell("select", list(rows))
+            self.ranks.call("select", list(rows))
             self._target.select(rows)
 
     def keep(self, row: int, name: int) -> None:
         """See `Target.keep`; every rank keeps its part."""
         with self.ranks.together():
-            self.ranks.tell("keep", row, name)
+            self.ranks.call("keep", row, name)
             self._target.keep(row, name)
 
     def begin(self, row: int, name: int, length: int) -> None:
         """See `Target.begin`."""
         with self.ranks.together():
-            self.ranks.tell("begin", row, name, length)
+            self.ranks.call("begin", row, name, length)
             self._target.begin(row, name, length)
 
     def forget(self) -> None:
         """See `Target.forget`."""
         with self.ranks.together():
-            self.ranks.tell("forget")
+            self.ranks.call("forget")
             self._target.forget()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return token embeddings (..., C), all of which rank 0 has."""
+        """Return token embeddings (..., C) from rank 0's complete table."""
         return self._target.embed(ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -195,7 +199,7 @@ class ParallelTarget:
         if not self._cuts_head:
             return self._target.lm_head(hidden)
         with self.ranks.together():
-            self.ranks.tell("head", tuple(hidden.shape))
+            self.ranks.call("head", tuple(hidden.shape))
             for rank in range(1, self.ranks.size):
                 self._link.send(hidden, rank)
             return self._target.lm_head(hidden)
@@ -208,7 +212,7 @@ class ParallelTarget:
 def device_for_drafter(target: Any) -> str:
     """Return the device of a drafter that runs at the same time as the target.
 
-    It is the first free card after the target's last, else the first free one before it, else the
+    It is the first free GPU after the target's last, else the first free one before it, else the
     target's device.
     """
     devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]

@@ -1,4 +1,4 @@
-"""The processes of a parallel target, as rank 0 starts, calls, binds and ends them.
+"""The processes of a parallel target, which rank 0 starts, calls, binds and ends.
 
 If a rank fails, or the caller is interrupted within a step, the ranks are out of step with each
 other; then all are ended, and the error names the rank. They also end with this object and with
@@ -46,7 +46,7 @@ class Ranks:
         self.name, self.size, self._kind = name, setup.shard.size, setup.shard.kind
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._links: list[Link] = []  # empty or one link; a list, so that `_end` sees it added
+        self._links: list[Link] = []  # at most one; a list, so that `_end` gets a link added later
         self._fault = ""  # reason why the ranks cannot be used any more
         self._threads = self._usual_threads = setup.threads
         meeting = "" if setup.link == "sockets" else tempfile.mkdtemp()
@@ -66,7 +66,7 @@ class Ranks:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-c", RANK, str(theirs.fileno())]
         handed = [theirs.fileno(), *numbers.values()]
-        # a session of its own, so that Ctrl-C only reaches this process
+        # a new session, so that Ctrl-C reaches this process only
         process = subprocess.Popen(
             command, pass_fds=handed, env=environment, start_new_session=True
         )
@@ -85,7 +85,7 @@ class Ranks:
         self.wait()
         sockets = {rank: one.detach() for rank, one in self._mesh[0].items()}
         self._links.append(connect(replace(self.setup, sockets=sockets)))
-        # on a GPU a collective would wait for ever for a rank that is gone
+        # on a GPU a collective would wait forever for a rank that has ended
         if self.setup.link != "sockets":
             for process in self.processes:
                 threading.Thread(
@@ -93,7 +93,7 @@ class Ranks:
                 ).start()
         return self._links[0]
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
         """Make every rank call a method (see `rank_process.serve`) without waiting."""
         for pipe in self._pipes:
             pipe.send((name, arguments))
@@ -107,7 +107,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a step that all ranks do, with this rank's share of the threads.
+        """Run a step of all ranks, with this rank's share of the threads.
 
         Raises UserError if a rank has ended.
         """
@@ -127,8 +127,9 @@ class Ranks:
                 raise
             status = self.processes[ended].returncode or 0
             self._fault = (
-                f"rank {ended + 1} of the {self.size} processes of {self.name} {_how(status)}; its "
-                f"output is above. The other ranks were ended: load the target again."
+                f"rank {ended + 1} of the {self.size} processes of {self.name} "
+                f"{_describe_status(status)}; its output is above. The other ranks were ended: "
+                f"load the target again."
             )
             raise UserError(self._fault) from error
         finally:
@@ -142,14 +143,14 @@ class Ranks:
     def bind(self, cores: Sequence[int]) -> list[int]:
         """Give each rank a share of these processor cores, with at most a thread a core.
 
-        Returns rank 0's share, to which its caller binds it. Raises UserError if there are fewer
-        cores than ranks. `unbind` reverts it.
+        Returns rank 0's share, which the caller applies. Raises UserError if there are fewer cores
+        than ranks. `unbind` reverts the binding.
         """
         if len(cores) < self.size:
             raise UserError(
                 f"{self.name} runs in {self.size} processes, but the drafter's worker leaves them "
-                f"{len(cores)} processor cores: give the drafter draft_cores=0 (all share all "
-                f"cores), or run on more cores."
+                f"{len(cores)} processor cores. Give the drafter draft_cores=0 to share all cores, "
+                f"or run on more cores."
             )
         shares = [
             list(cores)[Shard(self._kind, rank, self.size).span(len(cores))]
@@ -186,7 +187,7 @@ def _close_after(process: "subprocess.Popen[bytes]", links: list[Link]) -> None:
 def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
     """Return the index of a process that has just ended, preferring one ended by a signal.
 
-    A rank that a signal ended makes the others end too.
+    The others end because of the rank that the signal ended.
     """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
@@ -197,7 +198,7 @@ def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
     return None
 
 
-def _how(status: int) -> str:
+def _describe_status(status: int) -> str:
     """Describe an exit status, which is -N for a process ended by signal N."""
     if status >= 0:
         return f"ended with status {status}"

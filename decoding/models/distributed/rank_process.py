@@ -69,7 +69,7 @@ class GatheredLinear:
 
 
 class PipelineStage(NativeTarget):
-    """Some of the layers; hidden states enter and leave the model on rank 0."""
+    """A rank with some of the layers; hidden states enter and leave the model on rank 0."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Rank:
 
     def open(self, batch_size: int, capacity: int) -> None:
         self.target.open(batch_size, capacity)
-        self.pipe.send(("value", None))  # so that rank 0 reports a lack of memory
+        self.pipe.send(("value", None))  # rank 0 waits, so that it can report insufficient memory
 
     def run(
         self,

@@ -2,10 +2,10 @@
 
 *tp* splits every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank
 has some attention heads and some columns of the MLP, and the results of the two output products are
-summed. Every rank holds the full embedding, as a lookup costs nothing; the head is split by rows of
-the vocabulary, as it is a model's largest product (a quarter of a small model). *layers* gives each
-rank consecutive layers; the first rank also has the embedding, the final norm and the head, so that
-only hidden states are exchanged.
+summed. Every rank holds the full embedding, whose lookup costs nothing; the head is split by rows
+of the vocabulary, since it is a model's largest product (a quarter of a small model). *layers*
+gives each rank consecutive layers; the first rank also has the embedding, the final norm and the
+head, so that only hidden states are exchanged.
 
 Shapes: V vocabulary, C hidden size.
 """
@@ -54,7 +54,7 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
         if config.num_layers < size:
             raise UserError(
                 f"{where}: has {config.num_layers} layers, too few for {size} processes with a "
-                f"layer each."
+                f"layer each. Use fewer processes."
             )
         return
     for what, count in (

@@ -1,7 +1,7 @@
 """Matrix products and norms of the native backend: oneDNN's packed weights, and plain products.
 
 On CPU, `F.linear` over 5 rows of float32 takes about three times as long as over one row (76
-against 24 microseconds for 384 x 1152 on two AVX-512 cores of AMD), which costs the gain of
+against 24 microseconds for 384 x 1152 on two AVX-512 cores of AMD), which cancels the gain of
 speculation. oneDNN with a prepacked weight takes 23 for both, and in bfloat16 half of `F.linear`.
 torch.compile uses this op when it freezes a model on CPU.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decoding import devices
 
-# rows for which oneDNN lays out the weight, those of a round; other counts give the same result
+# typical rows of a round, for which oneDNN lays out the weight; others give the same result
 PACK_ROWS = 4
 # bytes of a float32 weight up to which MKL is faster over one row and equal over four
 SMALL_BYTES = 4 << 20

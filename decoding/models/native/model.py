@@ -199,7 +199,7 @@ class NativeTarget:
     def _states(
         self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after the final norm and at the taps, equal without taps."""
+        """Return the hidden states after the final norm and at the taps (the same without taps)."""
         check_taps(self, taps)
         states: dict[int, Tensor] = {}
         x_BNC = self.through_layers(
@@ -220,7 +220,7 @@ class NativeTarget:
     ) -> Tensor:
         """Run the layers, from embedded tokens to the input of the final norm.
 
-        states: receives the hidden states at the taps, of which 0 is x_BNC.
+        states: is filled with the hidden states at the taps; tap 0 is x_BNC.
         """
         if 0 in taps:
             states[0] = x_BNC
@@ -363,19 +363,19 @@ class NativeTarget:
         view.follow(self)
         return view
 
-    def follow(self, whole: "NativeTarget") -> None:
-        """Take over the lengths, rows and cache of the target that this is a view of.
+    def follow(self, target: "NativeTarget") -> None:
+        """Copy the lengths and rows of the target that this views, and share its cache.
 
         Recorded steps are kept as long as the cache is the same.
         """
-        if self._cache_L2BHTD is not whole._cache_L2BHTD:
-            self._cache_L2BHTD, self._rope = whole._cache_L2BHTD, whole._rope
+        if self._cache_L2BHTD is not target._cache_L2BHTD:
+            self._cache_L2BHTD, self._rope = target._cache_L2BHTD, target._rope
             if (
                 self._static is not None
                 and self._cache_L2BHTD is not None
                 and self._rope is not None
             ):
                 self._static.bind(self._cache_L2BHTD, self._rope)
-        self.slots.capacity = whole.slots.capacity
-        self.slots.lengths_B = list(whole.lengths_B)
+        self.slots.capacity = target.slots.capacity
+        self.slots.lengths_B = list(target.lengths_B)
         self._view_rows(len(self.lengths_B))

@@ -1,7 +1,7 @@
 """A forward of the native target that a CUDA graph can record: fixed shapes, fixed buffers.
 
-The eager version is `NativeTarget.features`, where the host knows the rows' lengths and slices the
-cache and the mask. Here the lengths are a tensor, the keys of a *bucket* of cache slots are read,
+The eager version is `NativeTarget.features`, which slices the cache and the mask by the rows'
+lengths on the host. Here the lengths are a tensor, the keys of a *bucket* of cache slots are read,
 and a mask made on the device hides slots past each row's length. Buckets grow by at most a quarter,
 so that short contexts do not pay for long ones. A step is recorded on first use for each (rows,
 tokens, chain or tree, bucket, taps) and replayed afterwards. On a CPU the step runs unrecorded, so
@@ -49,7 +49,7 @@ class Output:
 
 
 class StaticForward:
-    """The recorded steps of one target; a new cache (`bind`) drops them, as they hold addresses."""
+    """The recorded steps of one target; `bind` drops them, since they hold cache addresses."""
 
     def __init__(
         self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool

@@ -92,7 +92,7 @@ class Weights:
         packed: bool,
         has_ends: bool = True,
     ) -> None:
-        """Take the weights from a state dict.
+        """Fuse and pack the weights of a state dict.
 
         has_ends: False for layers from the middle of a model, without embedding, final norm and
         head.
@@ -115,7 +115,7 @@ class Weights:
         if missing:
             raise UserError(
                 f"the weights have no tensor '{missing[0]}', which a {self.config.family} model "
-                f"needs."
+                f"needs. Give a complete state dict."
             )
         self.num_parameters += sum(self._state[name].numel() for name in names)
         tensors = [self._state[name].detach().to(self.device, self.dtype) for name in names]

@@ -15,23 +15,24 @@ SHOWN = 3  # differing ids that a message lists
 def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) -> None:
     """Raise UserError, with the first difference, unless both folders have the same tokenizer.
 
-    Every id is compared, added and special tokens too, the ids of the beginning and end of text,
-    and the ids of probe texts. Either may end in added tokens that the other lacks, such as a
-    [PAD]. What a tokenizer does behind special tokens is not compared, as drafters read the
+    The token of every id is compared (added and special tokens included), the ids of the beginning
+    and end of text, and the ids of probe texts. Either vocabulary may end in added tokens that the
+    other lacks, such as [PAD]. Text after special tokens is not compared, since drafters read the
     target's ids.
     """
     target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
-    if told := _differing(target, drafter, "drafter") or _differing_text(
+    if difference := _differing(target, drafter, "drafter") or _differing_text(
         target, drafter, list(PROBES)
     ):
-        raise UserError(
-            f"{where} {told}. Take a drafter that was made with the target's tokenizer."
-        )
+        raise UserError(f"{where} {difference}. Use a drafter with the target's tokenizer.")
     for role in ("bos_token_id", "eos_token_id"):
         ours, theirs = getattr(target, role), getattr(drafter, role)
         if ours != theirs:
-            raise UserError(f"{where}: {role} is {ours} in the target and {theirs} in the drafter.")
+            raise UserError(
+                f"{where}: {role} is {ours} in the target and {theirs} in the drafter. Use a "
+                f"drafter with the target's tokenizer."
+            )
 
 
 def check_tokenizer_of(
@@ -48,22 +49,22 @@ def check_tokenizer_of(
     if isinstance(holds, int) and highest >= holds:
         raise UserError(
             f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has {holds} "
-            f"tokens: give the tokenizer that the target was trained with."
+            f"tokens. Give the tokenizer that the target was trained with."
         )
     if has_tokenizer(target_folder):
         target = load_tokenizer(target_folder)
-        told = _differing(target, tokenizer, "given one") or _differing_text(
+        difference = _differing(target, tokenizer, "given one") or _differing_text(
             target, tokenizer, probes_of(target)
         )
-        if told:
+        if difference:
             raise UserError(
-                f"{where} is not that of {target_folder}: they differ {told}. Leave it out to take "
-                f"the target's own."
+                f"{where} is not that of {target_folder}: they differ {difference}. Omit it to use "
+                f"the target's tokenizer."
             )
 
 
 def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> str:
-    """Return how many ids mean another token, with the first of them; empty if none does."""
+    """Describe the ids with different tokens; return an empty string if there are none."""
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, other))
     last = min(max(ours), max(theirs))  # of the ids that both have
     beyond = target.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
@@ -79,6 +80,6 @@ def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, 
 def _differing_text(
     target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, texts: list[str]
 ) -> str:
-    """Return the first text that the tokenizers encode differently; empty if there is none."""
+    """Describe the first text with different ids; return an empty string if there is none."""
     found = differences(encoder(other), encoder(target), texts)
     return f"though every id is the same token: {found[0]}" if found else ""

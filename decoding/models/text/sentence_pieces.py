@@ -1,4 +1,4 @@
-"""SentencePiece's ids by a folder's tokenizer.model, and a fast tokenizer that gives the same.
+"""SentencePiece encoding by a folder's tokenizer.model, and a fast tokenizer with the same ids.
 
 The reference is the released slow tokenizer, with which LLaMA, Vicuna and related models were
 trained. It splits a text at its added tokens (`</s>` in a chat) and encodes the parts with
@@ -82,7 +82,7 @@ class SentencePieces:
         return {token: i for i, token in (pieces | added).items()}
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids of the model's pieces without special tokens."""
+        """Decode ids of the model's pieces, without special tokens."""
         return str(self._decoder.decode([i for i in ids if i not in self._special]))
 
 

@@ -32,7 +32,7 @@ Size = Callable[..., int]
 
 
 class TooMuchError(Exception):
-    """The template has written too much."""
+    """The template's output is too long."""
 
 
 class TooLargeError(Exception):

@@ -22,8 +22,8 @@ from decoding.errors import UserError
 from decoding.models.text import template_sandbox
 from decoding.models.text.template_sandbox import TooLargeError, TooMuchError, compile_bounded
 
-MAX_SECONDS = 5.0  # of the rendering thread's own computing
-_LOOK_SECONDS = 0.25  # between two looks of the watching thread
+MAX_SECONDS = 5.0  # CPU time of the rendering thread
+_CHECK_SECONDS = 0.25  # between two checks by the watching thread
 
 Result = TypeVar("Result")
 
@@ -70,16 +70,16 @@ def render(
         return str(_watch.run(apply, MAX_SECONDS))
     except _TooLongError:
         raise UserError(
-            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a "
-            f"moment. Mend the template."
+            f"{where} took more than {MAX_SECONDS:g} seconds for one chat, expected fewer. Correct "
+            f"the template."
         ) from None
     except TooMuchError:
         raise UserError(
             f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, "
-            f"expected fewer. Mend the template."
+            f"expected fewer. Correct the template."
         ) from None
     except TooLargeError as error:
-        raise UserError(f"{where} computes {error}. Mend the template.") from None
+        raise UserError(f"{where} computes {error}. Correct the template.") from None
     except (
         TypeError,
         AttributeError,
@@ -91,12 +91,12 @@ def render(
     ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{where} fails on this chat ({reason}), expected a text. Mend the template."
+            f"{where} fails on this chat ({reason}), expected a text. Correct the template."
         ) from error
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the computing seconds of a thread, or the time of day without such a clock."""
+    """Return the CPU seconds of a thread, or the time of day where there is no such clock."""
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
@@ -142,7 +142,7 @@ class _Watch:
     def _keep(self) -> None:
         while True:
             self._wanted.wait()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
             with self._lock:
                 for thread, deadline in list(self._deadlines.items()):
                     if _seconds_of(thread) > deadline:
@@ -156,7 +156,7 @@ class _Watch:
 
 
 def _new_watch() -> None:
-    """Make a new watch, as a forked process has no watching thread and may hold a lost lock."""
+    """Make a new watch, since a forked process has no watching thread and may inherit a lock."""
     global _watch
     _watch = _Watch()
 

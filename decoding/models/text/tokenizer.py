@@ -1,4 +1,4 @@
-"""Load a folder's tokenizer with the ids of the model's training, and copy it unchanged.
+"""Load a folder's tokenizer with the ids that the model was trained on, and copy it.
 
 A tokenizer that gives other ids is repaired (decoding/models/text/tokenizer_repair.py): a
 tokenizer.json with the right ids, and settings that load it as it is, replace the folder's files in
@@ -127,8 +127,8 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except RecursionError as error:  # the first LLaMA folders on the Hub
         raise UserError(
-            f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. "
-            f"Write bos_token <s>, eos_token </s> and unk_token <unk> into {SETTINGS}."
+            f"{folder}: its tokenizer cannot be loaded, since its special tokens are empty "
+            f"strings. Write bos_token <s>, eos_token </s> and unk_token <unk> into {SETTINGS}."
         ) from error
     # all types: transformers raises many for damaged files, and tokenizers bare Exceptions
     except Exception as error:
@@ -171,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_size(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: Any) -> None:
-    """Raise UserError for a tokenizer with ids that the model has no rows for."""
+    """Raise UserError for a tokenizer with ids outside the model's vocabulary."""
     token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise UserError(

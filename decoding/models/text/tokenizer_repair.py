@@ -1,4 +1,4 @@
-"""Compare a folder's tokenizer with the one of the model's training, and repair it if it differs.
+"""Compare a folder's tokenizer with the one that the model was trained on, and repair it.
 
 `transformers` 5 rebuilds a `LlamaTokenizer` from its pieces. Its ids differ for consecutive blanks,
 for a text that begins with blanks, and after `</s>`; without `add_bos_token` in the settings the
@@ -68,7 +68,7 @@ class Difference:
     expected: list[int]
 
     def __str__(self) -> str:
-        """Name the text and the ids from the first different one on."""
+        """Describe the text and the ids from the first difference on."""
         pairs = zip(self.found, self.expected)
         first = next(
             (i for i, (a, b) in enumerate(pairs) if a != b),
@@ -141,9 +141,8 @@ def find_repair(
         ]
     except ValueError as error:
         raise UserError(
-            f"{folder / MODEL}: is no SentencePiece model ({error}). Copy it again, or remove it "
-            f"where the model has a "
-            "tokenizer of another kind."
+            f"{folder / MODEL}: is not a SentencePiece model ({error}). Copy it again, or remove "
+            f"it if the model has a tokenizer of another kind."
         ) from error
     texts = probes_of(tokenizer)
     found = [
@@ -194,11 +193,10 @@ def _check_same_pieces(
     if odd:
         token, i = odd[0]
         raise UserError(
-            f"{folder}: {MODEL} and the tokenizer beside it have different vocabularies "
-            f"({len(theirs)} and {len(ours)} "
-            f"tokens; id {i} is {token!r} in one of them alone): {wrong} by {MODEL}. Copy both "
-            f"from the same model, "
-            f"or remove {MODEL} if it is another model's."
+            f"{folder}: {MODEL} and the other tokenizer files have different vocabularies "
+            f"({len(theirs)} and {len(ours)} tokens; id {i} is {token!r} in only one of them): "
+            f"{wrong} by {MODEL}. Copy both from the same model, or remove {MODEL} if it belongs "
+            f"to another model."
         )
 
 
@@ -220,10 +218,8 @@ def _twin(
     if left:
         raise UserError(
             f"{folder}: {wrong} by {MODEL}, and in a tokenizer with that model's scores, "
-            f"{left[0]}. Training and drafting "
-            f"would be of other text than the model's: give tokenizer files whose ids are those of "
-            f"{MODEL}, or remove "
-            f"{MODEL} if it is another model's."
+            f"{left[0]}. The model would read other ids than it was trained on. Give tokenizer "
+            f"files with the ids of {MODEL}, or remove {MODEL} if it belongs to another model."
         )
     return twin
 
@@ -263,7 +259,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> s
 
 
 def _note(wrong: Difference, truth: str) -> str:
-    """Return the message about a repair."""
+    """Return the message that reports a repair."""
     return (
         f"transformers loads this tokenizer wrongly ({wrong} by {truth}): repaired, here and in "
         f"exports"
