@@ -26,13 +26,13 @@ from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
 from eval.measure.session import Session, drafting, generations, most_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
-from eval.report.run_page import Provenance, write_report
-from eval.report.table import print_table
-from eval.report.texts import Text, texts_of
-from eval.report.words import condition_label, main_rows
+from eval.report.page import Provenance, evaluation_page
+from eval.report.tables import print_evaluation
+from eval.report.traced_text import TracedText, traced_texts
 from eval.statistics.budgets import with_limits
 from eval.statistics.rows import build_rows
-from eval.statistics.schema import Row, flat, read_rows, write_rows
+from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
+from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import Recording, Tracker
@@ -98,15 +98,14 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
         rows = with_asked(rows, cfg, loaded)
         write_rows(results, rows)
-        write_report(
-            report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records)
-        )
+        made = _provenance(cfg, folder, loaded, rows, session.records)
+        write_text(report, evaluation_page(rows, session.records, made))
         # Not before: what a tracker does beside the decoding would be measured too.
         with Recording(folder, cfg, loaded.inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
             record_rows(tracker, rows)
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
-    print_table(rows)
+    print_evaluation(rows)
     print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
@@ -221,7 +220,7 @@ def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
 
 
 def _label(row: Row) -> str:
-    return f"{row.drafter}, {condition_label(row)}, gamma {row.num_draft_tokens}"
+    return f"{row.drafter}, {row.condition_label}, gamma {row.num_draft_tokens}"
 
 
 def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
@@ -328,10 +327,10 @@ def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> st
     )
 
 
-def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
+def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[TracedText]:
     text_of = loaded.bench.settings.text_of
     assert text_of is not None, "eval.measure.setup gives it"
-    return texts_of(records, drafting(loaded), text_of, cfg.show_texts)
+    return traced_texts(records, drafting(loaded), text_of, cfg.show_texts)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 from eval.measure.benchmarks import Benchmark, render_turns
-from eval.measure.neighbours import Watch
+from eval.measure.cpu_contention import UndisturbedClock
 from eval.measure.records import BASELINE, COUPLED, Arm, Condition, Record
 from eval.statistics.lossless import is_compared
 from jobs.drafter_use import ALONE, Use
@@ -181,7 +181,7 @@ def _measure_sample(
         requests = [_request(sample, unit, turn, row) for row in range(len(present))]
         for again in range(bench.repeats):
             for arm in rotate([*bench.baselines(condition), *arms], unit + turn + sample + again):
-                watch = Watch(torch.get_num_threads())
+                watch = UndisturbedClock(torch.get_num_threads())
                 rows = bench.decode(condition, arm, prompts_ids, requests)
                 spent = watch.seconds()
                 done(

@@ -74,7 +74,7 @@ class Record:
     decode_seconds: float
     draft_seconds: float  # the drafter's part of it
     # that decoding had its processors, over prefill and decoding of the batch
-    # (eval/measure/neighbours.py)
+    # (eval/measure/cpu_contention.py)
     cpu_seconds: float
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best

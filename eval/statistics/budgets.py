@@ -30,8 +30,8 @@ from decoding.models.load import DTYPES
 from decoding.models.native.weights import NativeConfig
 from decoding.schedules.by_name import VIRTUAL
 from decoding.values import is_number
+from eval.statistics.paired_samples import PairedSample, mean_round_ms
 from eval.statistics.schema import DrafterFacts, RoundBudget
-from eval.statistics.units import Unit, mean_round_ms
 from jobs.drafter_use import ALONE
 from jobs.files import write_text
 from jobs.run_files import read_object
@@ -149,7 +149,7 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
 
 
 def row_budgets(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
 ) -> dict[str, Any]:
     """The fields of a row that say what its rounds and the baseline's needed and reached."""
     limits = shapes.limits
@@ -170,7 +170,7 @@ def row_budgets(
 
 
 def round_budget(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
 ) -> Budget | None:
     """Of the units' mean round: its draft steps, and the target's forward over what they drew and
     the tips. None where either is not known.

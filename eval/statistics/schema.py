@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,8 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    # of wall time, how much decoding had its processors (eval/measure/neighbours.py); well below 1
-    # on a
-    # CPU: others used the machine
+    # share of wall time in which decoding had its processors (eval/measure/cpu_contention.py); well
+    # below 1 on a CPU: other processes used the machine
     cpu_share: float
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
@@ -203,8 +202,23 @@ class Row:
 
     @property
     def shared_verify(self) -> str:
-        """The rule that rows under one condition stand under together."""
+        """Verification rule of the run, shared by all rows under one condition."""
         return self.run_verify or self.verify
+
+    @property
+    def condition_label(self) -> str:
+        """Condition that the rows of one table share, such as `temperature 1, token verification`.
+
+        Names the batch size if it is not 1.
+        """
+        rule = f"temperature {self.temperature:g}, {self.shared_verify} verification"
+        batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+        return ("greedy" if self.temperature == 0 else rule) + batch
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the main part, or those of the sweep if the run has no main part."""
+    return [row for row in rows if row.part == "main"] or list(rows)
 
 
 def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from decoding.models.folder import hash_input
 from decoding.models.native import linear
 from decoding.models.native.linear import can_pack
 from eval.compare import run as compare
-from eval.report.words import drafter_label
+from eval.report.text import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoding.schedules.by_name import VIRTUAL
-from eval.report.compare.evaluations import Evaluation
+from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.lossless import DIFFERS
 from eval.statistics.metrics import Interval
-from eval.statistics.rows import headline_units
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.rows import headline_samples
 from eval.statistics.schema import Row
-from eval.statistics.units import Unit
 from jobs.drafter_use import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
@@ -64,7 +64,7 @@ class Entry:
     row: Row
     setting: Setting
     workload: Workload
-    units: list[Unit]  # the pairs behind the row
+    units: list[PairedSample]  # the pairs behind the row
     card: dict[str, Any]
     bytes_per_step: int | None
     training_tokens: int | None
@@ -73,13 +73,8 @@ class Entry:
 
     @property
     def speedup(self) -> Interval | None:
-        """Over the prompts that count; None where every text loops."""
-        row = self.row
-        if self.prompts == ALL:
-            return Interval(row.speedup, row.speedup_low, row.speedup_high)
-        if row.headline_speedup is None:
-            return None
-        return Interval(row.headline_speedup, row.headline_speedup_low, row.headline_speedup_high)
+        """Speedup on the prompts that count; None if every text loops."""
+        return counted_speedup(self.row, self.prompts == ALL)
 
     @property
     def alpha(self) -> float | None:
@@ -108,10 +103,19 @@ class Entry:
             and self.row.drafted < IDLE_BELOW
         )
 
-    def counted(self) -> dict[tuple[str, ...], Unit]:
+    def counted(self) -> dict[tuple[str, ...], PairedSample]:
         """Prompt ids -> the unit, of the prompts that count."""
-        units = self.units if self.prompts == ALL else headline_units(self.units)
+        units = self.units if self.prompts == ALL else headline_samples(self.units)
         return {tuple(unit.ids): unit for unit in units}
+
+
+def counted_speedup(row: Row, everything: bool) -> Interval | None:
+    """Return the speedup on all prompts, or on those that do not loop; None if all of them loop."""
+    if everything:
+        return Interval(row.speedup, row.speedup_low, row.speedup_high)
+    if row.headline_speedup is None:
+        return None
+    return Interval(row.headline_speedup, row.headline_speedup_low, row.headline_speedup_high)
 
 
 def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:

@@ -24,7 +24,7 @@ from jobs.drafter_use import ALONE
 
 
 @dataclass
-class Unit:
+class PairedSample:
     """The two sides of one comparison, summed over the turns of the prompts decoded together."""
 
     ids: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Unit:
         )
 
 
-def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Unit]:
+def pair_samples(records: Iterable[Record], baseline: Iterable[Record]) -> list[PairedSample]:
     """Pair a drafter's records with the baseline's of the same units; raises KeyError when a side
     lacks one.
     """
@@ -70,7 +70,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
             f"drafter and baseline differ in their prompts: "
             f"{sorted(sides[0].keys() ^ sides[1].keys())}"
         )
-    units: dict[int, Unit] = defaultdict(Unit)
+    units: dict[int, PairedSample] = defaultdict(PairedSample)
     for key, rows in sides[0].items():
         unit, base = units[key[0]], sides[1][key]
         unit.turns += 1
@@ -110,7 +110,7 @@ def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int, int], list[Reco
     return batches
 
 
-def tested_counts(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+def tested_counts(units: Sequence[PairedSample]) -> tuple[list[int], list[int]]:
     """(tested_D, accepted_D) summed over units."""
     tested = metrics.add_by_depth([count_D for unit in units for count_D in unit.tested])
     accepted = metrics.add_by_depth([count_D for unit in units for count_D in unit.accepted])
@@ -127,7 +127,7 @@ class Pool:
     costs: prediction.Costs
 
 
-ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
+ByGamma = dict[int, list[PairedSample]]  # draft length -> the units run at it
 
 
 def pool_counts(
@@ -243,7 +243,7 @@ def _baseline_overhead(judged: ByGamma, parts: PartTimes) -> float:
     return base_ms / parts.t_target_ms[1] - 1.0
 
 
-def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
+def replayable(facts: DrafterFacts, units: Sequence[PairedSample]) -> bool:
     """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the
     trace decides.
     """
@@ -251,7 +251,7 @@ def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
 
 
 def lane_costs(
-    units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]
+    units: Sequence[PairedSample], taken: Sequence[Turn], V: Mapping[int, float]
 ) -> prediction.Costs:
     """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted
     token, a forward of each width, the rest.
@@ -277,12 +277,12 @@ def _reached(units_by_gamma: ByGamma) -> list[int]:
     return reached_D
 
 
-def mean_round_ms(units: Sequence[Unit]) -> float:
+def mean_round_ms(units: Sequence[PairedSample]) -> float:
     """Wall time of a round: the batch's time over its target forwards."""
     return 1000 * sum(unit.seconds for unit in units) / sum(unit.batch_rounds for unit in units)
 
 
-def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+def mean_draft_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
     """Drafting in a mean round, from the timed step."""
     if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
@@ -291,13 +291,13 @@ def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) 
     )
 
 
-def mean_beams(units: Sequence[Unit]) -> float:
+def mean_beams(units: Sequence[PairedSample]) -> float:
     """That a draft step started from."""
     steps = sum(unit.draft_steps for unit in units)
     return sum(unit.draft_beams for unit in units) / steps if steps else 1.0
 
 
-def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+def mean_target_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
     """Verifying in a mean round: t_target at the mean width, linear between timed widths."""
     if facts.schedule == ALONE:
         return 0.0
@@ -306,7 +306,7 @@ def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes)
     return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
 
 
-def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+def busy_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
     """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of
     an overlapped schedule.
     """
@@ -319,5 +319,5 @@ def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> flo
     return mean_draft_ms(units, facts, parts) + mean_target_ms(units, facts, parts)
 
 
-def _per_round(units: Sequence[Unit], counts: Sequence[int]) -> float:
+def _per_round(units: Sequence[PairedSample], counts: Sequence[int]) -> float:
     return sum(counts) / sum(unit.batch_rounds for unit in units)

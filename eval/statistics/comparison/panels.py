@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from eval.report.compare.entries import Entry, Setting, Workload
-from eval.report.words import condition_label
+from eval.statistics.comparison.entries import Entry, Setting, Workload
 from eval.statistics.metrics import Interval, paired_speedups
+from eval.statistics.paired_samples import PairedSample
 from eval.statistics.prediction import Costs
 from eval.statistics.schema import Row
-from eval.statistics.units import Unit
 from jobs.drafters import CONTROL
 
 # What a drafter may cost, for the Pareto front: less is better.
@@ -31,7 +30,7 @@ COSTS: dict[str, Callable[[Entry], int | None]] = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class ComparedEntry:
     """Where an entry stands in its panel."""
 
     entry: Entry
@@ -50,7 +49,7 @@ class Panel:
     setting: Setting
     workload: Workload
     label: str
-    standings: list[Standing]
+    compared: list[ComparedEntry]
 
     @property
     def slug(self) -> str:
@@ -59,7 +58,7 @@ class Panel:
 
     @property
     def entries(self) -> list[Entry]:
-        return [standing.entry for standing in self.standings]
+        return [compared.entry for compared in self.compared]
 
     @property
     def fastest(self) -> list[Entry]:
@@ -83,14 +82,14 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
         return settings.index(setting), work.benchmark, work.batch_size, work.temperature
 
     keys = sorted(groups, key=order)
-    differing = telling(settings, "target", "target_hash") + telling(
+    differing = distinguishing_fields(settings, "target", "target_hash") + distinguishing_fields(
         [work for _, work in keys], "benchmark", "prompts_hash"
     )
     return [
         Panel(
             *key,
             _label(key, differing, groups[key][0].row),
-            _standings(groups[key], resamples, seed),
+            _compare(groups[key], resamples, seed),
         )
         for key in keys
     ]
@@ -105,7 +104,7 @@ def differing_fields(objects: Sequence[Any]) -> list[str]:
     ]
 
 
-def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
+def distinguishing_fields(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
     """The fields to tell objects by: those that differ, the hash only where two have one name."""
     enough = len({vars(one)[hashed] for one in objects}) <= len(
         {vars(one)[name] for one in objects}
@@ -118,7 +117,7 @@ def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) ->
     values = {**vars(key[0]), **vars(key[1])}
     said = {"temperature", "batch_size", "verify"}
     more = [_said(name, values[name]) for name in differing if name not in said]
-    return ", ".join([condition_label(row), *more])
+    return ", ".join([row.condition_label, *more])
 
 
 def _said(name: str, value: Any) -> str:
@@ -144,7 +143,7 @@ def _speed(entry: Entry) -> float:
     return entry.speedup.value
 
 
-def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Standing]:
+def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[ComparedEntry]:
     ranked = _fastest(entries)
     found = [_against(entry, ranked, resamples, seed) for entry in entries]
     for cost, value_of in COSTS.items():
@@ -165,7 +164,7 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
     return found
 
 
-def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> Standing:
+def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> ComparedEntry:
     """The entry against the fastest drafter that is not its own, the two paired by prompt."""
     controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
     others = [
@@ -174,22 +173,22 @@ def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -
         if one.name != entry.name and not (controls and one.row.drafter == CONTROL)
     ]
     if entry.not_ranked or not others:
-        return Standing(entry)
+        return ComparedEntry(entry)
     mine, theirs = entry.counted(), others[0].counted()
     shared = [ids for ids in mine if ids in theirs]
     prompts = sum(len(ids) for ids in shared)
     if not shared:
-        return Standing(entry, others[0])
+        return ComparedEntry(entry, others[0])
     ratio = paired_speedups(
         _columns([mine[ids] for ids in shared]),
         _columns([theirs[ids] for ids in shared]),
         resamples=resamples,
         seed=seed,
     )
-    return Standing(entry, others[0], ratio, prompts)
+    return ComparedEntry(entry, others[0], ratio, prompts)
 
 
-def _columns(units: Sequence[Unit]) -> list[list[float]]:
+def _columns(units: Sequence[PairedSample]) -> list[list[float]]:
     return [
         [unit.tokens for unit in units],
         [unit.seconds for unit in units],

@@ -14,10 +14,9 @@ from decoding.errors import UserError
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, read_origins
 from eval.measure.records import Record, read_records
-from eval.report.words import main_rows
-from eval.statistics.rows import units_at
-from eval.statistics.schema import Row, read_rows
-from eval.statistics.units import Unit
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.rows import samples_of
+from eval.statistics.schema import Row, main_rows, read_rows
 from jobs.run_folder import changed_artefacts, read_manifest
 from jobs.saved_config import read_config
 
@@ -57,12 +56,12 @@ class Evaluation:
             else "eager"
         )
 
-    def units(self, row: Row) -> list[Unit]:
+    def units(self, row: Row) -> list[PairedSample]:
         """The pairs behind a row. Raises UserError where rows and records do not belong
         together.
         """
         try:
-            return units_at(row, self.records)
+            return samples_of(row, self.records)
         except KeyError as error:
             raise UserError(
                 f"{self.folder}: records.jsonl does not hold the generations behind results.jsonl "

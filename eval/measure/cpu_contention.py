@@ -26,7 +26,9 @@ def machine_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def had(own: float, elapsed: float, others: float, threads: int, processors: int) -> float:
+def undisturbed_seconds(
+    own: float, elapsed: float, others: float, threads: int, processors: int
+) -> float:
     """Seconds that a decoding thread had its processors.
 
     own: its processor seconds. others: processor seconds of other processes meanwhile; those that
@@ -39,7 +41,7 @@ def had(own: float, elapsed: float, others: float, threads: int, processors: int
 
 
 @dataclass
-class Watch:
+class UndisturbedClock:
     """Counts from its making on."""
 
     threads: int
@@ -58,4 +60,6 @@ class Watch:
             if machine is None or began[3] is None
             else machine - began[3] - (process - began[2])
         )
-        return had(own - began[0], clock - began[1], others, self.threads, os.cpu_count() or 1)
+        return undisturbed_seconds(
+            own - began[0], clock - began[1], others, self.threads, os.cpu_count() or 1
+        )
