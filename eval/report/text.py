@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.resources import files
 
-from decoding.rounds.stats import LOOPING_BELOW
+import yaml
+
 from decoding.schedules.by_name import VIRTUAL, WALL
 from decoding.stopping.policies import EAGER
 from eval.measure.lengths import CAPPED
@@ -16,48 +18,9 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Decoding on a CPU never waits, so its thread runs all the time unless other processes interfere.
 UNDISTURBED = 0.9
 
-LEGEND: dict[str, str] = {
-    "speedup": "tokens/s with the drafter over tokens/s of our own autoregressive decoding: same "
-    "prompts, machine, threads, dtype and loop, interleaved, prefill excluded. In brackets the "
-    "95 % interval of a paired bootstrap over prompts.",
-    "not looping": "speedup on the prompts (their number in parentheses) whose target text does "
-    f"not repeat itself: distinct-4 of at least {LOOPING_BELOW}. Repetition is easy to draft.",
-    "distinct-4": "share of distinct 4-token sequences in the target's text: 1 never repeats, "
-    "values near 0 loop.",
-    "gamma": "draft length: tokens proposed in a round. <= marks an upper bound for a drafter that "
-    "chooses its own lengths.",
-    "drafted": "mean number of draft tokens in a round.",
-    "alpha": "acceptance rate: accepted draft tokens over tested ones. A token is tested if all "
-    "tokens before it were accepted.",
-    "tau": "block efficiency: tokens emitted per target forward, bonus token included.",
-    "c": "cost ratio: time of a draft step over time of a target step.",
-    "V": "time of the target forward that verifies a proposal over that of one token.",
-    "overhead": "share of a round outside the forward passes. These are timed separately, so clock "
-    "noise can make it slightly negative.",
-    "predicted": "speedup by the formula from alpha, c, V and overhead at the gamma used.",
-    "best gamma": "draft length with the highest predicted speedup on these prompts; none: no "
-    "length beats decoding without a drafter. It is known only afterwards and chose nothing.",
-    "replay": "speedup of an overlapped schedule replayed over its accept/reject trace at the mean "
-    "lane times. Lanes hidden: share of the shorter lane that ran during the longer one.",
-    "output": "equal: token by token the target's own (ties: up to rounding). by rule: sampled by "
-    "a verification rule that provably keeps the target's distribution, so single texts differ. "
-    "lossy: a rule that changes the distribution. half precision: rounds too coarsely to promise "
-    "equality. another model: the drafter alone.",
-}
-COMPARISON_LEGEND: dict[str, str] = {
-    **LEGEND,
-    "over the best": "speedup over that of the best other drafter on the prompts that both ran. "
-    "The 95 % interval keeps the four sides of a prompt together: both drafters and their "
-    "baselines.",
-    "bytes/step": "weights that a draft step reads: the layers and the lm_head, in its dtype.",
-    "trained on": "tokens that the drafter was distilled on, epochs included, by its card.",
-    "t_draft": "milliseconds of a draft step, or of a proposal made in one pass.",
-    "alone": "tokens/s of the baseline in the same run, without a drafter.",
-    "front": "P: no drafter with as few parameters is faster (Pareto front). T: the same for "
-    "training tokens.",
-    "drafts nothing": "the stopping rule found no length that pays, so the speed is that of plain "
-    "decoding. Evaluate with stopping=fixed to see the cost of drafting.",
-}
+_LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml").read_text("utf-8"))
+LEGEND: dict[str, str] = _LEGENDS["evaluation"]
+COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
 
 
 def number(value: float | None, digits: int = 2) -> str:
