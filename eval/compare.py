@@ -32,10 +32,10 @@ READ = ("results.jsonl", "records.jsonl")  # of every run
 
 
 def run(cfg: CompareConfig) -> Path:
-    """Compare and report; returns the run folder with comparison.jsonl, comparison.html and plots/.
+    """Compare finished runs and report; return the folder with comparison.jsonl and the page.
 
     Raises UserError for runs that are missing, unfinished or no evaluations, and for labels and
-    fields that name nothing.
+    fields that match nothing.
     """
     check(cfg)
     if cfg.dry_run:
@@ -73,7 +73,7 @@ def run(cfg: CompareConfig) -> Path:
 
 
 def check(cfg: CompareConfig) -> None:
-    """Raise UserError for settings that nothing can be compared by."""
+    """Raise UserError for settings that cannot be used to compare."""
     if cfg.prompts not in (HEADLINE, ALL):
         raise UserError(f"prompts={cfg.prompts} is unknown, expected {HEADLINE} or {ALL}")
     if cfg.bootstrap_resamples < 1:
@@ -83,8 +83,9 @@ def check(cfg: CompareConfig) -> None:
 
 
 def _say_plan(cfg: CompareConfig) -> None:
-    """What would be read. Runs that are not there yet, as in the dry run of an experiment's stages,
-    are told and no error.
+    """Print what would be read.
+
+    Missing runs are reported without an error, as in the dry run of an experiment's stages.
     """
     for pattern in cfg.runs:
         try:
@@ -102,8 +103,10 @@ def _say_plan(cfg: CompareConfig) -> None:
 
 
 def group_of(cfg: CompareConfig, evaluations: Sequence[Evaluation]) -> str:
-    """The Weights & Biases group: the one given, else the experiment that all runs share, which is
-    a sweep's group too, else this experiment.
+    """Return the Weights & Biases group of the comparison.
+
+    This is the group given, else the experiment shared by all runs (the group of a sweep), else the
+    comparison's own experiment.
     """
     experiments = {str(one.config["experiment"]) for one in evaluations} - {"default"}
     return cfg.tracker.group or (experiments.pop() if len(experiments) == 1 else cfg.experiment)
@@ -138,9 +141,7 @@ def _write(
 
 
 def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
-    """A line of comparison.jsonl: the row of results.jsonl, and what the comparison
-    found about it.
-    """
+    """Return a line of comparison.jsonl: the row of results.jsonl and what was found about it."""
     entry, ratio = compared.entry, compared.ratio
     speedup = entry.speedup
     return {
@@ -184,11 +185,9 @@ def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
 
 
 def _charts(panels: Sequence[Panel]) -> list[Chart]:
-    """Scatter charts of each panel: depth against speedup and against tokens/s, cost ratio against
-    acceptance.
+    """Return scatter charts of each panel: speedup and tokens/s over depth, alpha over cost.
 
-    Tokens/s are each run's own, measured at its own time; speedups are what rows of several runs
-    are compared by.
+    Tokens/s belong to each run; rows of several runs are compared by speedup.
     """
     charts = []
     for panel in panels:
@@ -232,7 +231,7 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
 
 
 def _summary(panels: Sequence[Panel]) -> dict[str, Any]:
-    """The manifest's metrics: the best drafter of each panel."""
+    """Return the manifest's metrics: the best drafter of each panel."""
     return {
         panel.label: {
             "best": panel.fastest[0].name,

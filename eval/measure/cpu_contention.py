@@ -1,9 +1,8 @@
-"""Whether decoding had its processors to itself: the processor time of its own thread, or what
-other processes left it of those that it wanted.
+"""CPU time that decoding had to itself, and what other processes took of it.
 
-The thread's time alone says little where several threads work: a neighbour on another thread's
-processor delays all of them, while the one that is asked waits for the others, busily. So the
-machine's own count of busy time is read as well, where there is one (Linux).
+The thread's CPU time says little if several threads work: a process on another thread's processor
+delays all of them, while the measured thread waits for the others in a busy loop. So the machine's
+count of busy time is read as well, where there is one (Linux).
 """
 
 import os
@@ -15,8 +14,9 @@ STAT = Path("/proc/stat")
 
 
 def machine_seconds() -> float | None:
-    """Busy processor seconds of all processes since the machine started, those that a hypervisor
-    took among them; None where it is not told.
+    """Return the busy CPU seconds of all processes since the machine started; None if unknown.
+
+    Time taken by a hypervisor counts as busy.
     """
     if not STAT.is_file():
         return None
@@ -29,12 +29,11 @@ def machine_seconds() -> float | None:
 def undisturbed_seconds(
     own: float, elapsed: float, others: float, threads: int, processors: int
 ) -> float:
-    """Seconds that a decoding thread had its processors.
+    """Return the seconds that a decoding thread had its processors.
 
-    own: its processor seconds. others: processor seconds of other processes meanwhile; those that
-    fit on processors that decoding leaves free count for nothing, of the rest each of its threads
-    bears a part. What they took of this thread's own processor is missing in its seconds already
-    and counts once.
+    own: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit on
+    processors that decoding leaves free do not count; each thread bears a share of the rest. What
+    was taken from this thread's processor is already missing in `own` and counts once.
     """
     free = max(0, processors - threads) * elapsed
     return max(0.0, min(own, elapsed - max(0.0, others - free) / threads))
@@ -42,7 +41,7 @@ def undisturbed_seconds(
 
 @dataclass
 class UndisturbedClock:
-    """Counts from its making on."""
+    """Clock of the seconds that the current thread had its processors, from its creation on."""
 
     threads: int
 
@@ -53,7 +52,7 @@ class UndisturbedClock:
         return thread_time(), perf_counter(), process_time(), machine_seconds()
 
     def seconds(self) -> float:
-        """Seconds that this thread had its processors so far."""
+        """Return the seconds that this thread had its processors so far."""
         (own, clock, process, machine), began = self._now(), self._began
         others = (
             0.0

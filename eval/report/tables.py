@@ -133,7 +133,8 @@ def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
                 "speedup with prefill": times(row.speedup_with_prefill),
             }
         )
-    return make_table("Where each drafter loses", cells)
+    key = {"drafter", "setting", "slower prompts", "worst prompt", "speedup there"}
+    return make_table("Where each drafter loses", cells, (), key)
 
 
 def off_by(predicted: float | None, row: Row, within: float) -> bool:
@@ -171,7 +172,8 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
         predicted_off = off_by(row.predicted_speedup, row, PREDICTED_WITHIN)
         replay_off = off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
         marks.append("bad" if predicted_off or replay_off else "")
-    return make_table("Predicted and measured speedup", cells, marks)
+    key = {"drafter", "setting", "gamma", "speedup", "predicted", "replay"}
+    return make_table("Predicted and measured speedup", cells, marks, key)
 
 
 def _ratio(predicted: float | None, row: Row) -> str:

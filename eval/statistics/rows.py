@@ -1,4 +1,4 @@
-"""Units -> the rows of results.jsonl: one drafter x benchmark x setting."""
+"""Paired samples -> rows of results.jsonl: one drafter x benchmark x setting."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def interval(units: Sequence[PairedSample], run: RunFacts) -> metrics.Interval:
 
 
 def headline_samples(units: Sequence[PairedSample]) -> list[PairedSample]:
-    """Units whose text by the target does not loop."""
+    """Return the samples whose target text does not loop."""
     return [unit for unit in units if np.mean(unit.distinct_4) >= LOOPING_BELOW]
 
 
 def _categories(units: Sequence[PairedSample], run: RunFacts) -> list[Category]:
-    """The row by category; a unit that mixes categories (a batch) counts under "mixed"."""
+    """Return the row by category; a batch that mixes categories counts as "mixed"."""
     slices: dict[str, list[PairedSample]] = defaultdict(list)
     for unit in units:
         slices[unit.categories[0] if len(set(unit.categories)) == 1 else "mixed"].append(unit)
@@ -89,8 +89,9 @@ def build_row(
     pool: Pool,
     shapes: Shapes = UNKNOWN,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition. shapes: what
-    its models read and compute.
+    """Make one row from the records of a drafter at one draft length under one condition.
+
+    shapes: what its models read and compute.
     """
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
@@ -192,9 +193,7 @@ def _costs(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes)
 def _replayed(
     run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[PairedSample], pool: Pool
 ) -> float | None:
-    """The speedup that an overlapped schedule should have by its own traces, from what each of its
-    lanes took.
-    """
+    """Return the speedup of an overlapped schedule replayed from its traces and lane times."""
     if not replayable(facts, units):
         return None
     traces, gamma = [trace for unit in units for trace in unit.traces], first.num_draft_tokens
@@ -262,9 +261,7 @@ def build_rows(
     records: Sequence[Record],
     shapes: Shapes = UNKNOWN,
 ) -> list[Row]:
-    """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they
-    were measured.
-    """
+    """Make all rows of a run, in the order in which they were measured."""
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
@@ -287,11 +284,11 @@ def pool_of(
     records: Sequence[Record],
     limit: int,
 ) -> Pool:
-    """What predicts a drafter's speedup under one condition, in texts of at most `limit` tokens.
+    """Return what predicts a drafter's speedup under one condition.
 
-    Acceptance and parts are those of the part's own prompts. The overhead is that of the sweep
-    where there was one, over all its draft lengths: so the main part's prediction does not contain
-    its own time, and agreement means something.
+    limit: the most tokens of a text. Acceptance and parts are those of the part's own prompts. The
+    overhead is that of the sweep, over all its draft lengths, if there was one: so the main part's
+    prediction does not contain its own time, and agreement is evidence.
     """
     judged = {
         gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()
@@ -307,7 +304,7 @@ def pool_of(
 def _by_gamma(
     name: str, condition: Condition, part: str, records: Sequence[Record]
 ) -> dict[int, tuple[list[Record], list[PairedSample]]]:
-    """Draft length -> (the drafter's records, paired with the baseline's)."""
+    """Return for each draft length the drafter's records, and their pairs with the baseline's."""
     here = [record for record in records if record.condition == condition and record.part == part]
     baseline = [record for record in here if record.drafter == AUTOREGRESSIVE]
     found = {}
@@ -318,6 +315,6 @@ def _by_gamma(
 
 
 def samples_of(row: Row, records: Sequence[Record]) -> list[PairedSample]:
-    """The pairs behind a row."""
+    """Return the paired samples behind a row."""
     condition = Condition(row.temperature, row.batch_size)
     return _by_gamma(row.drafter, condition, row.part, records)[row.num_draft_tokens][1]
