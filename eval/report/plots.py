@@ -102,9 +102,12 @@ def _plot(axes: Axes, caption: str, name: str = "") -> Plot:
         columns = 2 if max(map(len, handles)) <= 29 and len(handles) > 1 else 1
         figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / columns))
         figure.legend(
-            handles.values(),
-            handles.keys(),
-            **{"loc": "outside lower left", "ncols": columns, "frameon": False, "fontsize": 8.5},
+            list(handles.values()),
+            list(handles),
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            fontsize=8.5,
         )
     return Plot(figure, axes.get_title("left").replace("\n", " "), caption, name)
 
@@ -132,7 +135,7 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
         gammas = [row.num_draft_tokens + shift for row in mine]
         predicted = [row.predicted_speedup or np.nan for row in mine]
         speeds = [Interval(row.speedup, row.speedup_low, row.speedup_high) for row in mine]
-        look = {"color": styles[name].colour}
+        look: dict[str, Any] = {"color": styles[name].colour}
         axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), **look)
         look |= {"marker": styles[name].marker, "label": short(name)}
         values = [one.value for one in speeds]
@@ -319,8 +322,8 @@ def acceptance(panel: Panel, styles: Styles) -> Plot:
         axes.text(at, y, f"{level:g}x", zorder=1.5, bbox=box, **look)
     for entry in drawn:
         look, label = {"color": styles[entry.name].colour, "markersize": 7}, short(entry.name)
-        place = (entry.row.cost_ratio, entry.alpha)
-        axes.plot(*place, styles[entry.name].marker, label=label, **look)
+        x_y = np.array([[entry.row.cost_ratio], [entry.alpha]], dtype=float)
+        axes.plot(*x_y, styles[entry.name].marker, label=label, **look)
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
@@ -359,7 +362,8 @@ def pareto(panel: Panel, cost: str, styles: Styles) -> Plot:
     """Plot speedup over a cost; stairs join the drafters on the front, others are hollow."""
     title = f"Pareto, {COST_NAMES[cost]}: {panel.label}"
     axes = _axes(title, f"{COST_NAMES[cost]} in millions", speedup=True)
-    points = [(e, x / 1e6) for e in _in_order(panel.fastest) if (x := COSTS[cost](e)) is not None]
+    known = [(e, COSTS[cost](e)) for e in _in_order(panel.fastest)]
+    points = [(entry, value / 1e6) for entry, value in known if value is not None]
     on_front = {id(one.entry) for one in panel.compared if one.on_front.get(cost)}
     front = sorted((x, _speed(e).value) for e, x in points if id(e) in on_front)
     axes.plot(*zip(*front, strict=True), color=INK, linewidth=0.8, drawstyle="steps-post")

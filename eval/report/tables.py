@@ -67,7 +67,7 @@ def make_table(
     key: Sequence[str] | set[str] = (),
 ) -> Table:
     """Make a table from mappings of column to text; a `setting` shared by all rows is left out."""
-    columns = list(max(rows, key=len, default={}))
+    columns = max((list(row) for row in rows), key=len, default=[])
     if len({row.get("setting") for row in rows}) == 1:
         columns = [name for name in columns if name != "setting"]
     cells = [[row.get(name, "") for name in columns] for row in rows]
