@@ -284,8 +284,8 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
         return imported(name)  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be imported: {error}. Expected package.module.function, a function "
-            f"that takes the tokenizer and returns one from a text's ids to the ids that may "
+            f"allowed={name} cannot be imported: {error}. Expected package.module.function, a "
+            f"function that takes the tokenizer and returns one from a text's ids to the ids that may "
             f"follow."
         ) from error
 
