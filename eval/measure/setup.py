@@ -285,8 +285,8 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
     except ImportError as error:
         raise UserError(
             f"allowed={name} cannot be imported: {error}. Expected package.module.function, a "
-            f"function that takes the tokenizer and returns one from a text's ids to the ids that may "
-            f"follow."
+            f"function that takes the tokenizer and returns a function from the ids of a text to "
+            f"the ids that may follow."
         ) from error
 
 
