@@ -1,9 +1,9 @@
-"""Every call of torch.cuda in the project; on a CPU each function here has its plain meaning.
+"""All calls of torch.cuda in the project; on a CPU each function does the plain equivalent.
 
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
-launching kernels one by one, which a captured graph does not, and waiting for a number, which the
-loop does once a round (`read`). All other code is free of devices, so the tests run it on a CPU;
-the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
+launching kernels one by one, which captured graphs avoid, and waiting for a number, which the loop
+does once a round (`read`). All other code is independent of the device, so the tests run it on a
+CPU; the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,84 +18,87 @@ from decoding.errors import UserError
 from decoding.values import check_value
 
 T = TypeVar("T")
-# On a CPU `compiled` serves tests, which want it traced and not fused; benchmarks that time it
-# there set "inductor" (it needs a C++ compiler).
+# On a CPU `compiled` serves tests, which need tracing but no fusion. Benchmarks that time it there
+# set "inductor", which needs a C++ compiler.
 CPU_COMPILER = "aot_eager"
 
 
 def device_of(name: str) -> str:
-    """`auto` is a GPU where there is one. Raises UserError for what is no device, and for a GPU
-    that is not there.
+    """Resolve `auto` to a GPU if there is one, else to the CPU.
+
+    Raises UserError for an invalid name and for a GPU that does not exist.
     """
     check_value("device", name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards():
-        found = f"{cards()} CUDA cards, numbered from 0," if cards() else "no CUDA card"
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= count_gpus():
+        found = f"{count_gpus()} CUDA cards, numbered from 0," if count_gpus() else "no CUDA card"
         raise UserError(
             f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto."
         )
     return name
 
 
-def cards() -> int:
-    """How many cards PyTorch sees."""
+def count_gpus() -> int:
+    """Return the number of GPUs that PyTorch finds."""
     return torch.cuda.device_count()
 
 
-def names() -> list[str]:
-    """What the cards are called, in their order."""
-    return [torch.cuda.get_device_name(index) for index in range(cards())]
+def gpu_names() -> list[str]:
+    """Return the GPUs' names in their order."""
+    return [torch.cuda.get_device_name(index) for index in range(count_gpus())]
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether there is a card that has it in hardware."""
+    """Return whether there is a GPU with bfloat16 in hardware."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def use(device: torch.device) -> None:
-    """Make it the card that a plain `cuda` means."""
+def set_default_gpu(device: torch.device) -> None:
+    """Make this the default GPU, which a plain `cuda` means."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def rng_state() -> Tensor | None:
-    """State of the present card's generator; None where there is no card."""
+    """Return the state of the current GPU's generator, None without a GPU."""
     return torch.cuda.get_rng_state() if device_of("auto") == "cuda" else None
 
 
 def restore_rng(state: Tensor) -> None:
-    """Inverse of `rng_state`; a machine without a card has no generator to restore."""
+    """Restore what `rng_state` returned; without a GPU there is nothing to restore."""
     if device_of("auto") == "cuda":
         torch.cuda.set_rng_state(state)
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host queues work ahead of the device, so that reading a tensor costs a wait; it
-    chooses between twins.
+    """Return whether the host queues work ahead of the device, so that reading a tensor waits.
+
+    It selects between the eager and the device version of an algorithm.
     """
     return device.type == "cuda"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was queued."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.tensor` of host numbers, without waiting for the device: pinned memory and an
-    asynchronous copy.
+    """Create a tensor of host numbers without waiting for the device.
+
+    It copies asynchronously from pinned memory.
     """
     if device.type == "cuda":
         return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(data, dtype=dtype, device=device)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for it; what is there already stays.
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device without waiting; a tensor that is already there stays.
 
-    A copy out of memory that is not pinned would wait for all that was queued before.
+    A copy from memory that is not pinned would wait for all queued work.
     """
     if device.type == "cuda":
         pinned = values if values.is_cuda else values.pin_memory()
@@ -103,26 +106,23 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device)
 
 
-def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Host arrays as int64 tensors of their shapes on the device, in one copy that nobody waits
-    for.
-    """
+def copy_arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy host arrays to the device as int64 tensors of their shapes, in one asynchronous copy."""
     packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
-    parts = sent(packed, device).split([array.size for array in arrays])
+    parts = copy_to_device(packed, device).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def fill(buffer: Tensor, data: Any) -> None:
-    """Overwrite a static buffer with host numbers, without waiting for the device (whose queue
-    keeps the order).
-    """
+    """Overwrite a static buffer with host numbers, in the order of the device's queue."""
     host = torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     buffer.copy_(host, non_blocking=True)
 
 
 def read(*tensors: Tensor) -> list[Any]:
-    """The tensors as lists, with one wait for the device. Integers past 2^53 do not survive it: it
-    is for token ids and probabilities.
+    """Return the tensors as lists, with one wait for the device.
+
+    For token ids and probabilities: integers above 2^53 lose digits.
     """
     if not runs_ahead(tensors[0].device):
         return [each.tolist() for each in tensors]
@@ -138,7 +138,7 @@ def read(*tensors: Tensor) -> list[Any]:
 
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Inside, every wait for the device that is not a `read` raises (CUDA's sync debug mode)."""
+    """Make every wait for the device other than `read` raise (CUDA's sync debug mode)."""
     if device.type != "cuda":
         yield
         return
@@ -164,18 +164,16 @@ def _waiting_is_meant(device: torch.device) -> Iterator[None]:
 
 
 def pool(device: torch.device) -> Any:
-    """Memory that the graphs of one model share; their outputs are copied out before the next one
-    runs.
-    """
+    """Return a memory pool for the graphs of one model, which copy their outputs out of it."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Callable[[], T]:
-    """`function`, recorded once as a CUDA graph; each call replays it and returns the same tensors
-    with new numbers.
+    """Record `function` once as a CUDA graph.
 
-    It must read and write the same tensors at every call and never wait. On a CPU it is the
-    function itself.
+    Each call of the result replays the graph and returns the same tensors with new numbers. The
+    function must read and write the same tensors at every call and never wait. On a CPU the result
+    is the function itself.
     """
     if device.type != "cuda":
         return function
@@ -183,7 +181,7 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # libraries choose their kernels and take their workspaces outside the recording
+            # libraries choose their kernels and allocate workspaces outside the recording
             for _ in range(2):
                 function()
         torch.cuda.current_stream().wait_stream(stream)
@@ -201,12 +199,11 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
 def compiled(
     function: Callable[..., T], device: torch.device, sizes_open: bool = False
 ) -> Callable[..., T]:
-    """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run by
-    CPU_COMPILER.
+    """Compile `function` with inductor on a GPU, and with CPU_COMPILER on a CPU.
 
-    sizes_open: one form for all sizes, and what cannot be traced runs as it is; otherwise a form
-    for each, traced whole. Tuned matrix-vector products: with one row, inductor writes them as
-    reductions with what stands around them.
+    sizes_open: compile one form for all sizes, and run code that cannot be traced as it is;
+    otherwise compile a fully traced form for each size. Matrix-vector products are tuned: with one
+    row, inductor writes them as reductions fused with the operations around them.
     """
     # one for every shape; a loop over contexts and widths has many
     torch._dynamo.config.recompile_limit = 256
@@ -217,12 +214,12 @@ def compiled(
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """(free, total) bytes of the card; None on a CPU."""
+    """Return (free, total) bytes of the GPU, None on a CPU."""
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes that tensors took at once since the last call; None on a CPU."""
+    """Return the peak bytes of tensors since the last call, None on a CPU."""
     if device.type != "cuda":
         return None
     most = torch.cuda.max_memory_allocated(device)
@@ -230,8 +227,8 @@ def peak_bytes(device: torch.device) -> int | None:
     return most
 
 
-def card(device: torch.device) -> str:
-    """The card's name and compute capability, or 'cpu'."""
+def describe_gpu(device: torch.device) -> str:
+    """Return the GPU's name and compute capability, or 'cpu'."""
     if device.type != "cuda":
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
@@ -239,6 +236,6 @@ def card(device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Give cached memory back, between models of different sizes."""
+    """Return cached memory to the device, between models of different sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The public face: load a target with a drafter, generate text, stream it.
+"""The front door: load a target with a drafter, generate text, stream it.
 
 from decoding import load, generate
 engine = load("assets/target", "runs/quickstart/distill.train/drafter")
@@ -18,7 +18,7 @@ from decoding.costs.measure import measure_costs, weighed_widths
 from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
-from decoding.loop import check, decode, start
+from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
 from decoding.models.load import load_target
 from decoding.models.text.messages import Prompt, prompt_ids
@@ -28,28 +28,28 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import weighs_costs
-from decoding.values import check_value, shown
+from decoding.values import check_value, quote
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A target, what drafts for it, and the target's tokenizer.
+    """A target, its drafter, and the target's tokenizer.
 
-    Threads may share one: their calls wait for each other. Of streams only the one that was begun
-    last can be read (see `generate`).
+    Threads may share an engine: their calls wait for each other. Only the latest stream can be
+    read (see `generate`).
     """
 
     target: Target
     drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    # Measured by the first `generate` that drafts so: by "schedule, rule, batch size".
+    # measured by the first `generate` whose drafter needs them; key: "schedule, rule, batch size"
     costs: dict[str, RoundCosts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Generated text (special tokens left out), its token ids, and the counts of the run."""
+    """Generated text without special tokens, its token ids, and the counts of the run."""
 
     text: str
     tokens: list[int]
@@ -69,23 +69,23 @@ def load(
 ) -> Engine:
     """Load a target folder with a drafter, and the target's tokenizer.
 
-    drafter: the folder of a model or of a head, the name of a drafter that needs none (such as
-    "prompt_lookup"; decoding/drafters/registry.py has all), a mapping {"use": name or folder,
+    drafter: the folder of a model or of a head, the name of a drafter without a folder (such as
+    "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
     option: value}, a `Drafter`, or None (autoregressive decoding). It runs in the target's dtype
-    and on its device, but for what its options say.
-    parallel, processes: spread the target over several processes (see `load_target`).
+    and on the target's device, unless its options differ.
+    parallel, processes: split the target over several processes (see `load_target`).
 
     Raises UserError for folders that cannot be used, and for a drafter that does not fit the
-    target: a model of another tokenizer, a head of another target.
+    target: a model with another tokenizer, a head of another target.
     """
     if not isinstance(target, str | Path):
-        raise UserError(f"target is {shown(target)}, expected the path of a model folder.")
+        raise UserError(f"target is {quote(target)}, expected the path of a model folder.")
     choice = None
     if isinstance(drafter, str | Path | Mapping):
         choice = choose_drafter(drafter)
     elif drafter is not None and not hasattr(drafter, "propose"):
         raise UserError(
-            f"drafter is {shown(drafter)}, expected the path of a model folder, a name, a mapping "
+            f"drafter is {quote(drafter)}, expected the path of a model folder, a name, a mapping "
             f"with `use`, a Drafter or None."
         )
     tokenizer = load_tokenizer(target)
@@ -107,7 +107,7 @@ def load(
 
 
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The end-of-text ids of a model folder: generation_config.json's, and the tokenizer's."""
+    """Return the end-of-text ids of generation_config.json and of the tokenizer."""
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = [one for one in (found if isinstance(found, list) else [found]) if one is not None]
@@ -118,14 +118,15 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a text, of a chat rendered by the tokenizer's chat template with its generation
-    prompt, or of the ids themselves.
+    """Return the token ids of a text, a chat or a sequence of ids.
+
+    A chat is rendered by the tokenizer's chat template with its generation prompt.
     """
     return prompt_ids(engine.tokenizer, prompt, engine.target.vocab_size, engine.target.name)
 
 
 def text_of(engine: Engine, tokens: Sequence[int]) -> str:
-    """The text of token ids, special tokens left out."""
+    """Return the text of token ids without special tokens."""
     return str(engine.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
@@ -140,24 +141,25 @@ def generate(
 def generate(
     engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
-    """Continue a text, or token ids, or answer a chat (messages). settings: the fields of
-    `decoding.rounds.settings.Settings`.
+    """Continue a text or token ids, or answer a chat (messages).
 
-    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of
-    text, each as soon as its round ends. Other calls on the engine may come between two pieces; the
-    iterator then raises UserError, as their text has taken the place of its own in the caches. The
-    first call with a drafter times a round's parts, and drafts are then as long as pays here
-    (`stopping="cost_ratio"`). So the same seed gives the same text for as long as the engine lives;
-    with verify="coupled", stopping="fixed" or costs= of yours, always (schedule="pearl_plus_wall"
-    decides by the clock: there the same text needs verify="coupled").
+    settings: the fields of `decoding.Settings`. The text ends with a completed stop string, which
+    it contains. stream=True returns an iterator over pieces of text, one a round. If another call
+    on the engine comes between two pieces, the iterator raises UserError, since that call has
+    overwritten the caches.
+
+    The first call with a drafter times the parts of a round; drafts then have the length that pays
+    on this machine (`stopping="cost_ratio"`). The same seed therefore gives the same text while
+    the engine lives, and always with verify="coupled", stopping="fixed" or given `costs`.
+    schedule="pearl_plus_wall" decides by the clock, and needs verify="coupled" for that.
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"generate() knows no setting '{name}'; the nearest is '{near}' "
-                f"(decoding.Settings has all)."
+                f"generate() has no setting '{name}'; the nearest is '{near}' "
+                f"(decoding.Settings lists all)."
             )
     check_value("stream", stream)
     fixed: dict[str, Any] = {
@@ -166,7 +168,7 @@ def generate(
     }
     chosen = Settings(**{**fixed, **settings})
     check(engine.target, engine.drafter, chosen)
-    # No other thread uses the models from the measuring of costs to the last token.
+    # no other thread uses the models between measuring costs and the last token
     with Claim(engine.target, engine.drafter):
         ids = encode(engine, text_or_messages)
         chosen = with_costs(engine, ids, chosen)
@@ -179,10 +181,10 @@ def generate(
 def with_costs(
     engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1
 ) -> Settings:
-    """The settings, with the measured costs of a round where the drafter decides by them.
+    """Return the settings with measured costs of a round if the drafter decides by them.
 
-    Some sixty forwards of the target, once for each schedule, rule and batch size. They use the
-    caches: call it before a decode begins.
+    Measuring takes some sixty target forwards, once for each schedule, rule and batch size. It
+    uses the caches, so call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
@@ -209,11 +211,11 @@ def with_costs(
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:
-    """Text pieces, each as soon as its round ends."""
+    """Yield pieces of text, each at the end of its round."""
     stream = TextStream(lambda ids: text_of(engine, ids))
     pieces: list[str] = []
     with torch.inference_mode():
-        batch = start(
+        batch = prefill_batch(
             engine.target,
             engine.drafter,
             [prompt],

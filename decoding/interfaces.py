@@ -1,10 +1,19 @@
-"""The protocols of decoding, Target, Drafter and Stopping, and what they exchange in a round.
+"""The protocols of decoding (Target, Drafter, Stopping) and the data that they exchange in a round.
 
-A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is in no
-cache yet: the round's target forward runs over the tip and the drafted tokens.
+A round drafts, runs one target forward, verifies and commits:
+
+    proposal = drafter.propose(sequences, budgets, stopping, chooser)
+    logits, hidden = target.forward(tip + proposal.tokens)
+    outcome = rule(logits, proposal, chooser, readback)
+    target.commit(outcome.paths)
+    drafter.observe(observation)
+    drafter.rollback(target.lengths)
+
+A row's *sequence* is its prompt and the tokens emitted so far. No cache holds its last token, the
+*tip*, yet: the round's target forward runs over the tip and the drafted tokens.
 
 Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size, P
-nodes with children, K tokens of a distribution.
+nodes with children, K candidates.
 """
 
 import math
@@ -16,15 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-NO_NODE = -2  # in place of a parent: padding, where only the device knows how many nodes a row has
+# parent of a padding node, where only the device knows how many nodes a row has
+NO_NODE = -2
 
-Readback = Callable[..., list[Any]]  # tensors -> the same as lists on the host, in one wait
+Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, in one wait
 
 
 class Warper(Protocol):
-    """Sampling settings, as drafters and verification rules use them
-    (decoding/sampling/warpers.py).
-    """
+    """Sampling settings that turn logits into probabilities (decoding/sampling/warpers.py)."""
 
     @property
     def temperature(self) -> float: ...
@@ -34,25 +42,25 @@ class Warper(Protocol):
     def truncates(self) -> bool: ...
 
     def probs(self, logits_RV: Tensor) -> Tensor:
-        """Return the warped probabilities, (R, V)."""
+        """Return the warped probabilities (R, V)."""
         ...
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
-        """Return warped probabilities, in proportion, of the K highest logits of a row."""
+        """Return unnormalised warped probabilities of each row's K highest logits."""
         ...
 
 
 class Chooser(Protocol):
-    """Choose tokens in a round: drafters ask for theirs, verification rules for the target's.
+    """Token choice of a round, for drafters and for verification rules alike.
 
-    Both so use the same warpers and the same keyed noise (decoding/sampling/token_chooser.py).
-    Depth 0 is the first drafted token.
+    Both therefore use the same warpers and the same keyed noise
+    (decoding/sampling/token_chooser.py). Depth 0 is the first drafted token.
     """
 
     rule: str  # "greedy", "token", "block", "coupled" or "typical"
     vocab_size: int
     device: torch.device
-    # what an equal chooser in another process needs: its settings, and the round it has begun
+    # the settings and the current round, from which another process makes an equal chooser
     spec: tuple[Any, str, int, int]
     begun: tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
@@ -60,53 +68,52 @@ class Chooser(Protocol):
     def warper(self) -> Warper: ...
     @property
     def processors(self) -> Any:
-        """The changes to logits by the text so far (decoding/sampling/logits_processors.py), or
-        None.
-        """
+        """Logits processors of the text so far (decoding/sampling/logits_processors.py), if any."""
         ...
 
     @property
     def tests_q(self) -> bool:
-        """Whether the rule tests sampled tokens by p / q."""
+        """Whether the rule tests sampled tokens by p / q, so that proposals must carry q."""
         ...
 
     @property
     def depths(self) -> int:
-        """The depths of this round that have shared noise."""
+        """Number of depths that have shared noise in this round."""
         ...
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        """Return the uniform of (seed, request, round, position, purpose), and of a node."""
+        """Return the uniform of (seed, request, round, position, purpose), and of the node."""
         ...
 
     def draft_key(self, row: int, depth: int) -> int:
-        """Return the key of (seed, request, round, position) for a drafter's own numbers."""
+        """Return the key of (seed, request, round, position) from which a drafter makes noise."""
         ...
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return a drafter's next token of each row, and its q (B, V) where the rule tests it."""
+        """Return a drafter's next token (B,) of each row, and its q (B, V) if the rule tests q."""
         ...
 
     def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return `count` different next tokens (B, P, count) of each node, and their q
-        (B, P, V).
-        """
+        """Return `count` distinct children (B, P, count) of each node, and the tested q, if any."""
         ...
 
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return `count` different tokens sampled from q at each node, and their probabilities."""
+        """Sample `count` distinct tokens from q at each node; return them and their probabilities.
+
+        The nodes are numbered from `first`.
+        """
         ...
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
-        """Return log probabilities (B, P, V) by which a drafter ranks the next tokens of nodes."""
+        """Return log probabilities (B, P, V) by which a drafter ranks the nodes' next tokens."""
         ...
 
     def race(
         self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
     ) -> Tensor:
-        """Return the tokens (B, N) that the shared noise chooses at these depths."""
+        """Return the tokens (B, N) that the shared noise selects at these depths."""
         ...
 
 
@@ -190,9 +197,7 @@ class RoundCosts:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats
-    where a policy reads it.
-    """
+    """Confidence of a sampled token: its probability, and the entropy in nats if it is needed."""
 
     confidence: float
     entropy: float = math.nan
@@ -220,47 +225,56 @@ class Stopping(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TopRows:
-    """What a tree's tokens were drawn from, by few candidates: row 0 is of the tip's children, row
-    n + 1 of node n's.
+    """The distributions over few candidates that a tree's tokens were sampled from.
 
-    Siblings stand in the order in which they were drawn, without replacement. Nodes at the end that
-    have no children may be left out. With a tail the last candidate is none but stands for all
-    tokens that are not among the others: the share is that of them together, and the id that of the
-    one that was drawn from them.
+    Row 0 holds the distribution of the tip's children, row n + 1 that of node n's; rows of nodes
+    without children may be missing at the end. Siblings are ordered as they were sampled, without
+    replacement.
+
+    With a tail, the last candidate represents all tokens outside the other candidates: its
+    probability is their sum, and its id is the token that was sampled from them.
     """
 
-    ids_BPK: Tensor  # different within a row
-    probs_BPK: Tensor  # in proportion
-    # in proportion, 0 at the candidates; None: other tokens have no share
+    ids_BPK: Tensor  # distinct within a row
+    probs_BPK: Tensor  # unnormalised
+    # unnormalised, 0 at the candidates; None: all other tokens have probability 0
     tail_BPV: Tensor | None = None
 
     def at(self, row: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One row of each."""
+        """Return the ids (K,), probabilities (K,) and tail (V,) of one node's children."""
         tail_V = None if self.tail_BPV is None else self.tail_BPV[row, place]
         return self.ids_BPK[row, place], self.probs_BPK[row, place], tail_V
 
 
 @dataclass(slots=True)
 class Proposal:
-    """The tokens put forward in one round."""
+    """The tokens that a drafter proposes in one round: a chain or a tree."""
 
-    tokens_BN: Tensor  # rows with fewer than N are padded on the right
-    counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
-    # None: a chain; else the parent's index, -1 for the tip, NO_NODE for padding; parents first.
+    # rows with fewer than N tokens are padded on the right
+    tokens_BN: Tensor
+    # drafted tokens of each row; nodes past this count are not verified
+    counts_B: list[int]
+    # index of each node's parent, -1 for the tip, NO_NODE for padding; parents precede their
+    # children. None: a chain.
     parents_BN: Tensor | None = None
-    # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
+    # probabilities that each token was sampled from; None: point masses (greedy, coupled, n-gram)
     q_BNV: Tensor | None = None
-    steps: int = 0  # the model's forwards that made it
-    q_top: TopRows | None = None  # of a tree, in place of q_BNV
-    siblings: int = 0  # of a tree with q_BNV: the most children that a node has
-    # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see
-    # `Observation.answers`.
-    asks: Callable[[Tensor], Sequence[Tensor]] | None = None
-    frontiers: int = 0  # the frontiers of its steps, summed; 0: one node each
+    # forwards of the draft model
+    steps: int = 0
+    # replaces q_BNV for a tree whose children were sampled from few candidates
+    q_top: TopRows | None = None
+    # the largest number of children of a node, for a tree with q_BNV
+    siblings: int = 0
+    # Maps the target's logits (B, N + 1, V) to tensors that the drafter reads back together with
+    # the outcome; they arrive in `Observation.readback`.
+    readback: Callable[[Tensor], Sequence[Tensor]] | None = None
+    # sum of the frontiers of all steps; 0: one node a step
+    frontiers: int = 0
 
     def counted(self) -> "Proposal | None":
-        """Without the nodes that no row counts: they ride along in the forward and are not
-        verified. None if no row counts any.
+        """Drop the nodes past every row's count; return None if no row has a drafted token.
+
+        The target's forward runs over such nodes, but they are not verified.
         """
         N = max(self.counts_B)
         if self.tokens_BN.shape[1] == N:
@@ -272,8 +286,9 @@ class Proposal:
         return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
 
     def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
-        """Drafted tokens of each row of a tree, padding left out; parents: `parents_BN`
-        as lists.
+        """Count the drafted tokens of each row of a tree without its padding.
+
+        parents: `parents_BN` as lists.
         """
         pairs = zip(parents, self.counts_B, strict=True)
         return [sum(parent != NO_NODE for parent in row[:count]) for row, count in pairs]
@@ -281,26 +296,30 @@ class Proposal:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one round's proposal."""
+    """The verdict on one round's proposal."""
 
-    # tokens gained by each row: the accepted ones and the target's own next one
+    # tokens gained by each row: the accepted ones, then one chosen by the target
     tokens_B: list[list[int]]
-    # accepted nodes of the proposal; None: the first ones of the chain
+    # indices of the accepted nodes; None: the first `accepted` nodes of a chain
     paths_B: list[list[int]] | None
-    accepted_B: list[int]  # accepted tokens
-    tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
-    # drafted tokens, where padding may be among the proposal's; None: its counts
+    accepted_B: list[int]
+    # tested tokens along the path: the accepted ones and the rejected one, if any
+    tested_B: list[int]
+    # drafted tokens, if the proposal's counts include padding; None: the proposal's counts
     drafted_B: list[int] | None = None
 
 
 @dataclass(slots=True)
 class Observation:
-    """What a drafter may learn from after a round."""
+    """The data that a drafter may learn from after a round."""
 
     outcome: Outcome
-    logits_BNV: Tensor  # of the tip and the drafted tokens
-    hidden_BNC: Tensor  # of the same; with `Capabilities.taps` their states, side by side
-    answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
+    # at the tip and the drafted tokens, (B, N + 1, V)
+    logits_BNV: Tensor
+    # at the same nodes; with `Capabilities.taps` the tapped states, concatenated
+    hidden_BNC: Tensor
+    # the tensors of `Proposal.readback`, as lists
+    readback: list[Any] = field(default_factory=list)
 
 
 class FrontierPlanner(Protocol):
@@ -317,34 +336,43 @@ class FrontierPlanner(Protocol):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a drafter can do and needs."""
+    """The abilities and needs of a drafter, by which the loop chooses its inputs and schedule."""
 
-    shape: str = "chain"  # or "tree"
-    has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
-    needs_hidden: bool = False  # wants the target's hidden states
-    # layers whose states it wants in place of the one after the final norm (`Target.forward`); they
-    # come side by side as the channels of every hidden state that it is given
+    # "chain" or "tree"
+    shape: str = "chain"
+    # proposals carry the probabilities that the tokens were sampled from
+    has_q: bool = False
+    # reads the target's hidden states
+    needs_hidden: bool = False
+    # layers whose hidden states replace the one after the final norm, concatenated along the
+    # channels (see `Target.forward`)
     taps: tuple[int, ...] = ()
-    # of a prompt's only the last: `open` may be given that alone, as the only column
+    # needs only the last hidden state of a prompt: `open` may be given that column alone
     last_hidden: bool = False
-    can_overlap: bool = False  # can draft while the target verifies
-    needs_costs: bool = False  # weighs its proposal by the measured costs of a round
-    # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
+    # can draft while the target verifies
+    can_overlap: bool = False
+    # shapes its proposals by the measured costs of a round
+    needs_costs: bool = False
+    # what t_draft measures: one drafted "token", or a "round" (trees, one-pass drafters)
     steps: str = "token"
-    # Of a chain: the stopping policy is asked after every token; else it limits the length before a
-    # round alone.
+    # of a chain: asks the stopping policy after every token; otherwise the policy only limits the
+    # length before a round
     stops_by_token: bool = True
-    # frontiers at which a draft step is timed, narrowest first; one where all steps cost the same
+    # frontiers at which a draft step is timed, in increasing order; one if all steps cost the same
     frontiers: tuple[int, ...] = (1,)
-    frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
+    # chooses among the frontiers by measured costs
+    frontier_planner: FrontierPlanner | None = None
 
     def __post_init__(self) -> None:
         if self.taps and not self.needs_hidden:
-            raise ValueError("a drafter with taps needs hidden states: set needs_hidden=True")
+            raise ValueError("a drafter with taps reads hidden states: set needs_hidden=True")
 
 
 class Target(Protocol):
-    """A causal LM with a cache whose rows have their own lengths."""
+    """A causal LM with a KV cache whose rows have different lengths.
+
+    A call of `forward` commits nothing: `commit` then keeps the tip and the accepted nodes.
+    """
 
     @property
     def name(self) -> str: ...
@@ -364,51 +392,50 @@ class Target(Protocol):
     def num_parameters(self) -> int: ...
     @property
     def max_length(self) -> int:
-        """Most tokens a row may hold, prompt and output together."""
+        """Maximum number of tokens in a row, prompt and output together."""
         ...
 
     @property
     def lengths_B(self) -> list[int]:
-        """Committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache, by row."""
         ...
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
-        """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
+        """Start `batch_size` empty rows of `capacity` cache slots each (default: max_length)."""
         ...
 
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
-        committed by it.
+        """Return (logits_BNV, hidden_BNC) of new tokens after each row's committed ones.
 
         parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
-        tip, and always smaller than n; None is a chain. Rows with fewer tokens are padded on the
-        right with any id and commit fewer.
+        tip, and always less than n; None is a chain. Rows with fewer tokens are padded on the
+        right with any id, and commit fewer.
 
-        hidden is after the final norm. With taps it is (B, N, len(taps) * C): the hidden states at
-        these layers side by side, in this order. Number k is Hugging Face's `hidden_states[k]`: 0
-        the output of the embedding, k the state after k layers, and k = num_layers the one after
-        the final norm. Raises UserError for a layer that there is not, and for one named twice.
+        hidden_BNC is the state after the final norm. With taps it is (B, N, len(taps) * C): the
+        hidden states at these layers, concatenated in this order. Layers are numbered as in
+        Hugging Face's `hidden_states`: 0 is the output of the embedding, k the state after k
+        layers, and k = num_layers the state after the final norm. Raises UserError for a layer
+        that does not exist or is named twice.
         """
         ...
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
-        """The hidden states of `forward` alone, without the product with the vocabulary (for
-        prefill).
-        """
+        """Return the hidden states of `forward` without computing logits, for prefill."""
         ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0,
-        1, 2 ...
+        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward.
+
+        paths_BL: None is the chain 0, 1, 2, ...
         """
         ...
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to at most these lengths."""
+        """Roll rows back to at most these numbers of tokens."""
         ...
 
     def select(self, rows: Sequence[int]) -> None:
@@ -416,32 +443,32 @@ class Target(Protocol):
         ...
 
     def keep(self, row: int, name: int) -> None:
-        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until
-        `forget`.
-        """
+        """Store a copy of a row's committed cache under a name, for `begin`, until `forget`."""
         ...
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept
-        under a name.
-        """
+        """Fill a row, empty since `open`, with the first `length` tokens stored by `keep`."""
         ...
 
     def forget(self) -> None:
-        """Drop all that was kept."""
+        """Drop everything that `keep` stored."""
         ...
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings (..., C)."""
+        """Return token embeddings (..., C)."""
         ...
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states after the final norm."""
+        """Return the logits (..., V) of hidden states after the final norm."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
+    """Proposes tokens for the rows of the running batch; the target verifies them.
+
+    Called in this order: `prepare` and `open` once; then in each round `propose`, `observe`,
+    `rollback`, and `select` if rows have finished. `resume` replaces `open` in a conversation.
+    """
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -453,33 +480,31 @@ class Drafter(Protocol):
     def num_parameters(self) -> int: ...
 
     def width(self, gamma: int) -> int:
-        """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
+        """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""
         ...
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """The target that will verify and the measured costs of a round, if the settings have any;
-        told before `open`.
-        """
+        """Set the target that will verify and the measured costs of a round, if there are any."""
         ...
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Start rows with these prompts; sequences will hold `capacity` tokens at most.
+        """Start rows with these prompts; no sequence will exceed `capacity` tokens.
 
         prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
-        `capabilities.needs_hidden`; or, if `capabilities.last_hidden`, maybe one column alone, each
-        prompt's last of these.
+        `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: the
+        last of these states of each prompt.
         """
         ...
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that
-        the row held, the others are new.
+        """Continue the single row of `open` with a new prompt.
 
-        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
-        last stands before the prompt's last token. Given if `capabilities.needs_hidden`; of all new
-        tokens, unless `capabilities.last_hidden`.
+        The row already holds the prompt's first `kept` tokens. hidden_NC, given if
+        `capabilities.needs_hidden`: the target's hidden states of the tokens that it has just
+        read, at least one; the last state belongs to the token before the prompt's last. They
+        cover all new tokens, unless `capabilities.last_hidden`.
         """
         ...
 
@@ -490,19 +515,19 @@ class Drafter(Protocol):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft at most budgets_B[b] tokens for each row, fewer where its policy says so."""
+        """Draft at most budgets_B[b] tokens for each row, or fewer if its stopping policy ends."""
         ...
 
     def observe(self, observation: Observation) -> None:
-        """See what became of the proposal. A row for which nothing was drafted may have been given
-        tokens by another (decoding/drafters/with_lookup.py).
+        """Learn from the verified round.
+
+        A row for which this drafter drafted nothing may have received another drafter's tokens
+        (decoding/drafters/with_lookup.py).
         """
         ...
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Forget cached tokens past these lengths (the committed tokens, the new tip
-        not counted).
-        """
+        """Drop cached tokens past these lengths, which count committed tokens without the tip."""
         ...
 
     def select(self, rows: Sequence[int]) -> None:
@@ -510,15 +535,17 @@ class Drafter(Protocol):
         ...
 
     def time_step(self, frontier: int = 1) -> None:
-        """Do the work of one draft step (see `Capabilities.steps`) with this frontier, one of
-        `Capabilities.frontiers`, and leave no trace; for timing, after `open`.
+        """Do the work of one draft step, for timing after `open`, without changing any state.
+
+        frontier: one of `Capabilities.frontiers`. A step is defined by `Capabilities.steps`.
         """
         ...
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent
-    relation. Rows of padding mean nothing.
+    """Return a boolean (B, N, N): whether node n descends from m or is m.
+
+    The parent relation is squared repeatedly. Rows of padding are undefined.
     """
     B, N = parents_BN.shape
     device = parents_BN.device

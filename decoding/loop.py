@@ -1,8 +1,7 @@
-"""The decode loop: open a batch and run rounds until its rows are done.
+"""The decode loop: open a batch and run rounds until all rows have finished.
 
-It serves every drafter, schedule and verification rule, greedy and sampled, for batches of rows
-with their own lengths; without a drafter it is autoregressive decoding. decoding/rounds/batch.py
-holds the round.
+It serves every drafter, schedule and verification rule, greedy and sampled, and rows of different
+lengths; without a drafter it decodes autoregressively. A round is in decoding/rounds/batch.py.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from decoding.schedules.by_name import SCHEDULES, batch_type, usual_stopping
 from decoding.stopping.policies import make_stopping
-from decoding.values import check_choice, is_int, shown
+from decoding.values import check_choice, is_int, quote
 from decoding.verification.rules import check_rule
 
 
-def start(
+def prefill_batch(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
@@ -33,14 +32,14 @@ def start(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Batch:
-    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it
-    has `rows`, then `close`.
+    """Return a batch of all prompts after its prefill.
 
-    The caches are its own until another call takes them: then `round` raises UserError. Raises
-    UserError as `unread` does.
+    Call `round` under torch.inference_mode while it has `rows`, then `close`. The batch owns the
+    models' caches until another call takes them; `round` then raises UserError. Raises UserError
+    as `build_batch` does.
     """
     with Claim(target, drafter):
-        batch = unread(
+        batch = build_batch(
             target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
         )
         if batch.rows:
@@ -48,7 +47,7 @@ def start(
     return batch
 
 
-def unread(
+def build_batch(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
@@ -58,11 +57,10 @@ def unread(
     on_tokens: OnTokens | None = None,
     claim: Claim | None = None,
 ) -> Batch:
-    """The batch before its prefill, its claim to the caches taken; the drafter knows its target.
-    claim: None is a new one to both models.
+    """Return the batch before its prefill, with the caches claimed and the drafter prepared.
 
-    Raises UserError for an empty prompt, one that fills the target's context or holds an id that is
-    none of its tokens, and as `check` does.
+    claim: None creates a new claim to both models. Raises UserError for a prompt that is empty,
+    fills the target's context or contains an id outside the vocabulary, and as `check` does.
     """
     check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
@@ -108,24 +106,24 @@ def unread(
 
 
 def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
-    """Raise UserError for settings under which this target cannot decode with this drafter."""
+    """Raise UserError if these settings do not fit the target or the drafter."""
     if drafter is not None:
         check_taps(target, drafter.capabilities.taps)
         check_rule(settings.verify, settings.temperature, drafter.capabilities, drafter.name)
     check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
     if settings.num_draft_tokens > target.max_length:
         raise UserError(
-            f"num_draft_tokens is {shown(settings.num_draft_tokens)}, expected at most "
+            f"num_draft_tokens is {quote(settings.num_draft_tokens)}, expected at most "
             f"{target.max_length}, the context of '{target.name}' in tokens."
         )
 
 
 def _check_ids(index: int, prompt: Sequence[int], target: Target) -> None:
-    """Raise UserError for a token id that the target does not have."""
+    """Raise UserError for a token id outside the target's vocabulary."""
     wrong = [token for token in prompt if not is_int(token) or not 0 <= token < target.vocab_size]
     if wrong:
         raise UserError(
-            f"prompt {index} holds {shown(wrong[0])}, expected token ids: whole numbers from 0 to "
+            f"prompt {index} holds {quote(wrong[0])}, expected token ids: whole numbers from 0 to "
             f"{target.vocab_size - 1}, the vocabulary of '{target.name}'."
         )
 
@@ -140,15 +138,14 @@ def decode(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Generation]:
-    """Continue every prompt; one Generation a prompt, in order. All prompts run as one ragged
-    batch.
+    """Continue all prompts as one ragged batch; return one Generation a prompt, in order.
 
     drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2
-    ...). on_tokens(prompt index, new token ids) is called as tokens appear. Raises UserError as
-    `start` does.
+    ...). on_tokens(prompt index, new token ids) is called as tokens are emitted. Raises UserError
+    as `build_batch` does.
     """
     with Claim(target, drafter):  # other threads wait for the whole call
-        batch = start(
+        batch = prefill_batch(
             target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
         )
         generations = [row.generation for row in batch.rows]

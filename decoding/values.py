@@ -1,8 +1,6 @@
-"""What a setting may be, in one table: `Settings`, the warpers, the jobs and whoever takes settings
-from outside ask it.
+"""Valid values of settings, in one table for `Settings`, the warpers, the jobs and the server.
 
-Numbers are numbers: a bool is neither an int nor a float here, and NaN and infinity are no values
-of anything.
+A bool is neither an int nor a float here, and NaN and infinity are never valid.
 """
 
 import math
@@ -13,29 +11,29 @@ from typing import Any
 
 from decoding.errors import UserError
 
-# all noise is keyed by 64 bits: a seed beyond them, or below 0, would be another one's
+# all noise is keyed by 64 bits: any other seed would repeat one of these
 LARGEST_SEED = 2**64 - 1
-# below, logits over the temperature overflow float32; greedy decoding is temperature 0
+# below, logits / temperature overflow float32; temperature 0 is greedy decoding
 COLDEST, HOTTEST = 1e-5, 1e5
-LARGEST = 2**31 - 1  # of a count
-SHOWN = 60  # characters of a value that a message quotes
+LARGEST = 2**31 - 1  # the largest count
+MAX_QUOTED = 60  # characters of a value that a message quotes
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Whether a value is fine, and what is expected, in words."""
+class ValueRule:
+    """A test of values, and the expectation in words."""
 
     fits: Callable[[Any], bool]
     expected: str
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an int; a bool is none."""
+    """Return whether the value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite int or float; a bool is none."""
+    """Return whether the value is a finite int or float and not a bool."""
     if not (is_int(value) or isinstance(value, float)):
         return False
     try:
@@ -44,16 +42,16 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def whole(least: int, most: int = LARGEST, note: str = "") -> Rule:
-    """A whole number from `least` to `most`; note: what an end of the range means."""
-    return Rule(
+def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
+    """Return the rule for whole numbers from `least` to `most`; the note explains a bound."""
+    return ValueRule(
         lambda value: is_int(value) and least <= value <= most,
         f"a whole number from {least} to {most}{note}",
     )
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text that UTF-8 can hold: no half of a surrogate pair is in it."""
+    """Return whether the value is a text that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and lone_surrogate(value) is None
 
 
@@ -61,103 +59,104 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Return where half of a surrogate pair is alone, which no encoding holds (of a cut emoji,
-    say); None: nowhere.
-    """
+    """Return the index of the first lone surrogate (such as a cut emoji), None if there is none."""
     found = _SURROGATE.search(text)
     return None if found is None else found.start()
 
 
 def texts(value: Any) -> bool:
-    """Whether it is a list or tuple of texts, none empty."""
+    """Return whether the value is a list or tuple of nonempty texts."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
 def ids(value: Any) -> bool:
-    """Whether it holds token ids alone."""
+    """Return whether the value is a collection of token ids."""
     return isinstance(value, list | tuple | set | frozenset) and all(
         is_int(one) and one >= 0 for one in value
     )
 
 
-def optional(rule: Rule) -> Rule:
-    """The rule, or None."""
-    return Rule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
+def optional(rule: ValueRule) -> ValueRule:
+    """Return a rule that also accepts None."""
+    return ValueRule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
 
 
-SWITCH = Rule(lambda value: isinstance(value, bool), "True or False")
-FUNCTION = Rule(callable, "a function")
+SWITCH = ValueRule(lambda value: isinstance(value, bool), "True or False")
+FUNCTION = ValueRule(callable, "a function")
 
-# Name of a setting, in `Settings` and in the jobs' configurations alike -> what it may be.
-RULES: dict[str, Rule] = {
-    "max_new_tokens": whole(1),
-    "temperature": Rule(
+# name of a setting, in `Settings` and in the jobs' configurations -> its valid values
+RULES: dict[str, ValueRule] = {
+    "max_new_tokens": whole_number(1),
+    "temperature": ValueRule(
         lambda value: is_number(value) and (value == 0 or COLDEST <= value <= HOTTEST),
         f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST:g}",
     ),
-    "top_k": whole(0, note=" (0 is off)"),
-    "top_p": Rule(
+    "top_k": whole_number(0, note=" (0 is off)"),
+    "top_p": ValueRule(
         lambda value: is_number(value) and 0 < value <= 1,
         "a number more than 0 and at most 1 (off)",
     ),
-    "min_p": Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"),
-    "num_draft_tokens": whole(0, note=" (0 is no drafting)"),
-    "seed": whole(0, LARGEST_SEED),
-    "stop_token_ids": Rule(ids, "a tuple of token ids, whole numbers of 0 or more"),
-    "stopping_threshold": optional(
-        Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    "min_p": ValueRule(
+        lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"
     ),
-    "repetition_penalty": Rule(
+    "num_draft_tokens": whole_number(0, note=" (0 is no drafting)"),
+    "seed": whole_number(0, LARGEST_SEED),
+    "stop_token_ids": ValueRule(ids, "a tuple of token ids, whole numbers of 0 or more"),
+    "stopping_threshold": optional(
+        ValueRule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    ),
+    "repetition_penalty": ValueRule(
         lambda value: is_number(value) and 0.01 <= value <= 100,
         "more than 0 (1 is off): a number from 0.01 to 100",
     ),
     "allowed": optional(FUNCTION),
-    "stop_strings": Rule(texts, "a tuple of texts, none of them empty"),
+    "stop_strings": ValueRule(texts, "a tuple of texts, none of them empty"),
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,
-    # Of `load` and `load_target`.
-    "device": Rule(
+    # of `load` and `load_target`
+    "device": ValueRule(
         lambda value: (
             isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is not None
         ),
         "auto, cpu, cuda or cuda:N",
     ),
-    "max_length": optional(whole(2)),
-    "processes": whole(0, 4096),
-    "batch_size": optional(whole(1)),
+    "max_length": optional(whole_number(2)),
+    "processes": whole_number(0, 4096),
+    "batch_size": optional(whole_number(1)),
     "trust_remote_code": SWITCH,
 }
 
 
-def check_value(name: str, value: Any, rule: Rule | None = None, key: str = "") -> None:
-    """Raise UserError for a value that the setting of this name cannot have. key: what the message
-    calls it, where not its name.
+def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str = "") -> None:
+    """Raise UserError for a value that is invalid for this setting.
+
+    key: the name in the message, if it differs.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):
-        raise UserError(f"{key or name} is {shown(value)}, expected {rule.expected}.")
+        raise UserError(f"{key or name} is {quote(value)}, expected {rule.expected}.")
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """`check_value` for each."""
+    """Check each value by the rule of its name."""
     for name, value in values.items():
         check_value(name, value)
 
 
 def check_settings(config: Any, names: Sequence[str]) -> None:
-    """`check_value` for these fields of a job's configuration."""
+    """Check these fields of a job's configuration."""
     check_values({name: vars(config)[name] for name in names})
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise UserError for a value that is none of the words that the setting takes."""
+    """Raise UserError for a value that is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise UserError(f"{name} {shown(value)} is unknown, expected one of {', '.join(choices)}.")
+        raise UserError(f"{name} {quote(value)} is unknown, expected one of {', '.join(choices)}.")
 
 
-def shown(value: Any) -> str:
-    """A value as a message quotes it: short, whatever it is."""
+def quote(value: Any) -> str:
+    """Return a value as a message quotes it, at most `MAX_QUOTED` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
@@ -166,4 +165,4 @@ def shown(value: Any) -> str:
             if is_int(value)
             else f"a {type(value).__name__}"
         )
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."

@@ -1,6 +1,4 @@
-"""Prune, distil, regenerate, pretrain: the jobs that make a shallow drafter out of a target, and
-their maths.
-"""
+"""Jobs that make a shallow drafter from a target: prune, distil, regenerate, pretrain."""
 
 from jobs.interrupts import end_imports_quietly
 

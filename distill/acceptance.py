@@ -1,11 +1,12 @@
-"""Held-out acceptance: how much of the target's own answers the student would have drafted right.
+"""Held-out acceptance: the share of the target's own answers that the student drafts correctly.
 
-The target is frozen, so it answers the held-out prompts once, by our own decoding; every evaluation
-is then one packed forward of the student over those answers. For a token at a position, sum_v
-min(p, q) is the chance that the student's draft passes the test of speculative sampling (Leviathan
-et al. 2023, section 3.3), and `argmax p = argmax q` is the same at temperature 0.
+The target is frozen, so our decoding produces its answers to the held-out prompts once. Every
+evaluation is then one packed forward pass of the student over these answers. The probability that
+speculative sampling accepts the student's draft at a position is sum_v min(p, q) (Leviathan et al.
+2023, section 3.3); at temperature 0 a draft is accepted if argmax p = argmax q.
 
-Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
+Shapes: N answer tokens, V vocabulary, C tokens of a chunk, H and G hidden sizes of student and
+teacher.
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ _CHUNK = 1024
 
 
 @dataclass
-class Totals:
+class AcceptanceSums:
     """Sums over held-out tokens."""
 
-    accepted: float  # of sum_v min(p, q)
-    greedy: float  # tokens where p and q have the same argmax
-    loss: float  # of -log q of the token that stands there, in nats, at temperature 1
+    # sum_v min(p, q)
+    accepted: float
+    # tokens at which p and q have the same argmax
+    greedy: float
+    # -log q of the actual token in nats, at temperature 1
+    loss: float
     tokens: float
 
     @property
@@ -36,7 +40,7 @@ class Totals:
 
 
 class HeldOutAcceptance:
-    """Callable that scores the student's present weights on the target's answers."""
+    """Callable that scores the student's current weights on the target's answers."""
 
     def __init__(
         self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float
@@ -45,18 +49,18 @@ class HeldOutAcceptance:
         self.teacher = teacher
         self.temperature = temperature or 1.0
         rows = best_fit([len(sample.ids) for sample in answers], max_length)
-        # One row a forward keeps the memory of an evaluation below that of a training step.
+        # One row per forward pass needs less memory than a training step.
         self.batches = [
             collate(answers, [row], max_length, next(student.parameters()).device) for row in rows
         ]
         self._teacher_hidden: list[Tensor] = []
 
     def __call__(self) -> dict[str, float]:
-        """`acceptance` (mean of sum min(p, q) at the held-out temperature), `greedy` (share of
-        equal argmaxes), and `score`.
+        """Return `acceptance`, `greedy_acceptance` and `score`.
 
-        Within a run every checkpoint has the same shape and so the same cost: acceptance alone
-        ranks acceptance x cost.
+        `acceptance` is the mean of sum_v min(p, q) at the held-out temperature, `greedy_acceptance`
+        the share of positions with equal argmaxes. All checkpoints of a run have the same shape and
+        cost, so acceptance alone ranks them.
         """
         totals = self.totals()
         greedy = totals.greedy / totals.tokens
@@ -67,8 +71,8 @@ class HeldOutAcceptance:
         }
 
     @torch.no_grad()
-    def totals(self) -> Totals:
-        """The sums over all supervised tokens, with the student's present weights."""
+    def totals(self) -> AcceptanceSums:
+        """Return the sums over all supervised tokens with the student's current weights."""
         totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             if number == len(self._teacher_hidden):
@@ -77,7 +81,7 @@ class HeldOutAcceptance:
             totals += self._overlap(
                 student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT)
             )
-        return Totals(*totals.tolist())
+        return AcceptanceSums(*totals.tolist())
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
         totals = torch.zeros(4, dtype=torch.float64)
@@ -102,19 +106,20 @@ class HeldOutAcceptance:
 
 
 class HeldOutMixture:
-    """Callable: the figures of the target's answers, and of the held-out text of every domain of a
-    mixture.
+    """Callable that scores the student on the target's answers and each domain's held-out text.
 
-    On text the target is not asked for answers: student and target read the same words, and their
-    overlap is counted at every one.
+    The target does not answer the domains' texts: student and target read the same text, and their
+    overlap is measured at every token.
     """
 
     def __init__(self, answers: HeldOutAcceptance, domains: dict[str, HeldOutAcceptance]) -> None:
         self.answers, self.domains = answers, domains
 
     def __call__(self) -> dict[str, float]:
-        """What `HeldOutAcceptance` gives; acceptance/NAME and loss/NAME (nats a token) of every
-        domain, and worst_domain_acceptance.
+        """Return the figures of `HeldOutAcceptance` and of every domain.
+
+        These are acceptance/NAME and loss/NAME (nats per token) of each domain, and
+        worst_domain_acceptance.
         """
         totals = {name: held_out.totals() for name, held_out in self.domains.items()}
         figures = self.answers()

@@ -1,16 +1,16 @@
-"""`python -m distill.compact`: a zero-padded LLaMA checkpoint in its true width, with equal logits.
+"""`python -m distill.compact`: store a zero-padded LLaMA at its true width with equal logits.
 
-The released shallow and wide drafters (arXiv 2402.01528) are stored 4096 wide and are 2560 wide in
-truth: when they were made, Hugging Face had no heads wider than hidden size / heads, so the
-residual stream was padded with zeros. They load and decode as they are; compacted they hold and
-read 1.6x less.
+The released shallow and wide drafters (arXiv 2402.01528) have a true width of 2560 but are stored
+with a width of 4096. Hugging Face did not support heads wider than hidden size / heads at the time,
+so the residual stream was padded with zeros. Padded checkpoints load and decode correctly, but
+compact ones take and read 1.6x less memory.
 
-A channel is padding when nothing is ever written to it: its column of the embedding and its row of
-every o_proj and down_proj are zero. It can be dropped wherever it is read. An RMSNorm divides by
-sqrt(S / D + eps), S being the sum of squares over the D stored channels; with C of them kept it
-divides by sqrt(S / C + eps'), so with eps' = eps x D / C its weights are multiplied by sqrt(D / C).
-Heads keep their width, which is then written down (head_dim), as it is no longer hidden size /
-heads.
+A channel is padding if nothing writes to it: its column of the embedding and its row of every
+o_proj and down_proj are zero. Such a channel can be dropped wherever it is read. An RMSNorm divides
+by sqrt(S / D + eps), where S is the sum of squares over the D stored channels. With C kept channels
+it divides by sqrt(S / C + eps'). With eps' = eps x D / C, its weights must be multiplied by sqrt(D
+/ C). The width of a head is unchanged and must be stored as head_dim, because it no longer equals
+hidden size / heads.
 
 Shapes: V vocabulary, D stored channels, C kept channels.
 """
@@ -36,16 +36,19 @@ from training.models.build import dtype_of, known_config
 from training.optimizer import count_parameters
 
 _EMBEDDING = "model.embed_tokens.weight"
-_WRITERS = ("o_proj", "down_proj")  # their rows are residual channels
-# their columns are
+# Their rows are residual channels.
+_WRITERS = ("o_proj", "down_proj")
+# Their columns are residual channels.
 _READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-_NOT_WEIGHTS = ("rotary_emb",)  # a table that older versions of transformers stored
-_ROWS, _TOKENS = 4, 64  # of the text that both forms read when they are compared
+# A table that older versions of transformers stored.
+_NOT_WEIGHTS = ("rotary_emb",)
+# Size of the random text that both forms read.
+_ROWS, _TOKENS = 4, 64
 
 
 class Compact(Job[CompactConfig]):
-    """One run of distill.compact, which leaves a model folder."""
+    """Run of distill.compact, which writes a model folder."""
 
     artefact = "model"
 
@@ -55,8 +58,8 @@ class Compact(Job[CompactConfig]):
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":
             raise UserError(
-                f"{self.folder}: model_type is '{kind}', expected llama: the padded checkpoints "
-                f"that were released are"
+                f"{self.folder}: model_type is '{kind}', expected llama, the type of the released "
+                f"padded checkpoints"
             )
         check_model(self.folder)
 
@@ -65,8 +68,8 @@ class Compact(Job[CompactConfig]):
 
     def dry_run(self, run: Run) -> None:
         print(
-            f"would look for zero channels in {self.folder}, and write it without them to "
-            f"{run.artefact} where logits stay equal"
+            f"would look for zero channels in {self.folder} and write the model without them to "
+            f"{run.artefact} if the logits stay equal"
         )
 
     def work(self, run: Run) -> None:
@@ -74,28 +77,29 @@ class Compact(Job[CompactConfig]):
 
 
 def run(config: CompactConfig) -> Path:
-    """Write the compact model to output_dir/model. Returns that folder. Raises UserError for one
-    that is not padded, or not equal.
+    """Write the compact model to output_dir/model and return that folder.
+
+    Raises UserError if the checkpoint is not padded or the logits differ.
     """
     return Compact(config).run()
 
 
 def compact(config: CompactConfig, run: Run, folder: Path) -> None:
-    """Cut the zero channels out of the model in `folder`, and write it where logits stay equal."""
+    """Remove the zero channels of the model in `folder` and write it if the logits stay equal."""
     state = load_state(folder)
     if _EMBEDDING not in state:
         raise UserError(
-            f"{folder}: the weights have no tensor '{_EMBEDDING}', which a llama model needs"
+            f"{folder}: the weights have no tensor '{_EMBEDDING}', which a LLaMA requires"
         )
-    kept_C = kept_channels(folder, state)
+    kept_C = choose_channels(folder, state)
     model = compact_model(known_config(folder), state, kept_C)
     dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
-    model.to(dtype)  # what is compared is what will be stored, rounding and all
+    model.to(dtype)  # compare the weights as stored, including their rounding
     difference = largest_difference(folder, model, config.seed)
     if not difference <= config.tolerance:
         raise UserError(
-            f"{folder}: compacted to {len(kept_C)} channels in {dtype} its logits differ by "
-            f"{difference:.1e} of the largest one, more than "
+            f"{folder}: after it was compacted to {len(kept_C)} channels in {dtype}, the logits "
+            f"differ by {difference:.1e} of the largest logit, more than "
             f"tolerance={config.tolerance:g}; nothing was written. {_remedy(dtype)}"
         )
     write_model(model, folder, run.artefact, dtype, draft_tokens=4)
@@ -109,17 +113,17 @@ def compact(config: CompactConfig, run: Run, folder: Path) -> None:
     print(
         f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, "
         f"{figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
-        f"{difference:.1e} of the largest one in float32: {run.artefact}"
+        f"{difference:.1e} of the largest logit in float32: {run.artefact}"
     )
 
 
 def _module(name: str) -> str:
-    """The module that a weight belongs to: `o_proj` of model.layers.0.self_attn.o_proj.weight."""
+    """Return the module name of a weight: `o_proj` for model.layers.0.self_attn.o_proj.weight."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def zero_channels(state: Mapping[str, Tensor]) -> Tensor:
-    """bool [D]: residual channels to which nothing is ever written."""
+def find_zero_channels(state: Mapping[str, Tensor]) -> Tensor:
+    """Return a mask of the residual channels that nothing writes to, bool [D]."""
     written_D = (state[_EMBEDDING] != 0).any(dim=0)
     for name, tensor in state.items():
         if _module(name) in _WRITERS:
@@ -127,15 +131,17 @@ def zero_channels(state: Mapping[str, Tensor]) -> Tensor:
     return ~written_D
 
 
-def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
-    """Indices [C] of the channels to keep: those that are written to, and as many zero ones as make
-    C a multiple of the heads, which Hugging Face's LlamaConfig wants. Raises UserError when there
-    is nothing to drop, or nothing to keep.
+def choose_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the indices [C] of the channels to keep.
+
+    These are all channels that are written to, plus enough zero channels to make C a multiple of
+    the number of heads, as Hugging Face's LlamaConfig requires. Raises UserError if no channel can
+    be dropped or no channel would be left.
     """
-    zero_D = zero_channels(state)
+    zero_D = find_zero_channels(state)
     if zero_D.all():
         raise UserError(
-            f"{folder}: every weight is zero (a dry run's folder?), so that nothing would be left"
+            f"{folder}: every weight is zero, expected a trained model (dry runs write zeros)"
         )
     heads = known_config(folder).num_attention_heads
     used, unused = (~zero_D).nonzero().flatten(), zero_D.nonzero().flatten()
@@ -144,16 +150,16 @@ def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
         few = f", too few to stay a multiple of its {heads} heads" if len(unused) else ""
         raise UserError(
             f"{folder} is not padded: {len(unused)} of its {len(zero_D)} residual channels are "
-            f"zero in the embedding and in every o_proj and down_proj{few}. It is compact as it is"
+            f"zero in the embedding and in every o_proj and down_proj{few}. It is already compact"
         )
     return torch.cat((used, unused[:spare])).sort().values
 
 
 def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> Any:
-    """The LlamaForCausalLM over the kept channels in float32; `config` and `state` are the stored
-    ones.
+    """Build the LlamaForCausalLM over the kept channels in float32.
 
-    Raises UserError for a weight that a llama model of this configuration does not have, or lacks.
+    `config` and `state` are the stored ones. Raises UserError if a weight is missing or unexpected
+    for a LLaMA of this configuration.
     """
     ratio = config.hidden_size / len(kept_C)
     shape = {
@@ -172,8 +178,7 @@ def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> A
     odd = sorted(weights.keys() ^ model.state_dict().keys())
     if odd:
         raise UserError(
-            f"the weights are not those of a llama model of this config.json: '{odd[0]}' is in one "
-            f"of them only"
+            f"the weights do not match config.json: '{odd[0]}' is either missing or unexpected"
         )
     model.load_state_dict(weights)
     return model
@@ -187,13 +192,14 @@ def _compact(name: str, tensor: Tensor, kept_C: Tensor, norm_factor: float) -> T
         return tensor[kept_C]
     if module in _READERS and name.endswith(".weight"):
         return tensor[:, kept_C]
-    return tensor  # a bias of what reads the stream, or what `compact_model` refuses by name
+    return tensor  # a bias of a reader, or a weight that `compact_model` rejects
 
 
 @torch.no_grad()
 def largest_difference(folder: Path, compact: Any, seed: int) -> float:
-    """Largest difference of logits between the stored form and the compact one on drawn tokens,
-    both in float32, over the largest logit.
+    """Return the largest logit difference between both forms, relative to the largest logit.
+
+    Both forms read random tokens in float32.
     """
     stored = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -207,7 +213,7 @@ def largest_difference(folder: Path, compact: Any, seed: int) -> float:
         stored.config.vocab_size, (_ROWS, tokens), generator=torch.Generator().manual_seed(seed)
     )
     before_BTV = stored(ids_BT).logits
-    del stored  # one of them in memory at a time
+    del stored  # hold only one model in memory
     dtype = compact.dtype
     after_BTV = compact.float()(ids_BT).logits
     compact.to(dtype)
@@ -217,7 +223,7 @@ def largest_difference(folder: Path, compact: Any, seed: int) -> float:
 def _remedy(dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return "The norms' new weights were rounded: store them with dtype=float32"
-    return "Use it as it is stored, which loads and decodes too"
+    return "Use the padded checkpoint, which loads and decodes correctly"
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
-"""The folder of a distilled student: its card, its README, and launch lines for the engines that
-load it.
-"""
+"""Folder of a distilled student: its card, README and launch lines for serving engines."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from decoding.models.folder import CARD, read_json
+from jobs.paths import shown
 from training import drafter_folder
-from training.drafter_folder import Origin, figures_on_card, tokenizer_on_card, training_on_card
+from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
-    """How the model in a folder was cut out of its target, by its card; None where the card, or
-    that, is missing.
-    """
+    """Return how the model in a folder was pruned, or None if its card does not record it."""
     card = folder / CARD
     return read_json(card).get("pruning") if card.is_file() else None
 
 
 def write_card(
-    folder: Path, model: Any, origin: Origin, pruning: dict[str, Any] | None = None
+    folder: Path, model: Any, origin: Provenance, pruning: dict[str, Any] | None = None
 ) -> None:
-    """drafter_card.json, and README.md in Hub form with launch lines. pruning: how the model was
-    cut out of the target; None where it was not.
+    """Write drafter_card.json and README.md in Hub form with launch lines.
+
+    pruning: how the model was cut out of the target, or None.
     """
     config = model.config
     keys = (
@@ -52,8 +50,8 @@ TRIED = {
 
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
-    """Ready lines for the engines that load the folder."""
-    target = target.replace("embedded:", "assets/")  # what ships with the project
+    """Return the launch line of every engine that loads the folder."""
+    target = shown(target)
     vllm = json.dumps(
         {"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens}
     )
@@ -74,9 +72,7 @@ def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]
 
 
 def readme(card: dict[str, Any]) -> str:
-    """The README of a drafter folder: front matter of the Hugging Face Hub, then what it is and how
-    to start it.
-    """
+    """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
     lines = "\n\n".join(
         f"**{engine}** ({TRIED[engine]})\n\n```\n{line}\n```"
         for engine, line in launch_lines(card["target"], ".", 4).items()

@@ -1,12 +1,9 @@
-"""Dry runs: what a job would cost, and the student's folder with weights of zero, to try serving
-with before anything is trained.
+"""Dry runs: the cost of a job, and a student's folder of zeros for trying it in a server.
 
-Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file
-is sparse. Operations are those of products with weights, two a weight and token forward and four
-backward; attention's own are left out.
+Neither the target's weights nor the data are read, and the zeros take no disk space. FLOPs count
+products with weights: two per weight and token forward, four backward; attention's are left out.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,42 +13,44 @@ import torch
 from decoding import devices
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
-from distill.prune.layer_choice import most_candidates
-from distill.shapes import odd_widths, other_size, removal_flops, student_config
-from jobs.amounts import hours, operations, size
+from distill.prune.layer_choice import max_layer_sets
+from distill.shapes import (
+    describe_size_mismatch,
+    removal_flops,
+    student_config,
+    warn_unaligned_widths,
+)
+from jobs.amounts import operations, size
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from jobs.ranks import ZERO
 from training.config import LoopConfig, StudentConfig
-from training.drafter_folder import Origin, write_untrained
-from training.models.build import dtype_of, known_config, random_model, say_missing, target_config
+from training.drafter_folder import Provenance, keeps_folder, write_untrained
+from training.models.build import dtype_of, known_config, print_missing, random_model, target_config
 from training.models.shapes import (
     bytes_a_step,
     forward_flops,
     layers_of,
     millions,
     parameter_counts,
-    target_widths,
 )
 from training.parallel.memory_plan import (
-    Shape,
     activation_bytes,
     answering_bytes,
     answering_line,
     bytes_per_rank,
 )
-from training.plan import plan_tokens
+from training.plan import plan_tokens, print_plan, print_work
 
-LARGE = 10**9  # parameters of a target whose memory is worth a word
+LARGE = 10**9  # parameters above which a target's dtype is noted
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> float:
-    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless
-    a trained one is there. Returns operations.
+    """Print the cost of `distill.train` and write the untrained drafter. Returns FLOPs.
 
-    was_dry: what is there was written by a dry run, and is replaced.
+    A trained drafter is kept; was_dry: the folder was written by a dry run and is replaced.
     """
-    say_missing(config.target)
+    print_missing(config.target)
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
@@ -65,14 +64,12 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
 
 
 def _print_other_size(shape: StudentConfig, student: Any) -> None:
-    if note := other_size(shape.name, student):
+    if note := describe_size_mismatch(shape.name, student):
         print(note)
 
 
 def _student(config: TrainConfig, target: Any) -> Any:
-    """The configuration of the student: by its shape, or of the folder that it goes on from where
-    that is there.
-    """
+    """Return the student's configuration, from its shape or from the folder it continues from."""
     if config.student.init == "folder" and config.student.path:
         folder = resolve(config.student.path)
         student = known_config(folder)
@@ -89,11 +86,9 @@ def dry_prune(
     folder: Path,
     was_dry: bool,
 ) -> float:
-    """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`.
-    Returns operations.
-    """
+    """Print the stages of `distill.prune` and write the untrained student. Returns FLOPs."""
     source, flops = target, 0.0
-    say_missing(config.target)
+    print_missing(config.target)
     if hint := wide_dtype(config, target):
         print(hint)
     for number, shape in enumerate(shapes, start=1):
@@ -134,9 +129,7 @@ def dry_prune(
 def _print_importance(
     config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any
 ) -> float:
-    """Of mode=importance: tokens that are read and operations, which it returns; memory of what is
-    in it longest, a probe or the scores.
-    """
+    """Print the cost of mode=importance and its peak memory. Returns FLOPs."""
     settings, row = config.importance, config.data.max_length
     flops = importance_flops(config, source, frozen["target"], shape)
     compared, tried = _probes(config, source, shape)
@@ -147,7 +140,7 @@ def _print_importance(
             f" and {tried} of them distilled on {distilled:,} tokens each "
             f"(importance.probe_steps={settings.probe_steps})"
         )
-    _say(
+    print_work(
         f"importance: scores from {settings.sequences * row:,} tokens{what}",
         flops,
         config.assumed_tflops,
@@ -164,15 +157,13 @@ def _print_importance(
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
-    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations.
-    Returns operations.
-    """
+    """Print the cost of mode=l0, which trains the source under masks. Returns FLOPs."""
     loop, trained = config.loop, parameter_counts(source)["all"]
     a_token = (6.0 if config.l0.train_weights else 4.0) * trained
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
     plan = plan_tokens(loop, a_token, config.assumed_tflops)
     flops = a_token * plan.tokens
-    _say(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
+    print_work(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
     _print_memory(
         loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights
     )
@@ -188,9 +179,7 @@ def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) ->
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
-    """Operations of mode=importance by its settings: scores, the greedy order of layers, and all
-    probes.
-    """
+    """Return the FLOPs of mode=importance: scores, the greedy order of layers, and all probes."""
     settings, row = config.importance, config.data.max_length
     scores = forward_flops(source) * settings.sequences * row
     if settings.choice not in ("probe", "greedy") or not _layers_are_open(config, source, shape):
@@ -202,31 +191,29 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
     a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
     distilled = settings.probe_steps * config.between.tokens_per_step * a_token
     looked = settings.probe_sequences * row * forward_flops(shape)
-    # Each is looked at as it was cut, and again behind its distillation; the target reads the
+    # Each is evaluated after the cut and again after its distillation; the target reads the
     # held-out text once.
     all_looks = (compared + tried) * looked + settings.probe_sequences * row * forward_flops(target)
     return scores + greedy + tried * distilled + all_looks
 
 
 def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
-    """(candidate sets of layers that are compared as cut, those of them that are distilled), at
-    most.
-    """
+    """Return the largest number of sets of layers that are compared, and of those distilled."""
     settings = config.importance
     if settings.choice != "probe" or not _layers_are_open(config, source, shape):
         return 0, 0
-    most = most_candidates(shape.num_hidden_layers, source.num_hidden_layers)
+    most = max_layer_sets(shape.num_hidden_layers, source.num_hidden_layers)
     return most, min(most, settings.probe_candidates) if settings.probe_steps else 0
 
 
 def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
-    """Whether this cut drops layers that `student.layers` does not name."""
+    """Return True if this cut drops layers that `student.layers` does not name."""
     count = shape.num_hidden_layers
     return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
 def wide_dtype(config: PruneConfig, target: Any) -> str:
-    """A hint where a large target is stored in 16 bits and would be read in 32; else empty."""
+    """Return a note if a large target in 16 bits would be read in 32, else an empty text."""
     stored, whole = target.dtype or torch.float32, parameter_counts(target)["all"]
     if config.target.dtype != "float32" or stored.itemsize > 2 or whole < LARGE:
         return ""
@@ -238,8 +225,9 @@ def wide_dtype(config: PruneConfig, target: Any) -> str:
 
 
 def describe(student: Any, target: Any, role: str = "target") -> None:
-    """Parameters, bytes of a step, and warnings of odd widths. role: what the target is to the
-    student.
+    """Print parameters, bytes per step, and warnings of unaligned widths.
+
+    role: the relation of the target to the student.
     """
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
     print(f"{role}: {millions(whole)} parameters, {layers_of(target)}")
@@ -250,7 +238,7 @@ def describe(student: Any, target: Any, role: str = "target") -> None:
         f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in "
         f"{layers_of(student)}, {tables}); a step reads {size(bytes_a_step(student))} in 16 bits"
     )
-    for warning in odd_widths(student):
+    for warning in warn_unaligned_widths(student):
         print(f"warning: {warning}")
 
 
@@ -262,33 +250,23 @@ def print_cost(
     tflops: float,
     frozen_dtype: str = "",
 ) -> float:
-    """Say what training a student of this configuration takes. Returns operations; 0 where the data
-    alone tells how many.
+    """Print the cost of training a student. Returns FLOPs; 0 if they depend on the data.
 
-    frozen: configurations of the models that are held beside it, by name; `target` is run too, as
-    the teacher. frozen_dtype: of their weights; empty: the loop's.
+    frozen: configurations of the frozen models in memory, by name; `target` also runs, as the
+    teacher. frozen_dtype: of their weights; empty: the loop's.
     """
     trained = parameter_counts(student)["all"]
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
     a_token = 6 * trained + 2 * teacher
     print(f"cost: {operations(a_token)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
-    plan = plan_tokens(loop, a_token, tflops)
-    if plan.tokens:
-        _say(f"plan: {plan.words}", float(a_token * plan.tokens), tflops)
-    else:
-        print(
-            f"plan: {plan.words}; their tokens are known when the data is read (or give "
-            f"loop.max_steps)"
-        )
+    flops = print_plan(loop, a_token, tflops, "loop.max_steps")
     _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
-    return float(a_token * plan.tokens)
+    return flops
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
-    """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and
-    how many are kept.
-    """
+    """Print the size and number of checkpoints of `stored` weights, `trained` with states."""
     size_of_one = size(_checkpoint_bytes(loop, trained, stored))
     print(
         f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), "
@@ -308,8 +286,9 @@ def _print_memory(
     frozen_dtype: str,
     trains: bool = True,
 ) -> None:
-    """What a rank holds, part by part. loop: None where nothing is trained; trains: False where
-    masks alone are.
+    """Print the memory of a rank, part by part.
+
+    loop: None if nothing is trained. trains: False if only masks are trained.
     """
     ranks, known = _ranks(parallel)
     kept = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
@@ -320,7 +299,7 @@ def _print_memory(
         parts = ("weights", "gradients", "optimizer", "buffers") if trains else ("weights",)
         kept |= {name: plan[name] for name in parts}
         made = activation_bytes(
-            _shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
+            student, loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
         )
         kept |= {"activations": made["layers"], "loss": made["loss"]}
     told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
@@ -333,16 +312,14 @@ def _print_memory(
 
 
 def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
-    """What rank 0 holds before the first step, while a second copy of the target answers the
-    held-out prompts.
-    """
+    """Print the memory of rank 0 before the first step, while the target's second copy answers."""
     held = {"target": _frozen_bytes(target, config.parallel, config.loop.dtype)}
     held["weights"] = parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize
     print(answering_line(held | answering_bytes(target, config)))
 
 
 def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
-    """What a rank holds of a model that is not trained."""
+    """Return the bytes that a rank holds of a frozen model."""
     whole = parameter_counts(model)
     held = bytes_per_rank(
         0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"]
@@ -351,28 +328,9 @@ def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
 
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
-    """How many ranks the memory is told for, and a remark where nobody has said."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.cards()
+    """Return the number of ranks to plan for, and a remark if it is assumed."""
+    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.count_gpus()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
-
-
-def _shape(student: Any) -> Shape:
-    widths = target_widths(student)
-    return Shape(
-        student.num_hidden_layers,
-        widths["hidden_size"],
-        widths["num_attention_heads"],
-        widths["head_dim"],
-        widths["intermediate_size"],
-        student.vocab_size,
-    )
-
-
-def _say(what: str, flops: float, tflops: float) -> None:
-    print(
-        f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s "
-        f"(assumed_tflops)"
-    )
 
 
 def _write(
@@ -383,16 +341,13 @@ def _write(
     folder: Path,
     was_dry: bool,
 ) -> None:
-    """The untrained folder, unless a trained one is there."""
-    if was_dry:
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        print(f"kept: {folder} is there already")
+    """Write the untrained folder, unless there is a trained one."""
+    if keeps_folder(folder, was_dry):
         return
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
     write_card(
-        folder, model, Origin.untrained(config.student.name, config.target.path, target_folder)
+        folder, model, Provenance.untrained(config.student.name, config.target.path, target_folder)
     )
     print(f"untrained student folder, to try serving with: {folder}")

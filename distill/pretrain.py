@@ -1,7 +1,7 @@
 """`python -m distill.pretrain`: train a LLaMA from scratch on text and chats.
 
-It made the embedded target, and it is the control "same shape from scratch" that every pruned
-drafter is held against.
+It made the embedded target. It also trains the "same shape from scratch" control that pruned
+drafters are compared with.
 """
 
 from pathlib import Path
@@ -30,11 +30,12 @@ from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
 
-MOST_LAYERS = 1000  # of a model from scratch: what is more is a slip, and would fill the memory
+# A larger number of layers is a typing error that would fill the memory.
+MOST_LAYERS = 1000
 
 
 class Pretrain(Job[PretrainConfig]):
-    """One run of distill.pretrain, which leaves a model folder."""
+    """Run of distill.pretrain, which writes a model folder."""
 
     artefact = "model"
 
@@ -65,12 +66,12 @@ class Pretrain(Job[PretrainConfig]):
 
 
 def run(config: PretrainConfig) -> Path:
-    """Train, and write a complete model folder to output_dir/model. Returns it."""
+    """Train a model and return its folder, output_dir/model."""
     return Pretrain(config).run()
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise UserError for values that would fail only after the data is read."""
+    """Raise UserError for values that would otherwise fail only after the data is read."""
     shape = config.model
     check_values(
         config,
@@ -89,7 +90,7 @@ def check(config: PretrainConfig) -> None:
 
 
 def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
-    """The work of one rank."""
+    """Train on one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
@@ -127,16 +128,17 @@ def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
 
 
 def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict[str, list[Sample]]:
-    """The held-out split by domain; without domains it stands under an empty name. Raises UserError
-    where there is none.
+    """Return the held-out samples by domain, or under an empty name without domains.
+
+    Raises UserError if there are none.
     """
     if not config.data.domains:
         return {"": read_samples(tokenizer, config.data, "held_out", show)}
     found = held_out_domains(tokenizer, config.data, show)
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(config.data.domains)}): give at least one "
-            f"held_out_chats or held_out_texts"
+            f"no domain has held-out text ({', '.join(config.data.domains)}): set held_out_chats "
+            f"or held_out_texts for at least one domain"
         )
     return found
 
@@ -144,8 +146,10 @@ def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict
 def held_out_loss(
     objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
 ) -> dict[str, float]:
-    """`loss`: mean cross-entropy in nats over all supervised held-out tokens; loss/NAME of every
-    named domain; `score`: minus the loss.
+    """Return the held-out losses in nats per token.
+
+    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a named domain,
+    and `score` is -`loss`.
     """
     figures, total, tokens = {}, 0.0, 0
     for name, samples in domains.items():
@@ -160,7 +164,7 @@ def held_out_loss(
 def _nats(
     objective: LanguageModelling, samples: list[Sample], config: PretrainConfig
 ) -> tuple[float, int]:
-    """(sum of cross-entropies, supervised tokens)."""
+    """Return the sum of cross-entropies in nats and the number of supervised tokens."""
     capacity = config.data.max_length
     packed = PackedData(samples, capacity, 1, 0)
     per_forward = max(1, config.loop.micro_batch_tokens // capacity)
@@ -181,8 +185,8 @@ def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
     ]
     if missing:
         raise UserError(
-            f"model.{missing[0]} is 0: a model from scratch needs every width given (there is no "
-            f"target to take it from)"
+            f"model.{missing[0]} is 0, expected a positive width: a model from scratch has no "
+            f"target to copy its widths from"
         )
     return {
         "vocab_size": len(tokenizer),

@@ -1,10 +1,8 @@
-"""How good the embedded target is: bits per byte on held-out modules against `xz -9`, and the share
-of its functions that parse.
+"""`python -m distill.quality`: measure the quality of the embedded target.
 
-A target that writes noise would flatter no drafter and convince no reader, so these two figures
-stand in assets/README.md:
-
-    python -m distill.quality
+It reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
+functions that parse. Both figures are listed in assets/README.md. A target that writes noise would
+make every drafter look good.
 """
 
 import ast
@@ -44,9 +42,10 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Window:
-    """Tokens of a document that fit the context; those from `scored_from` on were not scored in the
-    window before.
+class ScoringWindow:
+    """Tokens of a document that fit the context.
+
+    Tokens from `scored_from` on were not scored in the previous window.
     """
 
     ids: list[int]
@@ -54,9 +53,11 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One function as the target wrote it: `parses` only if it ended by itself, has a body and is
-    Python.
+class GeneratedFunction:
+    """One function written by the target.
+
+    `parses` requires that the target stopped by itself and that the function is valid Python with a
+    body.
     """
 
     prompt: str
@@ -79,13 +80,13 @@ def quality(
 ) -> dict[str, object]:
     """Measure the model in `folder` on held-out modules and prompts of the standard library.
 
-    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, functions, parse_share, finished_share
-    and samples (texts).
+    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions, parse_share,
+    finished_share, samples (texts) and drawn (all functions).
     """
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
     size_bytes = sum(len(document.encode()) for document in documents)
-    drawn = draw_functions(folder, functions, temperature, max_new_tokens, seed)
+    drawn = generate_functions(folder, functions, temperature, max_new_tokens, seed)
     return {
         "bits_per_byte": nats / math.log(2) / size_bytes,
         "nats_per_token": nats / tokens,
@@ -100,20 +101,17 @@ def quality(
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Return the size of `xz -9` of `text` in bits per byte: a compressor that sees all of it, in
-    one stream.
-    """
+    """Return the size of `text` after `xz -9`, compressed as one stream, in bits per byte."""
     content = text.encode()
     return 8 * len(lzma.compress(content, preset=9)) / len(content)
 
 
 @torch.no_grad()
 def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of `documents` in nats, and how many tokens that
-    is.
+    """Return the summed negative log-likelihood of `documents` in nats and the number of tokens.
 
-    Every document begins with BOS. Windows of the model's context overlap by half, each token is
-    scored once.
+    Every document begins with BOS. Windows of the model's context overlap by half, and each token
+    is scored once.
     """
     tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -124,12 +122,12 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
         for document in documents
         for window in _windows(tokenizer, document, model.config.max_position_embeddings)
     ]
-    windows.sort(key=lambda window: len(window.ids))  # like lengths share a batch
+    windows.sort(key=lambda window: len(window.ids))  # batch windows of similar length
     nats, tokens = 0.0, 0
     for start in range(0, len(windows), _WINDOWS):
         part = windows[start : start + _WINDOWS]
         length = max(len(window.ids) for window in part)
-        # Right padding needs no mask under causal attention; padded places are not scored.
+        # Right padding needs no mask under causal attention; padded positions are not scored.
         ids_BT = torch.tensor([window.ids + [0] * (length - len(window.ids)) for window in part])
         nats_BT = _nats(model(ids_BT).logits, ids_BT)
         for row, window in enumerate(part):
@@ -138,30 +136,30 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
     return nats, tokens
 
 
-def _windows(tokenizer: PreTrainedTokenizerBase, document: str, context: int) -> Iterator[Window]:
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, document: str, context: int
+) -> Iterator[ScoringWindow]:
     ids = tokenizer(document, verbose=False)["input_ids"]
     if ids[:1] != [tokenizer.bos_token_id]:
         ids = [tokenizer.bos_token_id, *ids]
-    end = 1  # BOS itself is given
+    end = 1  # BOS is not scored
     for begin in range(0, len(ids), context // 2):
         if end < len(ids):
-            yield Window(ids[begin : begin + context], end - begin)
+            yield ScoringWindow(ids[begin : begin + context], end - begin)
             end = min(begin + context, len(ids))
 
 
 def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return -log p of tokens 1.. given those before them, (B, T - 1)."""
+    """Return -log p of each token from the second on, given the tokens before it, [B, T - 1]."""
     return torch.nn.functional.cross_entropy(
         logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
     )
 
 
-def draw_functions(
+def generate_functions(
     folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int
-) -> list[Drawn]:
-    """Let the model write the bodies of the first `count` embedded prompts, and try to
-    parse each.
-    """
+) -> list[GeneratedFunction]:
+    """Generate the bodies of the first `count` embedded prompts and try to parse each."""
     tokenizer = load_tokenizer(folder)
     target = load_target(folder)
     prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
@@ -190,14 +188,12 @@ def draw_functions(
         for (text, _), answer in zip(part, answers, strict=True):
             body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             finished = answer.finish == "stop"
-            drawn.append(Drawn(text, body, finished, finished and parses(text, body)))
+            drawn.append(GeneratedFunction(text, body, finished, finished and parses(text, body)))
     return drawn
 
 
 def parses(request: str, body: str) -> bool:
-    """Tell whether signature, docstring and body together are Python; a docstring alone
-    is no body.
-    """
+    """Return whether signature, docstring and body are valid Python; a docstring is not a body."""
     if not body.strip():
         return False
     try:
@@ -208,9 +204,7 @@ def parses(request: str, body: str) -> bool:
 
 
 def run(config: QualityConfig) -> Path:
-    """Measure, print the figures and three samples, and keep all drawn functions in
-    output_dir/quality.json.
-    """
+    """Measure, print the figures and three samples, and write output_dir/quality.json."""
     refuse(
         config,
         [
@@ -225,16 +219,13 @@ def run(config: QualityConfig) -> Path:
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(
-            f"would measure {folder}: bits per byte on the held-out modules, and "
-            f"{config.functions} functions of at most"
-        )
-        print(
-            f"{config.max_new_tokens} tokens drawn at temperature {config.temperature:g}; some "
-            f"minutes on two cores; to {path}"
+            f"would measure {folder} and write {path}: bits per byte on the held-out modules and "
+            f"{config.functions} functions of at most {config.max_new_tokens} tokens, sampled at "
+            f"temperature {config.temperature:g}; this takes a few minutes on two cores"
         )
         return path
     if run_folder.finished(path):
-        _show(read_object(path, "Delete it: it is measured again", _shown))
+        _show(read_object(path, "Delete the file to measure again", _shown))
         return path
     figures = quality(
         folder,
@@ -254,7 +245,7 @@ def _short(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures as `_show` takes them. Raises KeyError and TypeError for others."""
+    """Return the figures as `_show` needs them; raises KeyError or TypeError for damaged ones."""
     return {**figures, "samples": list(figures["samples"])}
 
 

@@ -1,9 +1,9 @@
-"""Shapes of students: any LLaMA that the target can be cut to, counted before anything is built.
+"""Shapes of students: any LLaMA that the target can be cut to, checked before anything is built.
 
-Heads need not be hidden_size / heads wide, and grouped-query attention keeps as many query heads in
-each group. A student is of the target's own family as far as serving engines go: a LLaMA where the
-maths allow it (Qwen2's biases are a LLaMA's `attention_bias`), else the target's class (Qwen3
-normalizes queries and keys).
+The width of a head need not be hidden_size / heads. With grouped-query attention every group keeps
+the same number of query heads. For serving engines, a student belongs to the target's family: it is
+a LLaMA where the computation allows it (Qwen2's biases are a LLaMA's `attention_bias`), otherwise a
+model of the target's class (Qwen3 normalizes queries and keys).
 """
 
 import math
@@ -18,11 +18,13 @@ from decoding.models.native.weights import FAMILIES
 from training.config import StudentConfig
 from training.models.shapes import WIDTHS, millions, parameter_counts, target_widths
 
-# share by which a count may differ from the size that a name tells: published names are rounded
+# Allowed relative difference between a size and the rounded size in a published name.
 NAMED = 0.1
-# times the target's layers; any width: what is more is a slip, and would fill the memory
+# Limits that catch typing errors, which would fill the memory: layers as a multiple of the target's
+# layers, and any width.
 DEEPEST, WIDEST = 16, 2**20
-ALIGNED = 64  # what products of matrices like their sides to be a multiple of
+# Matrix products are fastest with sides that are multiples of this.
+ALIGNED = 64
 _SHARED = (
     "vocab_size",
     "max_position_embeddings",
@@ -35,16 +37,15 @@ _SHARED = (
 
 
 def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Config:
-    """The student's configuration: widths left at 0, vocabulary, context, rope and biases are the
-    target's.
+    """Return the student's configuration.
 
-    target: the target's Hugging Face configuration. Raises UserError for a family that is not built
-    here and for shapes that cannot be.
+    Vocabulary, context, rope, biases and all widths that are 0 come from `target`, a Hugging Face
+    configuration. Raises UserError for unsupported families and impossible shapes.
     """
     if target.model_type not in FAMILIES:
         raise UserError(
             f"the target is of the family '{target.model_type}', students are cut from "
-            f"{', '.join(FAMILIES)}: take a target of those"
+            f"{', '.join(FAMILIES)}: choose a target of one of these families"
         )
     refuse_unsupported_attention(target.to_dict(), "the target")
     theirs = target_widths(target)
@@ -64,12 +65,12 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
             )
     if shape.head_dim % 2:
         raise UserError(
-            f"student.head_dim is {shape.head_dim}, expected an even number: rope turns channels "
-            f"in pairs"
+            f"student.head_dim is {shape.head_dim}, expected an even number because rope rotates "
+            f"pairs of channels"
         )
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
-        # As many groups as the target has, or the next fewer that share the heads out evenly.
+        # Keep the target's number of groups, or the next smaller one that divides the heads.
         most = min(given["num_attention_heads"], theirs["num_key_value_heads"])
         given["num_key_value_heads"] = max(
             n for n in range(1, most + 1) if given["num_attention_heads"] % n == 0
@@ -77,8 +78,8 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
     if heads % groups:
         raise UserError(
-            f"student.num_attention_heads ({heads}) is no multiple of num_key_value_heads "
-            f"({groups}): every group has as many query heads"
+            f"student.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+            f"({groups}). All groups must have the same number of query heads"
         )
     if (
         given["hidden_size"] % heads
@@ -87,8 +88,8 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     ):
         raise UserError(
             f"student.num_attention_heads is {heads}, the target has "
-            f"{theirs['num_attention_heads']}: a student that is cut out is never larger. Lower "
-            f"it; from scratch (mode=random) give student.hidden_size as well"
+            f"{theirs['num_attention_heads']}: a pruned student cannot be larger. Lower it, or set "
+            f"student.hidden_size as well to train from scratch (mode=random)"
         )
     if (
         0 < theirs["hidden_size"] < given["hidden_size"]
@@ -97,20 +98,20 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     ):
         raise UserError(
             f"student.hidden_size is {given['hidden_size']}, the target has "
-            f"{theirs['hidden_size']}, and {heads} query heads: a student that is cut out is never "
-            f"larger, so take at most {theirs['hidden_size']}; from scratch (mode=random) give "
+            f"{theirs['hidden_size']} and {heads} query heads: a pruned student cannot be larger, "
+            f"so use at most {theirs['hidden_size']}. To train from scratch (mode=random), set "
             f"student.num_attention_heads as well"
         )
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
+        nearest = nearest_divisible_width(given["hidden_size"], heads)
         raise UserError(
-            f"student.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query "
-            f"heads: head_dim is free, but transformers and the engines that follow it load no "
-            f"such LLaMA; {narrower(given['hidden_size'], heads)} is the nearest below that suits"
+            f"student.hidden_size ({given['hidden_size']}) is not a multiple of its {heads} query "
+            f"heads. head_dim is free, but transformers and compatible engines do not load such a "
+            f"LLaMA. Use {nearest}, the nearest smaller width that fits"
         )
     if shape.num_hidden_layers < 1:
         raise UserError(
-            f"student.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one "
-            f"layer"
+            f"student.num_hidden_layers is {shape.num_hidden_layers}, expected 1 or more"
         )
     fields = target.to_dict()
     shared = {name: value for name, value in fields.items() if name in _SHARED}
@@ -125,15 +126,17 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
 
 
-def narrower(size: int, heads: int) -> int:
-    """The next smaller width that the heads divide, a multiple of ALIGNED where there is one."""
+def nearest_divisible_width(size: int, heads: int) -> int:
+    """Return the next smaller multiple of `heads`, if possible also a multiple of ALIGNED."""
     step = math.lcm(heads, ALIGNED)
     return size // step * step or size // heads * heads
 
 
 def refuse_wider(student: Any, target: Any) -> None:
-    """Raise UserError for a student that the target cannot be cut to: wider or deeper, other head
-    widths, groups of more query heads.
+    """Raise UserError if the target cannot be cut to the student.
+
+    This is the case if the student is wider or deeper, has another head width, or more query heads
+    in a group.
     """
     ours, theirs = target_widths(student), target_widths(target)
     ours["num_hidden_layers"], theirs["num_hidden_layers"] = (
@@ -143,15 +146,14 @@ def refuse_wider(student: Any, target: Any) -> None:
     for name, size in ours.items():
         if size > theirs[name]:
             raise UserError(
-                f"student.{name} is {size}, the target has {theirs[name]}: a student is cut out of "
-                f"its target and is never larger. Lower it, or train the shape from scratch "
-                f"(mode=random)"
+                f"student.{name} is {size}, the target has {theirs[name]}: a pruned student cannot "
+                f"be larger. Lower it, or train the shape from scratch (mode=random)"
             )
     if ours["head_dim"] != theirs["head_dim"]:
         raise UserError(
-            f"student.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}: rope "
-            f"turns each channel of a head at a frequency of its own, so heads are cut whole. "
-            f"Leave it at 0, or train the shape from scratch (mode=random)"
+            f"student.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}. Heads "
+            f"cannot be narrowed because rope rotates each channel at a different frequency. Leave "
+            f"head_dim at 0, or train the shape from scratch (mode=random)"
         )
     a_group = [
         widths["num_attention_heads"] // widths["num_key_value_heads"] for widths in (ours, theirs)
@@ -159,27 +161,30 @@ def refuse_wider(student: Any, target: Any) -> None:
     if a_group[0] > a_group[1]:
         raise UserError(
             f"student.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has "
-            f"{a_group[1]} query heads to a key/value head: take at most "
+            f"{a_group[1]} query heads per key/value head: use at most "
             f"{a_group[1] * ours['num_key_value_heads']} query heads, or more key/value heads"
         )
 
 
-def odd_widths(student: Any) -> list[str]:
-    """Warnings for sides that are no multiple of ALIGNED: such products are slower than
-    wider ones.
+def warn_unaligned_widths(student: Any) -> list[str]:
+    """Return a warning for every width that is not a multiple of ALIGNED.
+
+    Such matrix products are slower than slightly wider ones.
     """
     sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
     return [
-        f"student.{name} is {size}, no multiple of {ALIGNED}: {size + -size % ALIGNED} is often as "
-        f"fast"
+        f"student.{name} is {size}, not a multiple of {ALIGNED}: {size + -size % ALIGNED} is often "
+        f"as fast"
         for name, size in sides.items()
         if size % ALIGNED
     ]
 
 
-def other_size(name: str, student: Any) -> str:
-    """A note where a name tells another size than this target's vocabulary and groups give the
-    shape (`llama_796m`, `sheared_2b7`); else empty.
+def describe_size_mismatch(name: str, student: Any) -> str:
+    """Return a note if the size in a name (`llama_796m`, `sheared_2b7`) is not the actual one.
+
+    The actual size depends on this target's vocabulary and groups. Returns an empty string if both
+    agree or the name has no size.
     """
     told = re.search(r"_(\d+)(m|b)(\d*)$", name)
     if told is None:
@@ -190,17 +195,17 @@ def other_size(name: str, student: Any) -> str:
     if abs(count - named) <= NAMED * named:
         return ""
     return (
-        f"note: student.name is {name}, and with this target's vocabulary of "
-        f"{student.vocab_size:,} the shape has {millions(count)}: "
-        f"student.name={name[: told.start()]}_{count / 1e6:.0f}m would say so"
+        f"note: student.name is {name}, but with this target's vocabulary of "
+        f"{student.vocab_size:,} the shape has {millions(count)}: a better name is "
+        f"student.name={name[: told.start()]}_{count / 1e6:.0f}m"
     )
 
 
 def removal_flops(config: Any, gone: int = 0) -> float:
-    """Operations a token of taking layers away one by one
-    (distill.prune.layer_choice.removal_order): of k layers left, each is left out in turn.
+    """Return the operations per token of the greedy removal of layers.
 
-    gone: layers that were taken away before.
+    With k layers left, each is left out in turn (distill.prune.layer_choice.removal_order). gone:
+    number of layers that were removed before.
     """
     layers = config.num_hidden_layers
     a_layer, head = (

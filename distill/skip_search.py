@@ -1,14 +1,13 @@
-"""`python -m distill.skip_search`: which of the target's own sub-layers to leave out when it drafts
-for itself.
+"""`python -m distill.skip_search`: find the sub-layers to skip in self-speculative decoding.
 
-For `decoding.drafters.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The
-paper searches by Bayesian optimisation of measured tokens a second, a thousand generations long.
-Here a set is judged by one forward over the target's own answers: the acceptance that it would
-have, times its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer
-whose loss costs least, all the way down; the best one on that path is kept. Sub-layers that did
-badly in a step are not tried in the next, so a search is a few hundred forwards.
+The result configures `decoding.drafters.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv
+2309.08168). The paper runs a Bayesian optimisation of measured tokens per second over a thousand
+generations. Here one forward pass over the target's own answers measures the acceptance of a set,
+and measured costs turn it into a predicted speedup. A greedy search adds the sub-layer with the
+best predicted speedup until the limit is reached, and keeps the best set on that path. Only the
+best sub-layers of a step are tried in the next, so a search takes a few hundred forward passes.
 
-Shapes: B answers, T tokens of the longest, N answer tokens, V vocabulary, C hidden size.
+Shapes: B answers, T tokens of the longest answer, N answer tokens, V vocabulary, C hidden size.
 """
 
 import json
@@ -35,7 +34,7 @@ from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from jobs.protocol import Job, Run
-from jobs.run_files import lines_of, read_lines, read_object
+from jobs.run_files import journal_bytes, read_journal_lines, read_object
 from training.config import data_rules
 from training.data.packing import Sample
 from training.held_out import target_answers
@@ -43,21 +42,26 @@ from training.models.build import refuse_own_code
 
 _LONGEST_DRAFT = 8
 _CHUNK = 1024
-_WINDOWS = 5  # of time, from which the costs are taken
-SubLayer = tuple[str, int]  # ("attention" or "mlp", layer)
+# Time windows in which the costs are measured.
+_WINDOWS = 5
+# ("attention" or "mlp", layer)
+SubLayer = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Measured milliseconds of the target on this machine."""
+class SubLayerCosts:
+    """Measured costs of the target on this machine."""
 
-    t_target_ms: dict[int, float]  # by new tokens
-    attention_ms: float  # of one sub-layer at one new token
+    # by number of new tokens
+    t_target_ms: dict[int, float]
+    # one sub-layer with one new token
+    attention_ms: float
     mlp_ms: float
-    bare_ms: float  # of a forward over one token without any of them
+    # forward pass over one token without any sub-layer
+    bare_ms: float
 
     def draft_ms(self, skips: Skips) -> float:
-        """One draft step without these sub-layers."""
+        """Return the milliseconds of one draft step without these sub-layers."""
         kept_ms = (
             self.t_target_ms[1]
             - len(skips.attention) * self.attention_ms
@@ -66,8 +70,10 @@ class Costs:
         return max(self.bare_ms, kept_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
-        """(speedup, draft length) of the best length: E(gamma) t(1) / (gamma t_draft + t(gamma +
-        1)), overhead left out.
+        """Return the best predicted speedup and its draft length.
+
+        The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)) without overhead, where
+        E(gamma) is the expected number of tokens per round.
         """
         found = []
         for gamma in range(1, _LONGEST_DRAFT + 1):
@@ -78,10 +84,8 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of the search: the sub-layer that was left out, and what the set with it
-    promises.
-    """
+class SearchStep:
+    """One step of the search: the skipped sub-layer and the figures of the set that includes it."""
 
     kind: str
     layer: int
@@ -91,7 +95,7 @@ class Step:
 
 
 class SkipSearch(Job[SkipSearchConfig]):
-    """One run of distill.skip_search, which leaves the sub-layers to skip."""
+    """Run of distill.skip_search, which writes the sub-layers to skip."""
 
     artefact = FILE
 
@@ -106,9 +110,9 @@ class SkipSearch(Job[SkipSearchConfig]):
         target, steps = load(self.config)
         print(
             f"cost: about {_forwards(steps, 2 * target.num_layers, self.config.candidates):,} "
-            f"forwards over the target's answers"
+            f"forward passes over the target's answers"
         )
-        if not run.artefact.exists():  # a stand-in, so that what comes after can be tried
+        if not run.artefact.exists():  # a placeholder, so that later stages can be tried
             write_skips(
                 run.artefact,
                 Skips(mlp=(target.num_layers - 1,)),
@@ -119,21 +123,19 @@ class SkipSearch(Job[SkipSearchConfig]):
         config, (target, steps) = self.config, load(self.config)
         run.folder.write_manifest(run.inputs, {}, finished=False)
         asked = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
-        answers = Answers(target, asked, config.held_out.temperature)
-        costs = measured_costs(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
+        answers = AnswerScorer(target, asked, config.held_out.temperature)
+        costs = measure_sub_layers(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
         path = search(target, answers, costs, steps, config.candidates, run.path / "search.jsonl")
         finish(config, run, path)
 
 
 def run(config: SkipSearchConfig) -> Path:
-    """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it
-    stopped.
-    """
+    """Search, or resume a search, and return output_dir/skips.json."""
     return SkipSearch(config).run()
 
 
 def check(config: SkipSearchConfig) -> None:
-    """Raise UserError for what would fail only after the target is loaded."""
+    """Raise UserError for values that would otherwise fail only after the target is loaded."""
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     refuse(
@@ -150,7 +152,7 @@ def check(config: SkipSearchConfig) -> None:
 
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
-    """The target, and how many sub-layers are left out at most."""
+    """Return the target and the maximum number of skipped sub-layers."""
     target = load_target(
         resolve(config.target.path),
         backend="native",
@@ -162,15 +164,15 @@ def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
     steps = min(config.max_skips or 2 * target.num_layers - 2, 2 * target.num_layers - 2)
     print(
         f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} "
-        f"sub-layers are left out"
+        f"sub-layers are skipped"
     )
     return target, steps
 
 
-def finish(config: SkipSearchConfig, run: Run, path: list[Step]) -> None:
-    """Write the best set on the path, and close the manifest."""
+def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
+    """Write the best set on the path and complete the manifest."""
     best = max(range(len(path)), key=lambda number: path[number].speedup)
-    skips = skips_of([(step.kind, step.layer) for step in path[: best + 1]])
+    skips = make_skips([(step.kind, step.layer) for step in path[: best + 1]])
     about = {
         "target": config.target.path,
         **asdict(path[best]),
@@ -192,23 +194,23 @@ def finish(config: SkipSearchConfig, run: Run, path: list[Step]) -> None:
         f"gamma={path[best].gamma}: {run.artefact}"
     )
     if path[best].speedup <= 1:
-        print(
-            "no set pays on this machine: a target so small or so evenly used needs a drafter of "
-            "its own"
-        )
+        print("no set gives a speedup on this machine: this target needs a separate drafter")
 
 
 def search(
-    target: NativeTarget, answers: "Answers", costs: Costs, steps: int, candidates: int, file: Path
-) -> list[Step]:
-    """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not
-    searched again.
-    """
-    found = read_lines(file, lambda values: Step(**values))
+    target: NativeTarget,
+    answers: "AnswerScorer",
+    costs: SubLayerCosts,
+    steps: int,
+    candidates: int,
+    file: Path,
+) -> list[SearchStep]:
+    """Return the greedy path of `steps` sub-layers; resumes from the steps stored in `file`."""
+    found = read_journal_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
         raise UserError(
-            f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the "
-            f"search begins anew"
+            f"{file} is damaged: {(*found.wrong, 'its last line is incomplete')[0]}. Delete it to "
+            f"start the search again"
         )
     path = found.records
     left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
@@ -218,12 +220,12 @@ def search(
             gone = [(step.kind, step.layer) for step in path]
             tried = []
             for kind, layer in ranked[:candidates] if path else ranked:
-                skips = skips_of([*gone, (kind, layer)])
+                skips = make_skips([*gone, (kind, layer)])
                 acceptance = answers.acceptance(skips)
-                tried.append(Step(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
+                tried.append(SearchStep(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
             tried.sort(key=lambda step: -step.speedup)
             path.append(tried[0])
-            write_bytes(file, lines_of(map(asdict, path)))
+            write_bytes(file, journal_bytes(map(asdict, path)))
             order = [(step.kind, step.layer) for step in tried[1:]]
             left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
             ranked = order + [one for one in left if one not in order]
@@ -231,8 +233,8 @@ def search(
     return path
 
 
-def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
-    """The sub-layers as a set."""
+def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
+    """Group sub-layers by kind."""
     named = {
         kind: tuple(sorted(layer for own, layer in sub_layers if own == kind))
         for kind in ("attention", "mlp")
@@ -240,32 +242,32 @@ def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
     return Skips(**named)
 
 
-def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs:
-    """Time the target whole, and without attention, without MLPs and without both behind the first
-    layer; `file` keeps the figures, so that a search goes on with the same.
+def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> SubLayerCosts:
+    """Measure the costs of the target and its sub-layers, or read them from `file`.
 
-    A machine changes pace from second to second. So the four are timed in turn, in several windows
-    of time, and what counts is the median of their shares of the whole. A kind of sub-layer takes
-    what is saved by leaving it out of the whole target, and out of one without the other kind, in
-    the mean: so the costs add up to what was timed, and no set of sub-layers saves more than there
-    is.
+    The complete target is timed, and the target without attention, without MLPs, and without both
+    after the first layer. The speed of a machine changes from second to second, so the four are
+    timed in turn in several windows, and the medians of their ratios to the complete target count.
+    The cost of a kind of sub-layer is the mean of two savings: leaving it out of the complete
+    target, and out of the target without the other kind. The costs therefore add up to the measured
+    total.
     """
     if file.is_file():
-        return read_object(file, "Delete it: the costs are measured again", _costs_of)
+        return read_object(file, "Delete it to measure the costs again", _costs_of)
     layers = tuple(range(target.num_layers))[1:]
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
     for _ in range(_WINDOWS):
-        whole = time_parts(
+        complete = time_parts(
             target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1
         ).t_target_ms
-        paces.append(whole[1])
-        wider.append([ms / whole[1] for ms in whole.values()])
+        paces.append(complete[1])
+        wider.append([ms / complete[1] for ms in complete.values()])
         without = []
         for skips in views:
             target.open(1, len(prompt) + 2)
             cut = time_parts(target.partial(skips), None, prompt, widths=[1], repeats=6, warmup=1)
-            without.append(cut.t_target_ms[1] / whole[1])
+            without.append(cut.t_target_ms[1] / complete[1])
         shares.append(without)
     pace_ms, count = median(paces), max(1, len(layers))
     t_target_ms = [
@@ -276,17 +278,19 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
     attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
     mlp_ms = step_ms * max(0.0, (1 - no_mlp) + (no_attention - neither)) / 2 / count
     bare_ms = max(0.0, step_ms * neither - attention_ms - mlp_ms)
-    costs = Costs(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
+    costs = SubLayerCosts(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
     write_text(file, json.dumps(asdict(costs), indent=1))
     return costs
 
 
-def _costs_of(values: dict[str, Any]) -> Costs:
-    return Costs({int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values)
+def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
+    return SubLayerCosts(
+        {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values
+    )
 
 
-class Answers:
-    """The target's answers, and how much of them a cut-down target would have drafted right."""
+class AnswerScorer:
+    """Acceptance of the target without some sub-layers, measured on its own answers."""
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
         self.samples, self.target, self.temperature = samples, target, temperature
@@ -298,21 +302,20 @@ class Answers:
             predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
         if not predicts_BT.any():
             raise UserError(
-                "the target answers every held-out prompt with nothing: give others in "
-                "held_out.prompts"
+                "the target gives an empty answer to every held-out prompt: change held_out.prompts"
             )
         self._predicts_BT = predicts_BT
         self._whole_NC = self._hidden(Skips())
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
-        """Hidden states at the places whose next token is an answer's; nothing is committed."""
+        """Return the hidden states that predict answer tokens, [N, C]; the cache is unchanged."""
         self.target.open(*self._ids_BT.shape)
         return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
 
     @torch.inference_mode()
     def acceptance(self, skips: Skips) -> float:
-        """Mean of sum min(p, q) at the temperature, or of equal argmaxes at temperature 0."""
+        """Return the mean of sum_v min(p, q), or the share of equal argmaxes at temperature 0."""
         own_NC, total = self._hidden(skips), 0.0
         for start in range(0, len(own_NC), _CHUNK):
             q_NV = self.target.lm_head(own_NC[start : start + _CHUNK]).float()

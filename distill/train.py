@@ -1,6 +1,4 @@
-"""`python -m distill.train`: build a student and distil the frozen target into it; leaves a
-complete drafter folder.
-"""
+"""`python -m distill.train`: distil the frozen target into a student and write a drafter folder."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ LOSSES = ("forward_kl", "cross_entropy")
 
 
 class Distil(TargetJob[TrainConfig]):
-    """One run of distill.train, which leaves a drafter folder."""
+    """Run of distill.train, which writes a drafter folder."""
 
     artefact = "drafter"
 
@@ -60,7 +58,7 @@ class Distil(TargetJob[TrainConfig]):
 
     def prepare(self, run: Run) -> None:
         if self.config.student.init != "folder":
-            student_config(self.config.student, self.target)  # refuses what cannot be built
+            student_config(self.config.student, self.target)  # rejects impossible shapes
         super().prepare(run)
 
     def work(self, run: Run) -> None:
@@ -68,7 +66,7 @@ class Distil(TargetJob[TrainConfig]):
 
 
 def run(config: TrainConfig) -> Path:
-    """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
+    """Distil the target and return the drafter folder, output_dir/drafter."""
     return Distil(config).run()
 
 
@@ -78,8 +76,8 @@ def check(config: TrainConfig) -> None:
     if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
             f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, "
-            f"expected 0: a target in shares is read by all ranks together, so none can skip its "
-            f"forward"
+            f"expected 0: all ranks run a sharded target together, so none can skip its forward "
+            f"pass"
         )
     check_mixture(config.data, ("loss", "acceptance"))
     if config.loss.name not in LOSSES:
@@ -99,7 +97,7 @@ def check(config: TrainConfig) -> None:
 
 
 def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
-    """The work of one rank."""
+    """Train on one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
@@ -127,9 +125,7 @@ def make_held_out(
     parallel: Parallel,
     target_folder: Path,
 ) -> HeldOutAcceptance | HeldOutMixture:
-    """What the student is scored on: the target's answers, and the held-out text of every domain
-    that has some.
-    """
+    """Build the evaluation on the target's answers and on each domain's held-out text."""
     answers = parallel.broadcast(
         target_answers(target_folder, tokenizer, config) if parallel.is_main else None
     )
@@ -150,7 +146,7 @@ def make_held_out(
 def make_objective(
     config: TrainConfig, student: Any, teacher: Any
 ) -> Distillation | LanguageModelling:
-    """The training objective by its name in loss.name."""
+    """Return the training objective that loss.name names."""
     if config.loss.name == "forward_kl":
         states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
         return Distillation(student, teacher, config.loss.temperature, states)
@@ -160,7 +156,7 @@ def make_objective(
 
 
 def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
-    """What will be trained on what, before the first step."""
+    """Print the models, the data and the plan before the first step."""
     sizes = [
         sum(parameter.numel() for parameter in model.parameters()) / 1e6
         for model in (student, teacher)
@@ -174,8 +170,7 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
         f"{data.fill:.1%} full"
     )
-    # The time left is foretold by the steps of the last half minute, which in the first epoch run
-    # the teacher too.
+    # The remaining time is predicted from recent steps, which run the teacher in the first epoch.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
     remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
@@ -185,7 +180,7 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
 def finish(
     config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
-    """Export the best weights with their card, and close the manifest."""
+    """Export the best weights with their card and complete the manifest."""
     folder = run.artefact
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)

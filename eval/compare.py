@@ -26,7 +26,7 @@ from eval.statistics.schema import flat
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
-from jobs.tracker import Chart, Recording, Tracker
+from jobs.tracker import Chart, TrackedRun, Tracker
 
 READ = ("results.jsonl", "records.jsonl")  # of every run
 
@@ -63,7 +63,7 @@ def run(cfg: CompareConfig) -> Path:
         tracked = dataclasses.replace(
             cfg, tracker=dataclasses.replace(cfg.tracker, group=group_of(cfg, evaluations))
         )
-        with Recording(folder, tracked, inputs, is_main=True) as tracker:
+        with TrackedRun(folder, tracked, inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
             _write(folder, panels, evaluations, tracker)
         folder.write_manifest(inputs, _summary(panels), finished=True)

@@ -34,7 +34,7 @@ from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
-from jobs.tracker import Recording, Tracker
+from jobs.tracker import TrackedRun, Tracker
 from training.models.build import target_is_here
 
 TRACKED = (
@@ -99,7 +99,7 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         made = _provenance(cfg, folder, loaded, rows, session.records)
         write_text(report, evaluation_page(rows, session.records, made))
         # Not before: what a tracker does beside the decoding would be measured too.
-        with Recording(folder, cfg, loaded.inputs, is_main=True) as tracker:
+        with TrackedRun(folder, cfg, loaded.inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
             record_rows(tracker, rows)
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)

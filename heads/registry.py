@@ -1,4 +1,4 @@
-"""The kinds of heads that `python -m heads.train head=NAME` trains, by the table of drafters."""
+"""The kinds of heads that `python -m heads.train head=NAME` trains."""
 
 from typing import cast
 
@@ -6,7 +6,7 @@ from decoding.drafters.registry import DRAFTERS, imported
 from decoding.errors import UserError
 from training.heads.kind import HeadKind
 
-# the name of a drafter, which is that of a file in conf/head -> its HeadKind
+# name of a drafter and of its file in conf/head -> its HeadKind
 KINDS = {name: entry.trained for name, entry in DRAFTERS.items() if entry.trained}
 
 

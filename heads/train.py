@@ -1,8 +1,7 @@
-"""`python -m heads.train head=NAME`: train a drafter head of any kind on the frozen target's hidden
-states; leaves a head folder (training/heads/train.py).
+"""`python -m heads.train head=NAME`: train a drafter head of any kind into a head folder.
 
-A kind brings its own configuration, so the command line's `head=`, an experiment's, or a saved
-configuration's `kind` is read before anything is composed.
+See training/heads/train.py. A kind has its own configuration, so `head=` of the command line or the
+experiment, or `kind` of a saved configuration, is read before composing.
 """
 
 import sys
@@ -21,55 +20,57 @@ from training.heads.config import HeadJobConfig
 from training.heads.train import train_head
 from training.held_out import check_stages
 
-USUAL = "recurrent"  # as conf/heads_train.yaml has it
+DEFAULT_KIND = "recurrent"  # as in conf/heads_train.yaml
 
 
 def run(config: Any) -> Path:
-    """Train, and write the head to output_dir/drafter. Returns that folder."""
+    """Train a head, write it to output_dir/drafter and return that folder."""
     kind = kind_of(config.kind)
     if not isinstance(config, kind.config):
-        raise UserError(f"kind={config.kind} is set by head={config.kind} alone: leave it out")
+        raise UserError(f"kind={config.kind} is set only by head={config.kind}: leave it out")
     return train_head(config, kind)
 
 
 def schema_of(name: str) -> type[HeadJobConfig]:
-    """Return the configuration of the job for a kind of head: that of the kind, and its name."""
+    """Return the job's configuration for a kind of head, with the kind's name."""
     of_kind: Any = kind_of(name).config
 
     @dataclass
     class HeadsTrainConfig(of_kind):
         """`python -m heads.train head=NAME`: a drafter head for the frozen target."""
 
-        kind: str = name  # the kind of head: set by head=NAME
+        # the kind of head: set by head=NAME
+        kind: str = name
 
     return HeadsTrainConfig
 
 
 def schema_for(arguments: Sequence[str]) -> type[HeadJobConfig]:
-    """Return the configuration of the job for the kind of head that a command line names."""
+    """Return the job's configuration for the kind of head that a command line names."""
     return schema_of(chosen_kind(arguments))
 
 
 def chosen_kind(arguments: Sequence[str]) -> str:
-    """Return the kind of head that a command line names, the usual one where it names none that
-    there is: what is wrong with it is found when it is composed.
+    """Return the kind of head that a command line names, or the default.
+
+    An unknown kind gives the default too; composing reports the error.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
-    name = given.get("head") or _of_experiment(given.get("+experiment", "")) or USUAL
+    name = given.get("head") or _of_experiment(given.get("+experiment", "")) or DEFAULT_KIND
     if ON_FILE in arguments[:-1]:
         name = str(_written(Path(arguments[arguments.index(ON_FILE) + 1])).get("kind"))
-    return name if name in KINDS else USUAL
+    return name if name in KINDS else DEFAULT_KIND
 
 
 def _of_experiment(name: str) -> str:
-    """The kind that an experiment's defaults name; empty where they name none."""
+    """Return the kind in an experiment's defaults, or an empty text."""
     defaults = _written(CONF / "experiment" / f"{name}.yaml").get("defaults", [])
     found = [one["override /head"] for one in defaults if "override /head" in one]
     return str(found[-1]) if found else ""
 
 
 def _written(file: Path) -> dict[str, Any]:
-    """What a YAML file holds; nothing where it is not there or no mapping, which others say."""
+    """Return the mapping in a YAML file; empty if there is none, which others report."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

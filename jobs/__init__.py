@@ -1,1 +1,1 @@
-"""What every job shares: composing, stages, run folders, trackers, launching, help, progress."""
+"""What every job shares: composition, stages, run folders, trackers, processes, help, progress."""

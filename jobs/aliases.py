@@ -1,6 +1,6 @@
-"""Names of earlier versions and what they are called now; each works for one release.
+"""Names of earlier versions and their current names; each works for one release.
 
-The command line is rewritten before Hydra composes, a configuration before it is checked.
+A command line is rewritten before Hydra composes, a configuration before it is checked.
 """
 
 import re
@@ -56,21 +56,23 @@ def current_target(name: str) -> str:
 
 
 def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
-    """Return a job's command line, or the overrides of its stage, with today's keys. Prints one
-    note for each key that was renamed.
+    """Return a job's command line, or the overrides of its stage, with today's keys.
+
+    Prints one note for each renamed key.
     """
     for old, new in OPTIONS.items():  # `typed` renames them, where no command line is left
         if any(re.match(rf"\+*drafters?\b.*\b{old}\s*[:=]", argument) for argument in arguments):
-            _note(old, new)
-    return [_current_override(job, argument, _note) for argument in arguments]
+            _print_note(old, new)
+    return [_current_override(job, argument, _print_note) for argument in arguments]
 
 
 def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a configuration with today's keys, in its drafters and in the overrides of its stages
-    too.
+    """Return a configuration with today's keys.
+
+    Keys of its drafters and of the overrides of its stages are renamed too.
     """
     job = str(saved.get("job"))
-    found = _renamed(saved, KEYS.get(job, {}))
+    found = _rename_keys(saved, KEYS.get(job, {}))
     if isinstance(found.get("drafters"), list):
         found["drafters"] = [_current_drafter(entry) for entry in found["drafters"]]
     if "drafter" in found:
@@ -78,7 +80,9 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     if isinstance(found.get("stage_overrides"), dict):
         found["stage_overrides"] = {
             stage: [
-                _current_override(str(stage).partition(":")[0], _interpolated(job, text, "$"))
+                _current_override(
+                    str(stage).partition(":")[0], _rename_interpolations(job, text, "$")
+                )
                 for text in overrides
             ]
             for stage, overrides in found["stage_overrides"].items()
@@ -87,7 +91,10 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _current_drafter(entry: Any) -> Any:
-    """An entry of `drafters=` with today's options; a class that still takes one keeps it."""
+    """Return an entry of `drafters=` with today's options.
+
+    A class that still has an old option keeps it.
+    """
     if not isinstance(entry, dict):
         return entry
     old = OPTIONS.keys() & entry.keys()
@@ -98,11 +105,11 @@ def _current_drafter(entry: Any) -> Any:
             return entry
         if taken is None or old & taken:
             return entry
-    return _renamed(entry, OPTIONS)
+    return _rename_keys(entry, OPTIONS)
 
 
-def _renamed(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """A mapping with today's keys, and today's values of those that were renamed."""
+def _rename_keys(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
+    """Return a mapping with today's keys, and with today's values of the renamed ones."""
     return {
         names.get(key, key): _current_value(names[key], value) if key in names else value
         for key, value in values.items()
@@ -116,8 +123,9 @@ def _current_value(key: str, value: Any) -> Any:
 def _current_override(
     job: str, argument: str, note: Callable[[str, str], None] = lambda old, new: None
 ) -> str:
-    """An override with today's key, and with today's keys where its value is another key's. note:
-    called with the old key and the new one.
+    """Return an override with today's keys.
+
+    note: called with the old and the new key.
     """
     match = re.match(r"(\+\+|\+|~)?([\w/]+)(?=[.=@])", argument)
     known = KEYS.get(job, {})
@@ -127,12 +135,13 @@ def _current_override(
         if rest.startswith("="):
             rest = "=" + ",".join(_current_value(key, value) for value in rest[1:].split(","))
         argument = f"{match[1] or ''}{key}{rest}"
-    return _interpolated(job, _interpolated(job, argument, "$"), "@")
+    return _rename_interpolations(job, _rename_interpolations(job, argument, "$"), "@")
 
 
-def _interpolated(job: str, text: str, sign: str) -> str:
-    """A text whose interpolations name today's keys of a job. sign: `$` or, for the own keys of a
-    stage, `@`.
+def _rename_interpolations(job: str, text: str, sign: str) -> str:
+    """Return a text whose interpolations use today's keys of a job.
+
+    sign: `$`, or `@` for a stage's own keys.
     """
     known = KEYS.get(job, {})
     pattern = re.escape(sign) + r"\{(\w+)(?=[.}])"
@@ -140,5 +149,5 @@ def _interpolated(job: str, text: str, sign: str) -> str:
 
 
 @cache
-def _note(old: str, new: str) -> None:
+def _print_note(old: str, new: str) -> None:
     print(f"note: the key {old} is called {new} now; the old name works until the next release")

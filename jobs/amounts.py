@@ -4,14 +4,14 @@ PLANNED = "planned_flop"  # of a manifest's metrics: what a dry run counted
 
 
 def size(count: float) -> str:
-    """`1.4 GB`, `96 MB`, `0.3 MB`: bytes in powers of ten."""
+    """Format bytes in powers of ten: `1.4 GB`, `96 MB`, `0.3 MB`."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
 def hours(seconds: float) -> str:
-    """`101.42 hours`, `0.02 hours (87 s)`."""
+    """Format seconds as hours: `101.42 hours`, `0.02 hours (87 s)`."""
     found = seconds / 3600
     return (
         f"{found:,.2f} hours"
@@ -21,7 +21,7 @@ def hours(seconds: float) -> str:
 
 
 def operations(count: float) -> str:
-    """`36.5 EFLOP`, `5.6 TFLOP`, `23.6 GFLOP`."""
+    """Format floating-point operations: `36.5 EFLOP`, `5.6 TFLOP`, `23.6 GFLOP`."""
     units = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9))
     letter, unit = next(((letter, unit) for letter, unit in units if count >= unit), ("M", 1e6))
     return f"{count / unit:,.1f} {letter}FLOP"

@@ -1,7 +1,6 @@
-"""A job's configuration put together by Hydra from conf/ and overrides."""
+"""Composition of a job's configuration by Hydra, from conf/ and overrides."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,13 +10,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.paths import data_folder
 from jobs.syntax import composition_error
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = data_folder("conf")
 
 
-def composing(action: Callable[[], Any]) -> Any:
-    """Run what composes a configuration; UserError where it cannot."""
+def translate_errors(action: Callable[[], Any]) -> Any:
+    """Run an action that composes a configuration. Raises UserError where it fails."""
     try:
         return action()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -25,11 +25,10 @@ def composing(action: Callable[[], Any]) -> Any:
 
 
 def register(job: str, schema: type[Any]) -> None:
-    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
-    `--help` shows all.
+    """Register a schema's fields and defaults with Hydra, so that overrides and `--help` know them.
 
-    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
-    all files are merged.
+    They are stored as plain values. `typed` checks keys and types after all files are merged, and
+    suggests the nearest key.
     """
     fields = OmegaConf.to_container(OmegaConf.structured(schema))
     ConfigStore.instance().store(
@@ -41,6 +40,6 @@ def compose_job(job: str, schema: type[Any], overrides: Sequence[str]) -> DictCo
     """Return the configuration of `python -m JOB OVERRIDES`. Raises UserError."""
     register(job, schema)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        found = composing(lambda: compose(job.replace(".", "_"), list(overrides)))
+        found = translate_errors(lambda: compose(job.replace(".", "_"), list(overrides)))
     assert isinstance(found, DictConfig)
     return found

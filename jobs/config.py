@@ -1,8 +1,8 @@
-"""Typed configuration: a dataclass a stage, a doc line a field; an unknown key is an error that
-names the nearest valid one.
+"""Typed configuration: one dataclass for each job.
 
-Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches
-`+key=` and keys inside experiment files too, which Hydra alone lets through.
+Hydra composes plain YAML, and `typed` checks the result against the job's dataclass. This also
+catches unknown keys given as `+key=` and those in experiment files, which Hydra accepts. The error
+for an unknown key suggests the nearest valid one.
 """
 
 import dataclasses
@@ -22,81 +22,99 @@ Schema = TypeVar("Schema")
 
 @dataclass
 class JobConfig:
-    """Fields that every job takes."""
+    """Settings that every job has."""
 
-    SHARED: ClassVar = ("seed", "dry_run", "threads")  # what stages inherit (jobs/inheritance.py)
+    # Stages inherit these (jobs/inheritance.py).
+    SHARED: ClassVar = ("seed", "dry_run", "threads")
 
-    job: str = MISSING  # the module that runs this configuration, such as distill.train
-    experiment: str = "default"  # name of the experiment file, and of the run folder
-    output_dir: str = MISSING  # run folder: configuration, manifest, metrics, checkpoints, artefact
-    seed: int = 0  # seeds weights, data order and drafting noise
-    # say what would be done and what it costs, write what needs no weights or data
+    # module that runs this configuration, such as distill.train
+    job: str = MISSING
+    # name of the experiment file and of the run folder
+    experiment: str = "default"
+    # run folder: configuration, manifest, metrics, checkpoints, artefact
+    output_dir: str = MISSING
+    # seed of weights, data order and drafting noise
+    seed: int = 0
+    # print the plan and its cost, and write what needs neither weights nor data
     dry_run: bool = False
-    threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
+    # CPU threads of PyTorch; 0: PyTorch's default
+    threads: int = 0
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)
-    # of a stage in `stages`: what it sees otherwise than this experiment
+    # stage -> overrides in which it differs from this experiment
     stage_overrides: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
 class TargetConfig:
-    """The model that is kept exact, or the teacher that is frozen."""
+    """Target, which stays exact in decoding and frozen in training."""
 
-    path: str = MISSING  # model folder in Hugging Face form
-    # its published config.json (conf/target); a dry run takes it where `path` is not there
+    # model folder in Hugging Face form
+    path: str = MISSING
+    # its published config.json (conf/target), for a dry run where `path` does not exist
     config: dict[str, Any] = field(default_factory=dict)
-    backend: str = "native"  # native | hf
-    # eager | compiled | graph (native alone); empty: graph where it can be, on a GPU, else eager
+    # native | hf
+    backend: str = "native"
+    # eager | compiled | graph (native only); empty: graph on a GPU where possible, else eager
     execution: str = ""
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    max_length: int = 0  # context in tokens; 0 takes the model's own
-    # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
+    # float32 | bfloat16 | float16 | float64
+    dtype: str = "float32"
+    # auto | cpu | cuda | cuda:N
+    device: str = "auto"
+    # context in tokens; 0: the model's own
+    max_length: int = 0
+    # none | tp (split every layer) | layers (split by layers): sharing among processes (eval.run)
     parallel: str = "none"
-    # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
+    # number of processes of a parallel target; 0: one per visible GPU; required on a CPU
     processes: int = 0
-    # run Python that lies in the target's folder (backend=hf), where you trust it
+    # run the Python files in the target's folder (backend=hf), where you trust them
     trust_remote_code: bool = False
 
 
 @dataclass
 class ParallelConfig:
-    """How many processes train, and how they split the work."""
+    """Number of training processes, and how they share the work."""
 
-    # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
+    # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch)
     kind: str = "single"
-    # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
+    # ranks to start on this machine; 0: one per visible GPU; required on a CPU
     processes: int = 0
-    # auto: our own ranks, or those that torchrun started | slurm: the tasks of srun
+    # auto: ranks of the job itself or of torchrun | slurm: the tasks of srun
     launcher: str = "auto"
-    timeout_seconds: int = 600  # a collective that waits longer ends the job
+    # longest wait of a collective before the job ends
+    timeout_seconds: int = 600
 
 
 @dataclass
 class TrackerConfig:
     """Mirrors of metrics.jsonl."""
 
-    wandb: str = "disabled"  # online | offline | disabled
-    project: str = "shallow-draft"  # Weights & Biases project
-    group: str = ""  # Weights & Biases group, one a sweep
-    name: str = ""  # of the Weights & Biases run; empty: the experiment's
-    tensorboard: bool = False  # write tensorboard event files beside the metrics
+    # online | offline | disabled
+    wandb: str = "disabled"
+    # Weights & Biases project
+    project: str = "shallow-draft"
+    # Weights & Biases group, one per sweep
+    group: str = ""
+    # name of the Weights & Biases run; empty: the experiment's name
+    name: str = ""
+    # write tensorboard event files next to metrics.jsonl
+    tensorboard: bool = False
 
 
-# Groups that say where and on what a job works, and where it reports; not what it does.
+# Groups that describe a job's target, processes and tracker, not its task.
 SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 
 
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
-    """The composed configuration as an instance of `schema`.
+    """Convert a composed configuration to an instance of `schema`.
 
-    Raises UserError for unknown keys (with the nearest valid one), wrong types and values that are
-    still missing.
+    Raises UserError for unknown keys (with the nearest valid one), wrong types and missing values.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
-        raise UserError(f"a configuration is a mapping of keys, found {type(container).__name__}")
+        raise UserError(
+            f"the configuration is a {type(container).__name__}, expected a mapping of keys"
+        )
     plain = current_config({key: value for key, value in container.items() if key != "hydra"})
     _check_keys(plain, schema, "")
     try:
@@ -105,7 +123,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(
-                f"no value for {', '.join(missing)}: give it on the command line, such as "
+                f"no value for {', '.join(missing)}: set it on the command line, such as "
                 f"{missing[0]}=..."
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
@@ -120,17 +138,16 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def refuse_parallel(target: TargetConfig) -> None:
-    """Raise UserError for a job that has no use for a target in several processes."""
+    """Raise UserError for a job that cannot use a target in several processes."""
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
             f"target.parallel is {target.parallel} with target.processes={target.processes}, "
-            f"expected none and 0: this job loads the target in one piece; eval.run is the one "
-            f"that splits it"
+            f"expected none and 0: only eval.run splits the target among processes"
         )
 
 
 def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
-    """All dotted keys of `schema`, inner nodes included."""
+    """Return all dotted keys of `schema`, groups included."""
     keys = []
     for name, kind in fields_of(schema).items():
         keys.append(prefix + name)
@@ -140,9 +157,7 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
 
 
 def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand
-    -> the type of an entry.
-    """
+    """Return dotted key -> entry type for all fields that hold a mapping or a list."""
     found: dict[str, Any] = {}
     for name, kind in fields_of(schema).items():
         if dataclasses.is_dataclass(kind):
@@ -153,7 +168,7 @@ def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unknown_key(key: str, choices: list[str]) -> UserError:
-    """The error for a key that no field has; names the nearest that one does."""
+    """Return the error for an unknown key, with the nearest valid one."""
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
     leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
     best = (leaf or near or [""])[0]
@@ -163,12 +178,12 @@ def unknown_key(key: str, choices: list[str]) -> UserError:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A dataclass configuration as plain dicts and lists, ready for YAML and JSON."""
+    """Convert a dataclass configuration to dicts and lists, ready for YAML and JSON."""
     return dataclasses.asdict(config)
 
 
 def fields_of(schema: type[Any]) -> dict[str, Any]:
-    """Names and types of a dataclass's fields, in order."""
+    """Return the names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
 

@@ -1,6 +1,4 @@
-"""Numbers that no job can go by, found before anything is loaded: dotted key, whether its value is
-fine, and what is expected.
-"""
+"""Checks of values that every job makes before it loads anything."""
 
 import math
 import os
@@ -10,12 +8,15 @@ from typing import Any
 from decoding.errors import UserError
 
 Rule = tuple[str, bool, str]
-LARGEST_SEED = 2**64 - 1  # what torch takes
-THREADS_A_CORE = 8  # more only wait for each other
+LARGEST_SEED = 2**64 - 1  # the limit of torch
+THREADS_A_CORE = 8  # more would only wait for each other
 
 
 def refuse(config: Any, rules: Iterable[Rule]) -> None:
-    """Raise UserError for the first rule that is broken."""
+    """Raise UserError for the first broken rule.
+
+    A rule is a dotted key, whether its value is valid, and what is expected.
+    """
     for key, fine, expected in rules:
         if not fine:
             value = config
@@ -25,16 +26,14 @@ def refuse(config: Any, rules: Iterable[Rule]) -> None:
 
 
 def check_job(config: Any) -> None:
-    """Raise UserError for a value that no job can go by. config: any job's, a dataclass with the
-    fields of JobConfig.
-    """
+    """Raise UserError for values that no job accepts: seed, threads, infinite numbers and NaN."""
     threads = THREADS_A_CORE * (os.cpu_count() or 1)
     rules = [
-        ("seed", 0 <= config.seed <= LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
+        ("seed", 0 <= config.seed <= LARGEST_SEED, "an integer from 0 to 2**64 - 1"),
         (
             "threads",
             0 <= config.threads <= threads,
-            f"0 (PyTorch's choice) to {threads} on {os.cpu_count()} cores",
+            f"0 (PyTorch's default) to {threads} on {os.cpu_count()} cores",
         ),
     ]
     refuse(config, rules)
@@ -44,7 +43,7 @@ def check_job(config: Any) -> None:
 
 
 def _floats(key: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every float in a configuration with its dotted key."""
+    """Yield every float of a configuration with its dotted key."""
     if isinstance(value, float):
         yield key, value
     elif isinstance(value, list):

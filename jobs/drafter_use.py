@@ -1,6 +1,4 @@
-"""How the loop uses a drafter: the keys of an entry's mapping that say nothing of how the drafter
-is made.
-"""
+"""Options of a drafter that belong to the decoding loop, not to the drafter's class."""
 
 from __future__ import annotations
 
@@ -10,26 +8,29 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
-from decoding.schedules.by_name import SCHEDULES, UNTAUGHT, usual_stopping
+from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, usual_stopping
 from decoding.stopping.policies import EAGER, NAMES
 
-# the schedule of a drafter that writes its own text, without the target: the end of the scale
+# the schedule of a drafter that decodes its own text without the target: the upper bound
 ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class Use:
-    """One way to use a drafter. Raises UserError for words that are unknown, and for two that do
-    not go together.
+class DrafterUse:
+    """Loop options of one drafter.
+
+    Raises UserError for unknown values and for options that contradict each other.
     """
 
-    stopping: str | None = None  # None: the drafter's usual one
+    # stopping policy; None: the drafter's default
+    stopping: str | None = None
     stopping_threshold: float | None = None
     schedule: str = "serial"
-    # tokens of a match in the row's own text, copied before the model is asked; None: never
+    # shortest match, in tokens, of suffix lookup before the drafter runs; None: no lookup
     lookup: int | None = None
-    verify: str | None = None  # the rule where temperature > 0; None: the job's
-    # cap of a stopping rule that chooses its own lengths; None: the job's
+    # verification rule where temperature > 0; None: the job's
+    verify: str | None = None
+    # cap of a stopping policy that chooses its own lengths; None: the job's
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -40,16 +41,17 @@ class Use:
         ):
             if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
-        if self.schedule in SCHEDULES and self.stopping not in (None, *UNTAUGHT):
+        if self.schedule in SCHEDULES and self.stopping not in (None, *NON_LEARNING):
             raise UserError(
-                f"schedule '{self.schedule}' with stopping '{self.stopping}': what a chunk became "
-                f"is known too late for a policy that learns; take {' or '.join(UNTAUGHT)}."
+                f"schedule '{self.schedule}' does not work with stopping '{self.stopping}': a "
+                f"policy that learns gets the result of a chunk too late. Give stopping="
+                f"{' or '.join(NON_LEARNING)}."
             )
         if self.lookup is not None and self.schedule != "serial":
             raise UserError(
-                f"lookup={self.lookup} with schedule '{self.schedule}': what a lookup has read of "
-                f"a chunk cannot be taken back when the chunk is thrown away, so it goes with "
-                f"schedule=serial alone. Leave lookup= out, or take schedule=serial."
+                f"lookup={self.lookup} does not work with schedule '{self.schedule}', as a lookup "
+                f"cannot forget the tokens of a discarded chunk. Remove lookup=, or give "
+                f"schedule=serial."
             )
         if (
             self.stopping_threshold is not None
@@ -57,9 +59,8 @@ class Use:
             and self.stopping not in EAGER
         ):
             raise UserError(
-                f"stopping '{self.stopping}' takes no threshold, found "
-                f"stopping_threshold={self.stopping_threshold}: leave it out, or take "
-                f"stopping={' | '.join(EAGER)}."
+                f"stopping_threshold is {self.stopping_threshold}, but stopping '{self.stopping}' "
+                f"has no threshold. Remove it, or give stopping={' | '.join(EAGER)}."
             )
         self._check_rule()
         self._check_cap()
@@ -67,14 +68,13 @@ class Use:
     def _check_rule(self) -> None:
         if self.schedule in SCHEDULES and self.verify in ("block", "typical"):
             raise UserError(
-                f"verify={self.verify} with schedule '{self.schedule}', which tests chunks that go "
-                f"on: "
-                f"take verify=token or coupled."
+                f"verify={self.verify} does not work with schedule '{self.schedule}', which "
+                f"verifies unfinished chunks. Give verify=token or coupled."
             )
         if self.schedule == ALONE and self.verify is not None:
             raise UserError(
-                f"verify={self.verify} with schedule={ALONE}, under which nothing is verified: "
-                f"leave it out."
+                f"verify={self.verify} has no effect with schedule={ALONE}, which verifies "
+                f"nothing. Remove it."
             )
 
     def _check_cap(self) -> None:
@@ -82,19 +82,17 @@ class Use:
         if cap is None:
             return
         if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
-            raise UserError(f"max_draft_tokens is {cap!r}, expected a whole number from 1 up.")
+            raise UserError(f"max_draft_tokens is {cap!r}, expected an integer of at least 1.")
         if self.schedule != "serial":
             raise UserError(
-                f"max_draft_tokens={cap} with schedule '{self.schedule}', whose chunks are "
-                f"num_draft_tokens= or the sweep's: leave it out."
+                f"max_draft_tokens={cap} has no effect with schedule '{self.schedule}', whose "
+                f"chunks have num_draft_tokens= or the sweep's length. Remove it."
             )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of decoding.Settings among them, but for those that the job has its own
-        way with.
-        """
-        # a text of its own is plain decoding
+        """Options that are fields of decoding.Settings, except those that the job sets itself."""
+        # A drafter alone decodes serially.
         schedule = "serial" if self.schedule == ALONE else self.schedule
         return {
             "stopping": self.stopping,
@@ -103,15 +101,16 @@ class Use:
         }
 
     @property
-    def evaluated(self) -> dict[str, Any]:
-        """What eval.run alone lets an entry say, as far as it is said; other jobs have one rule and
-        one length for all.
-        """
-        said = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
-        return {key: value for key, value in said.items() if value is not None}
+    def eval_only(self) -> dict[str, Any]:
+        """Options that only eval.run supports, as far as they are given.
 
-    def settled(self, capabilities: Capabilities) -> Use:
-        """With the usual policy of such a drafter where none is named."""
+        Other jobs have one rule and one length for all drafters.
+        """
+        given = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
+        return {key: value for key, value in given.items() if value is not None}
+
+    def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
+        """Return a copy with the drafter's default stopping policy where none is given."""
         return (
             self
             if self.stopping
@@ -119,16 +118,14 @@ class Use:
         )
 
 
-USE = tuple(one.name for one in fields(Use))
+USE = tuple(one.name for one in fields(DrafterUse))
 
 
-def check_not_evaluated(name: str, use: Use) -> None:
-    """Raise UserError for keys that eval.run alone follows: a job that answers would pass over them
-    without a word.
-    """
-    if use.evaluated:
-        said = ", ".join(f"{key}={value}" for key, value in use.evaluated.items())
+def check_not_evaluated(name: str, use: DrafterUse) -> None:
+    """Raise UserError for options that only eval.run supports. Other jobs would ignore them."""
+    if use.eval_only:
+        given = ", ".join(f"{key}={value}" for key, value in use.eval_only.items())
         raise UserError(
-            f"drafters: {name} has {said}, which eval.run alone follows. Leave it out: this job "
-            f"has its own."
+            f"drafters: {name} has {given}, which only eval.run supports. Remove it: this job has "
+            f"one setting for all drafters."
         )

@@ -1,5 +1,6 @@
-"""Drafters by what a user calls them: a folder, a name of the registry or of conf/drafter, or a
-mapping with `_target_`; for every job that decodes.
+"""Drafters as users name them, for every job that decodes.
+
+An entry is a folder, a name of the registry or of conf/drafter, or a mapping with `_target_`.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from decoding.models.folder import CARD, read_json
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
-from jobs.drafter_use import ALONE, USE, Use
-from jobs.paths import resolve
+from jobs.drafter_use import ALONE, USE, DrafterUse
+from jobs.paths import data_folder, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-# a chain drafter where the schedule has it work while the target does
+# class of a chain drafter whose schedule runs it at the same time as the target
 WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
-CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
+CONF = data_folder("conf") / "drafter"
 
 
 def describe(
     entries: Sequence[Any], target: TargetConfig, control: bool
 ) -> dict[str, dict[str, Any]]:
-    """Drafter name -> the mapping that Hydra makes it from; the control row comes last unless it is
-    named already.
+    """Return drafter name -> the mapping that Hydra instantiates.
 
-    Raises UserError for an entry that is none of the three forms, and for two drafters of one name.
+    control: add the control row at the end, unless an entry names it already. Raises UserError for
+    an entry of none of the three forms, and for two drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in [
-        *_told_apart(_expanded(entries)),
+        *_disambiguate(_expand_patterns(entries)),
         *([CONTROL] if control and CONTROL not in entries else []),
     ]:
-        mapping = _mapping(entry, target)
+        mapping = _build_mapping(entry, target)
         name = str(
             mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name
         )
@@ -65,17 +66,16 @@ def describe(
         _check_keys(name, found[name])
     if not found:
         raise UserError(
-            "drafters is empty and so is the control. Name at least one, such as "
+            "drafters is empty and the control is off. Name at least one drafter, such as "
             "drafters=[runs/mine]."
         )
     return found
 
 
-def _expanded(entries: Sequence[Any]) -> list[Any]:
-    """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names,
-    each called as its card says.
+def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
+    """Replace patterns such as `runs/sweep/*/drafter` by the folders that match.
 
-    Raises UserError for a pattern that names no folder.
+    Each folder is named as on its card. Raises UserError for a pattern without a match.
     """
     found: list[Any] = []
     for entry in entries:
@@ -85,20 +85,18 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
         folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
         if not folders:
             raise UserError(
-                f"drafters: {entry!r} names no folder with a config.json in it (looked in "
-                f"{Path.cwd()})."
+                f"drafters: no folder with a config.json matches {entry!r} (working folder: "
+                f"{Path.cwd()}). Correct the pattern."
             )
-        found += [{"use": folder, "name": name_on_card(Path(folder))} for folder in folders]
+        found += [{"use": folder, "name": read_card_name(Path(folder))} for folder in folders]
     return found
 
 
-def _told_apart(entries: Sequence[Any]) -> list[Any]:
-    """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as
-    their cards say.
-    """
+def _disambiguate(entries: Sequence[Any]) -> list[Any]:
+    """Name folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`) as on their cards."""
     last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
     return [
-        {"use": entry, "name": name_on_card(resolve(entry))}
+        {"use": entry, "name": read_card_name(resolve(entry))}
         if isinstance(entry, str)
         and last.count(Path(entry).name) > 1
         and "/" in entry
@@ -108,23 +106,25 @@ def _told_apart(entries: Sequence[Any]) -> list[Any]:
     ]
 
 
-def name_on_card(folder: Path) -> str:
-    """What a drafter folder's card calls it; the folder where it has none."""
+def read_card_name(folder: Path) -> str:
+    """Return the name on a drafter folder's card, or the folder where it has no card."""
     card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
 
 def check_entries(entries: Sequence[Any]) -> None:
-    """Raise UserError for keys that an entry's drafter does not take, and for ways to use it that
-    there are not.
+    """Raise UserError for options that a drafter does not take and for invalid ways to use it.
 
-    Nothing is loaded and no model has to be there: a stage of an experiment may yet write it.
+    Loads nothing and needs no model on the disk, as a stage of the experiment may still have to
+    write it.
     """
     for entry in entries:
         if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
             use = str(entry.get("use", ""))
             kinds = (
-                [current_target(str(entry["_target_"]))] if "_target_" in entry else _possible(use)
+                [current_target(str(entry["_target_"]))]
+                if "_target_" in entry
+                else _possible_classes(use)
             )
             given = {key: value for key, value in entry.items() if key != "use"}
             _check_keys(
@@ -132,33 +132,33 @@ def check_entries(entries: Sequence[Any]) -> None:
                 {**given, "_target_": kinds[0]},
                 kinds[1:],
             )
-            Use(**{key: entry[key] for key in USE if key in entry})
+            DrafterUse(**{key: entry[key] for key in USE if key in entry})
             if entry.get("lookup") is not None:
                 check_lookup_before(imported(str(kinds[0])))
 
 
-def _possible(use: str) -> list[str]:
-    """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows
-    whether it holds a model or a head.
+def _possible_classes(use: str) -> list[str]:
+    """Return the classes that `use` may stand for.
+
+    A folder that a stage has yet to write may hold a model or a head.
     """
-    if use in _names():
-        return [_target(use)]
+    if use in _known_names():
+        return [_class_path(use)]
     if Path(use).exists():
-        return [_target(head_of(use) or "chain")]
-    return [_target(name) for name in ("chain", *HEADS.values())]
+        return [_class_path(head_of(use) or "chain")]
+    return [_class_path(name) for name in ("chain", *HEADS.values())]
 
 
-def _target(name: str) -> str:
-    return str(_written(name)["_target_"])
+def _class_path(name: str) -> str:
+    return str(_class_and_options(name)["_target_"])
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Raise UserError for a class that is not there, and for a key that neither it nor the loop
-    takes, with the nearest one.
+    """Raise UserError for a missing class and for a key that neither it nor the loop takes.
 
-    others: classes that it may turn out to be instead.
+    others: further classes that the entry may turn out to be.
     """
-    kind = _kind(name, mapping)
+    kind = _find_class(name, mapping)
     taken = options_of(kind)
     if taken is None:
         return
@@ -170,23 +170,24 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
     refuse_unknown(f"drafters: {name}", kind, given, {*taken, *USE})
 
 
-def _kind(name: str, mapping: Mapping[str, Any]) -> type:
-    """The class that a mapping names."""
+def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
+    """Import the class that a mapping names. Raises UserError where that fails."""
     try:
         return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+            f"drafters: the class {mapping['_target_']} of {name} cannot be imported: {error}"
         ) from error
 
 
-def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
-    """How each drafter is used: as its mapping says, else as all are. The control is always used
-    plainly.
+def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:
+    """Return how each drafter is used: its own options over the default ones.
+
+    The control always has the plain options.
     """
     return {
         name: replace(
-            Use() if name == CONTROL else default,
+            DrafterUse() if name == CONTROL else default,
             **{key: mapping[key] for key in USE if key in mapping},
         )
         for name, mapping in mappings.items()
@@ -195,15 +196,16 @@ def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
 
 def build(
     mappings: dict[str, dict[str, Any]],
-    uses: dict[str, Use],
+    uses: dict[str, DrafterUse],
     target_folder: Path,
     beside: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Make the drafters, in a worker process where the schedule needs that.
+    """Instantiate the drafters, in a worker process where the schedule needs one.
 
-    Those with a model folder must share every token id with the target, a head its sizes and its
-    card's hash (UserError). beside: the target's device -> the one for a drafter that works at the
-    same time; one whose mapping names RemoteChain or another device stays where that says.
+    beside: the target's device -> the device for a drafter that works at the same time. A mapping
+    that names RemoteChain or another device keeps it. Raises UserError where a model folder does
+    not share every token id with the target, and where a head does not match the target's sizes or
+    hash.
     """
     drafters = {}
     for name, mapping in mappings.items():
@@ -211,7 +213,7 @@ def build(
             check_folder(target_folder, mapping["folder"])
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
-            if uses[name].schedule in WALL and _kind(name, mapping) is ChainDrafter:
+            if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
                 made["_target_"] = WORKER
                 if beside and made.get("device") in beside:
                     made["device"] = beside[made["device"]]
@@ -226,27 +228,32 @@ def build(
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
                     f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
-                    f"cannot write a text of its own: give the folder of a model."
+                    f"cannot decode without the target. Give the folder of a model."
                 )
         except InstantiationException as error:
-            # Hydra wraps what the drafter itself had to say
+            # Hydra wraps the drafter's own error.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise UserError(
-                f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}"
+                f"drafters: {name} could not be created from {mapping}: {error.__cause__ or error}"
             ) from error
     return drafters
 
 
 def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
-    """A drafter of this class with suffix lookup before it; named: what the drafter takes."""
+    """Return a drafter of this class behind suffix lookup.
+
+    named: arguments of the drafter.
+    """
     check_lookup_before(imported(kind))
     return LookupFirst(imported(kind)(**named), min_match)
 
 
-def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    """The mapping of an entry; a drafter with a model folder runs as the target does, but for what
-    its file and the entry say.
+def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
+    """Return the mapping of an entry.
+
+    A drafter with a model folder takes the target's backend, dtype and device, unless its file or
+    the entry sets them.
     """
     if isinstance(entry, dict) and "_target_" in entry:
         return {**entry, "_target_": current_target(str(entry["_target_"]))}
@@ -256,24 +263,23 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         raise UserError(
             f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; "
             f"expected a folder, the name of a drafter, or a mapping with `use` (one of these) or "
-            f"`_target_` (the class to make, such as decoding.drafters.chain.ChainDrafter)."
+            f"`_target_` (a class such as decoding.drafters.chain.ChainDrafter)."
         )
     if not use or given.get("folder") == "":
         raise UserError(
-            f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose "
-            f"drafters share one."
+            f"drafters: {entry!r} names no model. Give the experiment draft_model=FOLDER."
         )
-    if use in _names():
-        mapping = _mapping_of(use, given)
+    if use in _known_names():
+        mapping = _fill_mapping(use, given)
     elif Path(use).exists():
         head = head_of(use)
         named = {"name": Path(use).name} if head else {}
-        mapping = _mapping_of(head or "chain", {**named, "folder": use, **given})
+        mapping = _fill_mapping(head or "chain", {**named, "folder": use, **given})
     else:
-        raise unknown_drafter("drafters:", use, _names())
+        raise unknown_drafter("drafters:", use, _known_names())
     if "folder" in mapping:
         mapping = as_target(
-            _kind(use, mapping),
+            _find_class(use, mapping),
             {**mapping, "folder": str(resolve(mapping["folder"]))},
             backend=target.backend,
             dtype=target.dtype,
@@ -283,15 +289,15 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     return mapping
 
 
-def _names() -> list[str]:
-    """The names of the registry, and of files that a user has put into conf/drafter."""
+def _known_names() -> list[str]:
+    """Return the names of the registry and of the files in conf/drafter."""
     return sorted({*DRAFTERS, *(path.stem for path in CONF.glob("*.yaml"))})
 
 
-def _written(name: str) -> dict[str, Any]:
-    """The class of a name and the options that its file in conf/drafter and the registry write.
+def _class_and_options(name: str) -> dict[str, Any]:
+    """Return the class of a name with the options from its file in conf/drafter and the registry.
 
-    Raises UserError for a name that neither gives a class.
+    Raises UserError for a name without a class.
     """
     file, entry = CONF / f"{name}.yaml", DRAFTERS.get(name)
     written: dict[str, Any] = {}
@@ -303,19 +309,19 @@ def _written(name: str) -> dict[str, Any]:
         written |= values if isinstance(values, dict) else {}  # type: ignore[arg-type]
     if "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_, and {name} is no name of the registry. Such a file names the "
-            f"class to make, such as _target_: decoding.drafters.chain.ChainDrafter."
+            f"{file}: no _target_, and {name} is no name of the registry. Add the drafter's class, "
+            f"such as _target_: decoding.drafters.chain.ChainDrafter."
         )
     return written
 
 
-def _mapping_of(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The mapping of a name with the given keys in it. Raises UserError for what is missing."""
-    mapping = {**_written(name), **given}
+def _fill_mapping(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping of a name with the given keys. Raises UserError for a missing one."""
+    mapping = {**_class_and_options(name), **given}
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:
         raise UserError(
-            f"drafters: {name} has no {missing[0]}, which it cannot do without. Give it as a "
-            f"mapping: {{use: {name}, {missing[0]}: ...}}."
+            f"drafters: {name} needs {missing[0]}. Give it as a mapping: "
+            f"{{use: {name}, {missing[0]}: ...}}."
         )
     return mapping if "folder" in mapping else {"name": name, **mapping}

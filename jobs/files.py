@@ -1,4 +1,4 @@
-"""Files that are whole or absent: temporary names, forced to the disk, and words for a full one."""
+"""Files that are complete or absent: temporary names, fsync, and the error for a full disk."""
 
 import os
 import secrets
@@ -14,22 +14,24 @@ from decoding.errors import UserError
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """A safetensors file that everybody may read whom its folder lets in. Raises OSError and
-    SafetensorError.
+    """Write a safetensors file with the permissions of its folder.
+
+    Raises OSError and SafetensorError.
     """
     save_file(tensors, path, metadata)
-    let_read(path)
+    match_folder_permissions(path)
 
 
-def let_read(path: Path) -> None:
-    """safetensors writes for its owner's eyes alone; a served folder is read by others: the file
-    gets what its folder allows.
+def match_folder_permissions(path: Path) -> None:
+    """Give a file the read and write permissions of its folder.
+
+    safetensors creates files that only their owner can read, but other users read a served folder.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def force_to_disk(path: Path) -> None:
-    """fsync of a file that is closed, or of a folder's names."""
+    """Flush a closed file, or the names in a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -38,13 +40,13 @@ def force_to_disk(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file and force it to the disk, under a temporary name until it is whole."""
+    """Write a text file and flush it, under a temporary name until it is complete."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and force it to the disk, under a temporary name until it is whole."""
-    # Ranks, of several nodes too, may write the same file.
+    """Write a file and flush it, under a temporary name until it is complete."""
+    # Several ranks, also on several nodes, may write the same file.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -54,10 +56,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def disk_error(path: Path, error: Exception) -> UserError:
-    """The error for a write that failed, with the room that is left."""
+    """Return the error for a failed write, with the free space that is left."""
     parent = next(folder for folder in path.parents if folder.exists())
     free_mb = shutil.disk_usage(parent).free / 1e6
     return UserError(
-        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole "
-        f"checkpoint is kept. Make room and run again"
+        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there. Free some space and "
+        f"run again; the last complete checkpoint is kept"
     )

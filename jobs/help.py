@@ -1,9 +1,7 @@
-"""`--help` of every job: what it is, how it is called, and each setting with its present value and
-what it means.
+"""`--help` of every job: its purpose, its usage, and each setting with its value and meaning.
 
-Values are those of the command line that asks, so `+experiment=smoke --help` shows what that
-experiment sets. The words are the comments beside the fields in the code, so there is one place to
-write them.
+Values are those of the given command line: `+experiment=smoke --help` shows the values of that
+experiment. The descriptions are the comments on the fields in the code.
 """
 
 import ast
@@ -28,9 +26,7 @@ EXPERIMENT = "+experiment="
 
 
 def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside
-    it, in order.
-    """
+    """Return dotted key -> the comment on its field, nested fields included, in order."""
     comments = {
         name: text
         for owner in reversed(schema.__mro__)
@@ -59,8 +55,8 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
         soft_wrap=True,
     )
     console.print(
-        "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run "
-        "would cost",
+        "  -m with several values (KEY=1,2,4) runs one job per value; dry_run=true prints what a "
+        "run would cost",
         soft_wrap=True,
     )
     console.print("\nGroups (conf/):", style="bold")
@@ -68,23 +64,21 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
     for called, names in groups:
         shown_groups.add_row(f"  {called}", ", ".join(names))
     console.print(shown_groups)
-    console.print("\nKeys, their values here and what they mean:", style="bold")
+    console.print("\nKeys, with their values and meanings:", style="bold")
     keys = Table.grid(padding=(0, 2))
     for key, doc in field_docs(schema).items():
         value = OmegaConf.select(composed, key, throw_on_missing=False)
         shown = (
-            "(to be given)"
-            if value is None and OmegaConf.is_missing(composed, key)
-            else _short(value)
+            "(required)" if value is None and OmegaConf.is_missing(composed, key) else _short(value)
         )
         keys.add_row(f"  {key}={shown}", doc)
     console.print(keys)
 
 
 def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
-    """The groups that the job takes and how they are called, with the names in each."""
+    """Yield each group that the job takes, as it is written on a command line, with its files."""
     fields = fields_of(schema)
-    # What decodes is a list, or one mapping.
+    # Drafters for decoding are a list, or one mapping.
     decodes = (
         "drafters=[NAME]"
         if "drafters" in fields
@@ -96,7 +90,7 @@ def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list
         texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
         if folder.name == "experiment":
             found = [name for name, text in texts.items() if f"job: {job}\n" in text]
-            if found:  # a job may be a stage of others' experiments alone
+            if found:  # some jobs only occur as stages of others' experiments
                 yield EXPERIMENT, found
         elif folder.name == "drafter":
             if decodes:
@@ -115,9 +109,7 @@ def _short(value: Any) -> str:
 
 
 def _comments(owner: type[Any]) -> dict[str, str]:
-    """Field name -> the comment on the line that ends its definition, or where there is none the
-    lines of comment above it.
-    """
+    """Return field name -> its comment, on its definition's last line or on the lines above."""
     source = textwrap.dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {

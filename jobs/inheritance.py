@@ -1,9 +1,9 @@
-"""Which settings of an experiment a stage inherits.
+"""Inheritance of settings between an experiment and its stages.
 
-A stage inherits every key that the same dataclass declares in its job's settings and in the
-experiment's, or of that dataclass what its `SHARED` names; a stage of the called job itself
-inherits all keys. A stage with an experiment of its own (`+experiment=`) takes from there what it
-does, and inherits where and on what: the groups in `SETTING`, and what every job shares.
+A stage inherits every key that one dataclass declares in both jobs' settings. A dataclass can limit
+these keys with `SHARED`. A stage of the called job itself inherits all keys. A stage with an
+experiment of its own (`+experiment=`) inherits only the groups in `SETTING` and what every job
+shares.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from jobs.config import SETTING, JobConfig, fields_of
 
-OF_THE_RUN = ("output_dir", "stages", "stage_overrides")  # which each stage has for itself
+OF_THE_RUN = ("output_dir", "stages", "stage_overrides")  # never inherited
 
 
 def inherited_keys(
@@ -22,8 +22,8 @@ def inherited_keys(
 ) -> list[str]:
     """Return the dotted keys of the groups and values that a stage inherits.
 
-    mine, theirs: the settings of the experiment's job, and of the stage's. is_called_job: they are
-    one job, though perhaps of two kinds of head.
+    mine, theirs: settings of the experiment's job and of the stage's. is_called_job: both are the
+    same job, though their kinds of head may differ.
     """
     all_parts = is_called_job and not has_own_experiment
     kinds, keys = fields_of(theirs), []
@@ -43,10 +43,10 @@ def inherited_keys(
 
 
 def _shared(owner: Any) -> list[str]:
-    """The fields of a dataclass that stages of other jobs inherit; empty: all."""
+    """Return the fields that stages of other jobs inherit; an empty list means all."""
     return list(vars(owner).get("SHARED", ()))
 
 
 def _declaring(schema: type[Any], name: str) -> type[Any]:
-    """The dataclass that a field is written in: the schema, or one that it extends."""
+    """Return the dataclass that declares a field: the schema or one of its base classes."""
     return next(owner for owner in schema.__mro__ if name in vars(owner).get("__annotations__", {}))

@@ -1,8 +1,7 @@
-"""Signals that end a job: SIGINT and SIGTERM, from the first import on, in words and with one exit
-status.
+"""Signals that end a job: SIGINT and SIGTERM, with a message and one exit status.
 
-Nothing heavy is imported here: the packages of the jobs call `end_imports_quietly` before they
-import anything else.
+This module imports nothing heavy: the packages of the jobs call `end_imports_quietly` before any
+other import.
 """
 
 import os
@@ -17,35 +16,33 @@ INTERRUPTED = 130  # exit status of a job that a signal stopped
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """SIGTERM, raised as an exception."""
 
 
 def end_imports_quietly() -> None:
-    """Let a signal during the imports of `python -m <job>` end the process with a line instead of a
-    traceback.
+    """End the process with one line on a signal during the imports of `python -m <job>`.
 
-    Without effect where the package is imported by anything else: while Python looks for the module
-    that it is to run, and imports its package, sys.argv[0] is "-m".
+    Has no effect where the package is imported in another way: sys.argv[0] is "-m" only while
+    Python looks for the module to run.
     """
     if sys.argv[:1] != ["-m"]:
         return
-    # else whoever started us wants it ignored
+    # Another handler means that the parent process wants the signal ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(
-        2, f"interrupted by {signal.Signals(number).name} before anything was begun\n".encode()
-    )
+    os.write(2, f"interrupted by {signal.Signals(number).name} before the job started\n".encode())
     os._exit(INTERRUPTED)
 
 
 @contextmanager
-def interrupting(by_sigterm: bool = True) -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt inside the block, SIGTERM raises Terminated;
-    by_sigterm=False: it ends the process.
+def raise_on_signals(by_sigterm: bool = True) -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT and Terminated on SIGTERM inside the block.
+
+    by_sigterm=False: SIGTERM ends the process.
     """
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
@@ -69,4 +66,4 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""
+    """SIGINT or SIGTERM after which a checkpoint was written; the same command resumes."""

@@ -1,9 +1,8 @@
-"""How every job starts: Hydra composes, the result is typed and checked, and the job's function
-runs on it.
+"""Start of every job: Hydra composes the configuration, it is checked, and the job's function runs.
 
-A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment
-are fresh processes, each on a saved config.yaml, so that one cannot disturb another and every one
-can be run again by hand.
+A single run uses this process. Members of a sweep (`-m`) and stages of an experiment are fresh
+processes, each on a saved config.yaml. So they cannot disturb each other, and each can be repeated
+by hand.
 """
 
 import dataclasses
@@ -27,16 +26,16 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
-from jobs.composing import CONF, composing, register
+from jobs.composing import CONF, register, translate_errors
 from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
 from jobs.files import disk_error
 from jobs.help import print_help
-from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, interrupting
+from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, raise_on_signals
 from jobs.malloc import keep_memory
-from jobs.run_lock import locked
-from jobs.saved_config import as_of_now
-from jobs.stages import ON_FILE, as_member, check_given, run_on_file, run_stages
+from jobs.run_lock import lock_folder
+from jobs.saved_config import upgrade_config
+from jobs.stages import ON_FILE, check_required_settings, name_sweep_member, run_on_file, run_stages
 from jobs.syntax import check_syntax
 from jobs.tracker import check_tracker
 
@@ -50,18 +49,16 @@ def job_main(
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
 ) -> None:
-    """Entry of `python -m <job>`: Hydra overrides on the command line, or
-    `--config-file config.yaml`.
+    """Run `python -m <job>` with Hydra overrides, or with `--config-file config.yaml`.
 
-    check: raises UserError for a configuration that the job cannot run; it is asked before the
+    check: raises UserError for a configuration that the job cannot run. It is called before the
     stages of an experiment, which may take hours.
 
-    A UserError is printed without a traceback and ends the process with status 2; a signal with
-    130.
+    A UserError is printed without a traceback and gives exit status 2; a signal gives 130.
     """
-    # A rank that waits for another one in native code would not see SIGTERM as an exception.
-    with interrupting(by_sigterm=not ranks.is_rank()):
-        _guarded(lambda: _command(job, schema, function, check))
+    # A rank that waits for another one in native code never raises the exception of SIGTERM.
+    with raise_on_signals(by_sigterm=not ranks.is_rank()):
+        _exit_on_errors(lambda: _command(job, schema, function, check))
 
 
 def _command(
@@ -71,7 +68,7 @@ def _command(
     check: Callable[[Config], None] | None,
 ) -> None:
     given = ranks.take_local_rank(sys.argv[1:])
-    # Hydra takes -m only before or after all overrides; anywhere is what people type.
+    # Hydra takes -m only before or after all overrides; people type it anywhere.
     arguments = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
     sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
@@ -79,13 +76,13 @@ def _command(
             sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
         saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
         assert isinstance(saved, dict)
-        run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
+        run_typed(OmegaConf.create(upgrade_config(saved)), job, schema, function, check)
         return
     sys.argv[1:] = arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
+        translate_errors(lambda: print_help(job, schema, CONF, _only_overrides(arguments)))
         return
     sweep, failed = Sweep(), []
     single: list[DictConfig] = []
@@ -99,15 +96,15 @@ def _command(
     started = hydra.main(
         version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_")
     )(task)
-    # Hydra raises what it finds wrong, instead of printing it with advice
+    # Makes Hydra raise its errors instead of printing them with advice.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    composing(started)
-    if single:  # outside of Hydra, whose frames would stand around every traceback
+    translate_errors(started)
+    if single:  # outside of Hydra, whose frames would fill every traceback
         run_typed(single[0], job, schema, function, check)
     if failed:
         sys.exit(
-            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
-            f"same command again"
+            f"error: {len(failed)} members of the sweep failed: {'; '.join(failed)}. Run the same "
+            f"command again"
         )
 
 
@@ -118,27 +115,28 @@ def run_typed(
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
 ) -> Any:
-    """Check a composed configuration and run the job, or the stages it lists; `check` is asked
-    before those.
+    """Check a composed configuration, then run the job or its stages.
+
+    check: called before any stage runs.
     """
     config = typed(composed, schema)
-    check_given(composed)
+    check_required_settings(composed)
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     check_job(config)
     prepare_process(config)
-    ranks.adopt(config)
+    ranks.adopt_slurm_rank(config)
     check_tracker(config)
     if config.stages:
         ranks.refuse_idle(config)
-    elif ranks.sits_out(config):
+    elif ranks.is_idle_rank(config):
         return None
     if config.stages and check is not None:
         check(config)
     try:
         if not config.stages:
             return function(config)
-        with locked(Path(config.output_dir)):
+        with lock_folder(Path(config.output_dir)):
             return run_stages(config, composed)
     except OSError as error:  # any file of the run: its log, its records, its report
         if error.errno not in _NO_ROOM:
@@ -147,9 +145,9 @@ def run_typed(
 
 
 def prepare_process(config: JobConfig) -> None:
-    """Malloc settings and thread count before the first tensor; no progress bars but our own."""
+    """Configure malloc, the number of threads and progress bars before the first tensor exists."""
     keep_memory()
-    # else DeepSpeed, where it is installed, says at every start that it found no card
+    # Otherwise DeepSpeed warns at every start that it found no GPU.
     if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -163,8 +161,9 @@ def prepare_process(config: JobConfig) -> None:
 
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
-    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message
-    names neither place nor nearest key.
+    """Raise UserError for malformed overrides, unknown keys and an experiment of another job.
+
+    Hydra's own messages give neither the place nor the nearest key.
     """
     check_syntax(arguments)
     keys = valid_keys(schema)
@@ -185,9 +184,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
 
 
 def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
-    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry,
-    or an entry of its kind.
-    """
+    """Raise UserError for a key that is no field and no entry of a field with arbitrary entries."""
     for name, kind in open_fields(schema).items():
         entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
         if entry and dataclasses.is_dataclass(kind):
@@ -200,7 +197,7 @@ def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
 
 
 def _check_slurm() -> None:
-    """Raise UserError where the members of a sweep cannot become Slurm jobs."""
+    """Raise UserError where Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
             "hydra/launcher=slurm needs Hydra's submitit launcher: pip install "
@@ -208,9 +205,9 @@ def _check_slurm() -> None:
         )
     if shutil.which("srun") is None:
         raise UserError(
-            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. "
-            "Run the same command on a node of the cluster, or leave hydra/launcher out: the "
-            "members then run here, one after another"
+            "hydra/launcher=slurm submits every member to Slurm, but srun is not on the PATH here. "
+            "Run the same command on a node of the cluster, or leave hydra/launcher out to run the "
+            "members here, one after another"
         )
 
 
@@ -229,7 +226,7 @@ def _check_experiment(name: str, job: str) -> None:
 
 
 def wrong_job(experiment: str, right: str, called: str) -> UserError:
-    """The error of an experiment that was called with another job than its own."""
+    """Return the error for an experiment that belongs to another job."""
     return UserError(
         f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} "
         f"+experiment={experiment}"
@@ -237,20 +234,18 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
 
 
 class Sweep:
-    """The members that this process has run; where it is one rank of several, all run every member
-    together.
-    """
+    """Members of a sweep, run one after another; several ranks run each member together."""
 
     def __init__(self) -> None:
         self.members = 0
-        self._meeting: ranks.Meeting | None = None
+        self._meeting: ranks.RankBarrier | None = None
 
     def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
-        """One member in a process of its own. Returns its exit status."""
+        """Run one member in a process of its own. Returns its exit status."""
         if self._meeting is None:
-            ranks.adopt(config)
+            ranks.adopt_slurm_rank(config)
             ranks.refuse_idle(config)
-            self._meeting = ranks.Meeting()
+            self._meeting = ranks.RankBarrier()
         self.members += 1
         status = run_on_file(plain, job, self._meeting.environment(self.members))
         self._meeting.wait(f"member {self.members}")
@@ -260,15 +255,15 @@ class Sweep:
 def _run_member(
     composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep
 ) -> list[str]:
-    """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
+    """Run one member of a sweep in its own folder and process. Returns descriptions of failures.
 
-    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
-    Where another launcher than Hydra's own (submitit) runs members, nobody reads this process's
-    memory, and what went wrong is a UserError.
+    The folder's name lists the overrides that vary. The other members still run after a failure; a
+    signal ends the sweep. A launcher other than Hydra's own (submitit) does not share this
+    process's memory, so a failure raises UserError there.
     """
     varying = {
         override.key_or_group
-        for override in OverridesParser.create().parse_overrides(_overrides(arguments))
+        for override in OverridesParser.create().parse_overrides(_only_overrides(arguments))
         if override.is_sweep_override()
     }
     mine = [
@@ -277,9 +272,9 @@ def _run_member(
         if text.lstrip("+").split("=")[0] in varying
     ]
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # Hydra's own record of a sweep; every member has its config.yaml.
+    # Hydra's own record of the sweep is not needed: every member has its config.yaml.
     Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
-    as_member(plain, mine)
+    name_sweep_member(plain, mine)
     status = sweep.run(plain, job, typed(plain, schema))
     wrong = f"'{Path(plain.output_dir).name}' with status {status} ({plain['output_dir']})"
     if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
@@ -287,11 +282,11 @@ def _run_member(
     return [wrong] if status else []
 
 
-def _overrides(arguments: list[str]) -> list[str]:
+def _only_overrides(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
 
-def _guarded(action: Callable[[], Any]) -> Any:
+def _exit_on_errors(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except UserError as error:
@@ -301,10 +296,10 @@ def _guarded(action: Callable[[], Any]) -> Any:
         print(f"interrupted: {stop}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt as stop:
-        # Outside the training loop there is no step to finish: what is on the disk is whole.
+        # Outside the training loop no step is half done, so all files are complete.
         by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
         print(
-            f"interrupted: what was finished is kept. Run the same command to go on{by}",
+            f"interrupted: finished work is kept. Run the same command to continue{by}",
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)

@@ -1,8 +1,8 @@
 """Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
-Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us:
-they save a checkpoint and end, and we wait for them. A worker that dies ends the job: the others
-are stopped and the error names the rank.
+Children run in their own sessions, so Ctrl-C on a terminal reaches them once, through the parent:
+they save a checkpoint and end while it waits. When a worker dies, the others are stopped and the
+error names its rank.
 """
 
 import os
@@ -26,7 +26,8 @@ _GRACE_SECONDS = 30.0
 
 
 class Children:
-    """Processes that are started, signalled and awaited together:
+    """Processes that are started, signalled and awaited together.
+
     `with Children() as children: children.start(...)`.
     """
 
@@ -37,7 +38,7 @@ class Children:
 
     def __enter__(self) -> "Children":
         self._before = {
-            number: signal.signal(number, self._hand_on)
+            number: signal.signal(number, self._forward_signal)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         return self
@@ -48,15 +49,17 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        """Start one more child; environment None: ours."""
+        """Start a child. environment: None inherits this process's."""
         started = subprocess.Popen(
             command, env=environment, start_new_session=True, pass_fds=held_descriptors()
         )
         self.processes.append(started)
 
     def wait(self) -> list[int | None]:
-        """Wait until all have ended or, unless a signal came, one has failed. Returns exit
-        statuses, None for those still running.
+        """Wait until all have ended or one has failed.
+
+        After a signal it always waits for all. Returns exit statuses, None for processes that still
+        run.
         """
         while True:
             states = [process.poll() for process in self.processes]
@@ -67,7 +70,7 @@ class Children:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End what still runs: SIGTERM, and SIGKILL after a grace time."""
+        """Terminate the running children, and kill them after a grace period."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.terminate()
@@ -78,7 +81,7 @@ class Children:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
         for process in self.processes:
             if process.poll() is None:
@@ -86,45 +89,46 @@ class Children:
 
 
 def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
-    """Run one command to its end; environment None: ours. Returns its exit status; raises
-    Interrupted when a signal stopped it.
+    """Run one command to its end and return its exit status.
+
+    environment: None inherits this process's. Raises Interrupted when a signal stopped it.
     """
     with Children() as children:
         children.start(command, environment)
         status = children.wait()[0]
     if status == INTERRUPTED or children.signalled:
-        raise Interrupted(f"{what} was stopped by a signal. Run the same command to go on")
+        raise Interrupted(f"{what} was stopped by a signal. Run the same command to continue")
     assert status is not None
     return status
 
 
 def is_worker() -> bool:
-    """True inside a rank that `launch`, torchrun or Slurm started."""
+    """Check whether `launch`, torchrun or Slurm started this process as a rank."""
     return ranks.is_rank()
 
 
-def processes_wanted(config: ParallelConfig) -> int:
-    """How many ranks the job has, which `launch` is to start unless this process is one of them.
+def count_processes(config: ParallelConfig) -> int:
+    """Return the number of ranks of the job; `launch` starts them unless this process is one.
 
-    Raises UserError where kind and number contradict each other.
+    Raises UserError where the kind of parallelism and the number contradict each other.
     """
     if ranks.is_rank():
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if config.processes and here and config.processes != here:
             raise UserError(
                 f"parallel.processes is {config.processes}, but this process was started as one of "
-                f"{here} ranks on its machine: leave it at 0"
+                f"{here} ranks on its machine. Leave it at 0"
             )
         ranks.check_kind(config.kind, ranks.world_size())
         return ranks.world_size()
     if config.kind == "single":
         if config.processes > 1:
             raise UserError(
-                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, "
-                f"zero1, zero2, zero3 or fsdp"
+                f"parallel.processes is {config.processes} with parallel=single. Give "
+                f"parallel=ddp, zero1, zero2, zero3 or fsdp"
             )
         return 1
-    processes = config.processes or devices.cards()
+    processes = config.processes or devices.count_gpus()
     if processes == 0:
         raise UserError(
             f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N"
@@ -136,7 +140,7 @@ def processes_wanted(config: ParallelConfig) -> int:
 def launch(job: str, config_file: Path, processes: int) -> None:
     """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
 
-    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the
+    Raises UserError with the first rank that failed, and Interrupted when a signal stopped the
     ranks.
     """
     port = _free_port()
@@ -163,24 +167,23 @@ def launch(job: str, config_file: Path, processes: int) -> None:
     failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
     if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
         raise Interrupted(
-            f"the {processes} ranks were stopped by a signal. Run the same command to go on"
+            f"the {processes} ranks were stopped by a signal. Run the same command to continue"
         )
     if failed:
-        # A rank that a signal ended takes the others' connections with it, so it is the one to
-        # name.
+        # A rank that a signal ended breaks the connections of the others, so it is the cause.
         first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
             f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
-            f"stopped. Its last words stand above; run the same command to resume from the last "
+            f"stopped. Its last output is above. Run the same command to resume from the last "
             f"checkpoint"
         )
 
 
 def _end(status: int) -> str:
-    """An exit status in words: `subprocess` gives a process that signal N ended the status -N."""
+    """Describe an exit status; `subprocess` reports a process ended by signal N as status -N."""
     if status >= 0:
         return f"ended with status {status}"
-    hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""
+    hint = " (often because the memory was full)" if -status == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-status).name}{hint}"
 
 

@@ -1,9 +1,9 @@
 """Malloc settings for CPU runs, made from inside the process.
 
 By default glibc maps and unmaps every large tensor, and a CPU training step can spend most of its
-time in page faults: with these settings a 24M-parameter bfloat16 step ran 8x faster on two cores
-(LOG.md). They equal the environment variables MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and
-MALLOC_TOP_PAD_; benchmarks give them to both sides.
+time in page faults: with these settings a 24M-parameter bfloat16 step ran 8x faster on two cores.
+They equal the environment variables MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_;
+benchmarks apply them to both sides.
 """
 
 import ctypes
@@ -13,8 +13,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_memory() -> bool:
-    """Tell glibc's malloc to keep freed memory and never to map single tensors. False where there
-    is no glibc.
+    """Make glibc's malloc keep freed memory and never map single tensors.
+
+    Returns False where the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,11 +1,20 @@
-"""Paths by name: `embedded:NAME` is a file or folder of assets/."""
+"""Folders that ship with the project, and the names `embedded:NAME` of their files."""
 
 from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+ROOT = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
+
+
+def data_folder(name: str) -> Path:
+    """Return the folder `conf` or `assets`: the installed one, or the checkout's."""
+    installed = ROOT / "shallow_draft_data"  # setup.py puts both folders there
+    return (installed if installed.is_dir() else ROOT) / name
+
+
+ASSETS = data_folder("assets")
 _NAMES = {
     "target": ASSETS / "target",
     "chats": ASSETS / "chats.json",
@@ -15,15 +24,15 @@ _NAMES = {
 
 
 def resolve(name: str) -> Path:
-    """A path as written, or the file behind `embedded:NAME`. Raises UserError for an unknown NAME
-    or a path that is not there.
+    """Return the path as given, or the file behind `embedded:NAME`.
+
+    Raises UserError for an unknown NAME and for a path that does not exist.
     """
     if name.startswith("embedded:"):
         inner = name.removeprefix("embedded:")
         if inner not in _NAMES:
             raise UserError(
-                f"'{name}' is unknown; embedded are: "
-                f"{', '.join('embedded:' + key for key in _NAMES)}"
+                f"'{name}' is unknown; there are: {', '.join('embedded:' + key for key in _NAMES)}"
             )
         return _NAMES[inner]
     path = Path(name).expanduser()
@@ -36,5 +45,13 @@ def resolve(name: str) -> Path:
 
 
 def is_here(name: str) -> bool:
-    """Whether `resolve` would find a path; an embedded name always counts."""
+    """Check whether `resolve` would find a path; every embedded name counts as found."""
     return name.startswith("embedded:") or exists(Path(name).expanduser())
+
+
+def shown(name: str) -> str:
+    """Return a path for commands that people copy: `embedded:target` becomes its folder."""
+    if not name.startswith("embedded:"):
+        return name
+    path = resolve(name)
+    return str(path.relative_to(ROOT)) if ASSETS.parent == ROOT else str(path)

@@ -1,4 +1,4 @@
-"""A progress bar that shows rate and time left; single lines where the output is no terminal."""
+"""Progress bar with rate and remaining time; single lines where the output is no terminal."""
 
 import sys
 import time
@@ -16,13 +16,15 @@ from rich.progress import (
 )
 
 _PLAIN_EVERY_SECONDS = 15.0
-# the rate and the time left come from the last so many seconds, as they do in the live bar
+# window of the rate and the remaining time, as in the live bar
 _WINDOW_SECONDS = 30.0
 
 
 class ProgressBar:
-    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`; total: None where
-    it is not known yet.
+    """Progress of one task.
+
+    `with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`; total: number of
+    units, None where it is not known yet.
     """
 
     def __init__(self, title: str, total: int | None, start: int = 0, show: bool = True) -> None:
@@ -54,8 +56,10 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
-        """done: units finished so far; note: text shown next to the bar; total: how many there will
-        be by now, where that has changed.
+        """Show the progress.
+
+        done: units finished. note: text next to the bar. total: the new total, where it has
+        changed.
         """
         self.total = self.total if total is None else total
         self._progress.update(self._task, completed=done, note=note, total=self.total)
@@ -77,6 +81,6 @@ class ProgressBar:
         self.say(f"{self.title} {done}{left}")
 
     def say(self, text: str) -> None:
-        """A line that stays above the bar."""
+        """Print a line above the bar."""
         if self.show:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,5 +1,7 @@
-"""The protocol of a job that leaves one artefact: check the configuration, open the run folder,
-pass over what is finished, answer a dry run, and work, in as many ranks as are wanted.
+"""Protocol of a job that writes one artefact.
+
+It checks the configuration, opens the run folder, skips finished work, answers a dry run, and works
+in one or several ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import count_processes, is_worker, launch
 from jobs.run_folder import RunFolder
 
 Config = TypeVar("Config", bound=JobConfig)
@@ -17,7 +19,7 @@ Config = TypeVar("Config", bound=JobConfig)
 
 @dataclass(frozen=True)
 class Run:
-    """An open run folder, what it is to hold in the end, and what is read for it."""
+    """Open run folder with its artefact and inputs."""
 
     folder: RunFolder
     artefact: Path  # a file or a model folder in it
@@ -25,16 +27,18 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """Run folder."""
         return self.folder.path
 
 
 class Job(ABC, Generic[Config]):
-    """One run of a job. `__init__` raises UserError for what the job cannot run, before the folder
-    belongs to this configuration; `work` ends with a manifest that says finished.
+    """One run of a job.
+
+    `__init__` raises UserError for a configuration that the job cannot run, before the folder is
+    taken for it. `work` ends with a manifest marked as finished.
     """
 
-    artefact: ClassVar[str]  # its name in the run folder
+    artefact: ClassVar[str]  # name in the run folder
     also: ClassVar[tuple[str, ...]] = ()  # further files whose hashes are recorded
 
     def __init__(self, config: Config) -> None:
@@ -46,12 +50,14 @@ class Job(ABC, Generic[Config]):
 
     @abstractmethod
     def dry_run(self, run: Run) -> float | None:
-        """Print what a run takes, and write what needs neither weights nor data. Returns the
-        operations that it takes: 0 where the data alone tells, None where none are counted.
+        """Print what a run costs, and write what needs neither weights nor data.
+
+        Returns the number of operations: 0 where only the data determines it, None where it is not
+        counted.
         """
 
     def prepare(self, run: Run) -> None:
-        """Check what only a real run needs, on the process that starts the ranks and on each."""
+        """Check what only a real run needs, in the starting process and in each rank."""
 
     @abstractmethod
     def work(self, run: Run) -> None:
@@ -73,7 +79,7 @@ class Job(ABC, Generic[Config]):
             return artefact
         self.prepare(run)
         parallel = vars(self.config).get("parallel")
-        processes = 1 if parallel is None else processes_wanted(parallel)
+        processes = 1 if parallel is None else count_processes(parallel)
         if processes > 1 and not is_worker():
             launch(self.config.job, folder.path / "config.yaml", processes)
         else:

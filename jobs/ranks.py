@@ -1,7 +1,7 @@
-"""Which rank of how many this process is, and where the ranks of one job wait for each other.
+"""Rank of this process, and the barrier where the ranks of one job wait for each other.
 
-torchrun, deepspeed, our own launcher (jobs/launch.py) and `parallel.launcher=slurm` all give it
-by torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+torchrun, deepspeed, our own launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
+torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT. A job that finds them starts no ranks of its own.
 """
 
@@ -17,7 +17,7 @@ from jobs.config import JobConfig, ParallelConfig
 
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
 KINDS = ("single", "ddp", *ZERO, "fsdp")
-SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that cut weights too, of a frozen target as well
+SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that split weights, the frozen target's too
 _SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PLACES = (
     *_SIZES,
@@ -40,19 +40,17 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Number of this rank on its machine, which is that of its card."""
+    """Return the number of this rank on its machine, which is also the number of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_rank() -> bool:
-    """True inside a process that something else started as one rank of a job."""
+    """Check whether another process started this one as a rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_kind(kind: str, size: int) -> None:
-    """Raise UserError for a kind of parallelism that is unknown or that `size`
-    processes cannot be.
-    """
+    """Raise UserError for a kind of parallelism that is unknown or cannot have `size` processes."""
     if kind not in KINDS:
         raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
     if kind == "single" and size > 1:
@@ -62,25 +60,24 @@ def check_kind(kind: str, size: int) -> None:
         )
     if size == 1 and kind not in ("single", "ddp"):
         raise UserError(
-            f"parallel.kind is {kind} with one process, which has nobody to share with: use "
-            f"parallel=single, or parallel.processes=2 or more"
+            f"parallel.kind is {kind} with one process, but needs several. Give parallel=single, "
+            f"or parallel.processes=2 or more"
         )
 
 
 def take_local_rank(arguments: Sequence[str]) -> list[str]:
-    """Return the command line without the `--local_rank=N` that the deepspeed launcher puts into
-    it.
+    """Return the command line without `--local_rank=N`, which the deepspeed launcher adds.
 
     That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError
-    where no launcher set them, or where it set another rank.
+    where no launcher set them, or where they contradict N.
     """
     given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
     if not given:
         return list(arguments)
     if not is_rank():
         raise UserError(
-            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set: a launcher "
-            f"(deepspeed, torchrun) gives all of them. Start the job with one, or leave "
+            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set. Start the "
+            f"job with a launcher (deepspeed, torchrun), which sets all of them, or leave "
             f"--local_rank out"
         )
     if "LOCAL_SIZE" in os.environ:
@@ -93,25 +90,23 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if not _LOCAL_RANK.fullmatch(text)]
 
 
-def adopt(config: JobConfig) -> None:
-    """Where parallel.launcher says Slurm, put Slurm's word for this process's rank into torchrun's
-    variables.
-    """
+def adopt_slurm_rank(config: JobConfig) -> None:
+    """Copy Slurm's rank into torchrun's variables where parallel.launcher is slurm."""
     parallel = vars(config).get("parallel")
     if not isinstance(parallel, ParallelConfig):
         return
     if parallel.launcher not in ("auto", "slurm"):
         raise UserError(f"parallel.launcher is '{parallel.launcher}'; expected auto or slurm")
-    if config.dry_run and "SLURM_PROCID" not in os.environ:  # it runs anywhere, and starts no ranks
+    if config.dry_run and "SLURM_PROCID" not in os.environ:  # a dry run starts no ranks
         return
     if parallel.launcher == "slurm" and not is_rank():
         os.environ.update(slurm_ranks(os.environ))
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from those of a Slurm step with one task a rank.
+    """Convert the variables of a Slurm step with one task per rank to torchrun's.
 
-    The master is the first node of the step, at a port that follows from the job's number. Raises
+    The master is the first node of the step; its port follows from the job's number. Raises
     UserError outside of a step.
     """
     wanted = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
@@ -120,7 +115,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     if missing or not nodes:
         raise UserError(
             f"parallel.launcher=slurm, but {(missing or ['SLURM_JOB_NODELIST'])[0]} is not set: "
-            f"start the job with srun, as scripts/slurm/train.sbatch does, or take "
+            f"start the job with srun, as scripts/slurm/train.sbatch does, or give "
             f"parallel.launcher=auto"
         )
     here = (
@@ -139,19 +134,18 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list, such as `node003` of `node[003-006,010],other1`."""
+    """Return the first host of a node list: `node003` of `node[003-006,010],other1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
-        raise UserError(f"'{nodes}' is no Slurm node list; expected one such as node[003-006]")
+        raise UserError(f"'{nodes}' is no Slurm node list, expected one such as node[003-006]")
     return match.group(1) + (match.group(2) or "")
 
 
 def refuse_idle(config: JobConfig) -> None:
-    """Raise UserError where several ranks were started for a job of one process: all but one would
-    stand idle, unseen.
+    """Raise UserError where several ranks were started for a job of one process.
 
-    Of an experiment and of a sweep the called job is asked; stages and members are not, as some may
-    be of one process, which rank 0 runs.
+    All ranks but one would be idle. For an experiment or a sweep only the called job is checked:
+    its stages and members may run in one process, on rank 0.
     """
     parallel = vars(config).get("parallel")
     if world_size() == 1 or config.dry_run or _STAGE in os.environ or _shares_work(config):
@@ -172,26 +166,26 @@ def _shares_work(config: JobConfig) -> bool:
     return isinstance(parallel, ParallelConfig) and parallel.kind != "single"
 
 
-def sits_out(config: JobConfig) -> bool:
-    """True on ranks that have no part in a job of one process: rank 0 does it. Raises UserError
-    where nobody wants such ranks (`refuse_idle`).
+def is_idle_rank(config: JobConfig) -> bool:
+    """Check whether this rank has no part in a job of one process, which rank 0 runs.
+
+    Raises UserError where such ranks were started by mistake (`refuse_idle`).
     """
     if world_size() == 1 or (_shares_work(config) and not config.dry_run):
         return False
     refuse_idle(config)
     if rank() > 0:
         return True
-    for name in _PLACES:  # what this rank now starts is no rank
+    for name in _PLACES:  # processes that this one starts are no ranks
         os.environ.pop(name, None)
     return False
 
 
-class Meeting:
-    """Where the ranks that run an experiment's stages, or a sweep's members, wait for each other;
-    one rank waits for nobody.
+class RankBarrier:
+    """Barrier for the ranks that run an experiment's stages or a sweep's members.
 
-    A key-value store at rank 0, on the port after the master's. Each stage gets a port of its own,
-    as a process group leaves its keys behind.
+    It is a key-value store at rank 0, on the port after the master's. Each stage gets a port of its
+    own, as a process group leaves its keys behind. A single rank never waits.
     """
 
     def __init__(self) -> None:
@@ -207,7 +201,7 @@ class Meeting:
             )
 
     def environment(self, number: int) -> dict[str, str] | None:
-        """The environment of this rank's process for stage `number`; None: ours."""
+        """Return the environment of this rank's process for stage `number`; None inherits."""
         if self.size == 1:
             return None
         port = int(os.environ["MASTER_PORT"]) + 1 + number
@@ -219,8 +213,9 @@ class Meeting:
         return {**os.environ, **ours}
 
     def wait(self, name: str) -> None:
-        """Return when every rank has called this with `name`; rank 0, which keeps the store,
-        returns last.
+        """Wait until every rank has called this with `name`.
+
+        Rank 0, which keeps the store, returns last.
         """
         if self.size == 1:
             return
@@ -233,8 +228,8 @@ class Meeting:
                 self._until_all(f"{name} left", mine=0)
         except DistNetworkError as error:
             raise UserError(
-                f"rank 0 has ended while rank {self.rank} waited for it at {name}; its last words "
-                f"say why"
+                f"rank 0 ended while rank {self.rank} waited for it at {name}. Its last output "
+                f"gives the reason"
             ) from error
 
     def _until_all(self, key: str, mine: int = 1) -> None:

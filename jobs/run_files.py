@@ -1,8 +1,7 @@
-"""Files of a run folder read back: what is damaged is named with its remedy, and ends in no
-traceback.
+"""Reading the files of a run folder: a damaged file gives an error with a remedy, no traceback.
 
-A line of a journal ends in the CRC-32 of what stands before it, so that a flipped bit is found.
-Lines without one, of earlier versions, are read.
+A line of a journal ends in the CRC-32 of the text before it, so that a flipped bit is found. Lines
+of earlier versions, without a checksum, are read too.
 """
 
 import json
@@ -18,15 +17,15 @@ from decoding.errors import UserError
 Made = TypeVar("Made")
 _SHOWN = 40
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}$')
-# What wrong values raise in a dataclass or a reader that is given them.
+# Exceptions of dataclasses and readers for wrong values.
 WRONG = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
 
 
 class DamagedLineError(ValueError):
-    """Why a line is no record."""
+    """Reason why a line is not a record."""
 
 
-# The names that JSON and people have for the kinds of values.
+# Kinds of values, as JSON and people call them.
 _KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -39,13 +38,14 @@ _KINDS = {
 
 
 def json_kind(value: Any) -> str:
-    """Return what a value is in JSON's words."""
+    """Return the kind of a value in JSON's terms."""
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """What `make` gives for the JSON object in a file. Raises UserError, with the remedy, for
-    anything else.
+    """Return `make` of the JSON object in a file.
+
+    Raises UserError, with the remedy, for anything else.
     """
     try:
         content = path.read_bytes()
@@ -57,16 +57,18 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
 
 
 def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
-    """The error for a file that does not hold what was written to it. content: what it holds, where
-    it could be read.
+    """Return the error for a damaged file.
+
+    content: the bytes of the file, where they could be read.
     """
     why = reason_of(error, content)
     return UserError(f"{path} is damaged: {why[:200]}. {remedy}")
 
 
 def reason_of(error: Exception, content: bytes | None) -> str:
-    """Return why a content is none that was written. What Python says of wrong kinds of values is
-    of no use to people.
+    """Return why the content is not what was written.
+
+    Python's own messages for values of a wrong type do not help a user.
     """
     if isinstance(error, RecursionError):
         return "values nested too deeply"
@@ -91,15 +93,16 @@ def _object(content: bytes) -> dict[str, Any]:
     return value
 
 
-def line_of(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of a journal: its JSON with the checksum as the last key."""
+def journal_line(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a journal line: its JSON with the checksum as the last key."""
     body = json.dumps(record).encode()
     return body[:-1] + b', "crc32": "%08x"}\n' % zlib.crc32(body)
 
 
-def record_of(line: bytes) -> dict[str, Any]:
-    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose
-    checksum does not match.
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the record in a line.
+
+    Raises DamagedLineError for a line that is no JSON object or whose checksum does not match.
     """
     line = line.strip()
     found = _CHECKSUM.search(line)
@@ -114,24 +117,26 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Lines(Generic[Made]):
-    """What a journal holds."""
+class JournalContent(Generic[Made]):
+    """Content of a journal."""
 
     records: list[Made]
-    content: bytes  # of their lines
-    wrong: list[str]  # what is the matter with every other line that ends ("line 3: ...")
-    # bytes of a last line that does not end: of a killed run, or of one that is writing it
+    # bytes of the records' lines
+    content: bytes
+    # reason for every damaged line ("line 3: ...")
+    wrong: list[str]
+    # bytes of an incomplete last line, after a kill or during a write
     torn: int
 
     def report(self, path: Path, again: str) -> None:
-        """Print which whole lines are left out. again: what becomes of their records."""
+        """Print the damaged lines. again: what happens to their records."""
         if self.wrong:
             more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
             print(f"{path}, {self.wrong[0]}{more}: left out, and {again}")
 
 
-def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made]:
-    """The whole records of a journal as `make` gives them; empty for no file."""
+def read_journal_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> JournalContent[Made]:
+    """Return the complete records of a journal, converted by `make`; none for a missing file."""
     content = path.read_bytes() if path.is_file() else b""
     ended = content.rfind(b"\n") + 1
     records: list[Made] = []
@@ -140,13 +145,13 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made
         if not line.strip():
             continue
         try:
-            records.append(make(record_of(line)))
+            records.append(make(parse_record(line)))
             kept.append(line + b"\n")
         except WRONG as error:  # DamagedLineError is one of them
             wrong.append(f"line {number}: {reason_of(error, line)}")
-    return Lines(records, b"".join(kept), wrong, len(content) - ended)
+    return JournalContent(records, b"".join(kept), wrong, len(content) - ended)
 
 
-def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Records as the content of a journal."""
-    return b"".join(map(line_of, records))
+def journal_bytes(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return records as the content of a journal."""
+    return b"".join(map(journal_line, records))

@@ -1,5 +1,6 @@
-"""The folder of a run: its configuration, its manifest, and the refusal to mix two configurations
-in one folder.
+"""Folder of a run, with its configuration and manifest.
+
+Two configurations never share a folder.
 """
 
 import functools
@@ -17,19 +18,19 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from decoding import devices
+from decoding import __version__, devices
 from decoding.errors import UserError
 from decoding.models.folder import INDEX, WEIGHTS, _hash_file, hash_input
 from jobs import ranks
 from jobs.config import JobConfig, plain
 from jobs.files import write_text
-from jobs.paths import is_here
+from jobs.paths import ROOT, data_folder, is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
-from jobs.saved_config import as_of_now, read_config, stamped, with_defaults
+from jobs.saved_config import add_stamp, fill_defaults, read_config, upgrade_config
 
-# What may differ when a run is continued: nothing of it changes the result but by the order of
-# additions, so that a run may move to another machine.
+# Keys that may differ when a run resumes, also on another machine: they change results only by the
+# order of additions.
 _FREE_KEYS = (
     "threads",
     "dry_run",
@@ -54,42 +55,43 @@ _PACKAGES = (
 
 
 class RunFolder:
-    """A run folder that is open for one configuration.
+    """Run folder that is open for one configuration.
 
-    It stays locked as long as the object lives. Raises UserError when another command works in the
-    folder (jobs/run_lock.py), and when it belongs to another configuration, naming the keys
-    that differ.
+    It stays locked as long as the object lives. Raises UserError when another command uses the
+    folder (jobs/run_lock.py), and when it belongs to another configuration, with the keys that
+    differ.
     """
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
         self._schema = type(config)
-        self.config = _read_alone(plain(config))
-        self.was_dry = False  # whether all that the folder holds is of a dry run
+        self.config = _drop_unused_target_config(plain(config))
+        self.was_dry = False  # True where only a dry run has written here
         self._lock = hold(self.path)
         self._artefacts: tuple[Path, ...] = ()
         self._refuse_other_config()
-        if ranks.rank() == 0:  # it writes for all
+        if ranks.rank() == 0:
             write_text(
-                self.path / CONFIG, stamped(OmegaConf.to_yaml(OmegaConf.create(self.config)))
+                self.path / CONFIG, add_stamp(OmegaConf.to_yaml(OmegaConf.create(self.config)))
             )
         self.started = time.time()
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says so far; empty before the first write. Raises UserError for a
-        damaged one.
+        """Content of manifest.json; empty before the first write.
+
+        Raises UserError for a damaged file.
         """
         path = self.path / "manifest.json"
         return read_manifest(path) if path.is_file() else {}
 
     def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
-        """True when the run is done and its artefacts are as it left them; else they are made again
-        from what the folder holds.
+        """Check whether the run is done and its artefacts are unchanged.
 
-        artefacts: files, or model folders. also: further files whose hashes are recorded, which
-        runs of earlier versions may lack. Raises UserError when something that the run read has
-        changed since.
+        Prints the artefacts that have to be made again.
+
+        artefacts: files or model folders. also: further files whose hashes are recorded; runs of
+        earlier versions may lack them. Raises UserError when an input of the run has changed since.
         """
         self._artefacts = (*artefacts, *also)
         manifest = self.manifest
@@ -98,7 +100,7 @@ class RunFolder:
         for path, digest in manifest["inputs"].items():
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
-                    f"{path} has changed since {self.path} was finished with it. Give another "
+                    f"{path} has changed since the run in {self.path} finished. Give another "
                     f"output_dir=, or delete the folder to start over"
                 )
         wrong = changed_artefacts(self.path, manifest) or [
@@ -111,7 +113,9 @@ class RunFolder:
         return not wrong
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
-        """inputs: files or folders that the run read; their hashes are recorded. A dry run has read
+        """Write manifest.json.
+
+        inputs: files or folders that the run read, recorded with their hashes. A dry run reads
         none.
         """
         dry = self.config["dry_run"]
@@ -134,9 +138,9 @@ class RunFolder:
         write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
 
     def command(self) -> str:
-        """The command line that makes this run again."""
+        """Return the command line that repeats this run."""
         arguments = sys.argv[1:]
-        # a stage, a member of a sweep or a rank: its file was a temporary one
+        # The file of a stage, a sweep member or a rank was temporary.
         if arguments[:1] == ["--config-file"]:
             arguments = ["--config-file", str(self.path / "config.yaml")]
         return shlex.join(["python", "-m", self.config["job"], *arguments])
@@ -144,18 +148,18 @@ class RunFolder:
     def _refuse_other_config(self) -> None:
         path = self.path / CONFIG
         if not path.is_file() or not (self.path / "manifest.json").is_file():
-            # without a manifest nothing was begun: a start that failed does not hold the folder
+            # Without a manifest nothing has started, so a failed start does not keep the folder.
             return
         before = read_config(
             path,
-            f"If this command is the one that began {self.path}, delete the file and run the "
-            f"command again; else give another output_dir=",
+            f"If this command started {self.path}, delete the file and run the command again. "
+            f"Otherwise give another output_dir=",
         )
-        before = with_defaults(as_of_now(before), plain(self._schema()))
+        before = fill_defaults(upgrade_config(before), plain(self._schema()))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
-            return  # a dry run is a question: the next one may differ
+            return  # another dry run may differ
         differing = [
             key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])
         ]
@@ -166,9 +170,10 @@ class RunFolder:
             )
 
 
-def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without the target's published one where the target's folder is there:
-    nothing reads it then.
+def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Remove the target's published configuration where the target's folder exists.
+
+    Nothing reads it then.
     """
     target = config.get("target")
     if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
@@ -192,7 +197,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The object in a manifest.json. Raises UserError for a damaged one."""
+    """Return the object in a manifest.json. Raises UserError for a damaged one."""
 
     def check(manifest: dict[str, Any]) -> dict[str, Any]:
         for key in ("inputs", "artefacts"):
@@ -206,16 +211,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
             )
         return manifest
 
-    remedy = (
-        f"Delete it and run the command that began {path.parent} again: the rest of the "
-        f"folder is kept"
-    )
+    remedy = f"Delete it and run the command of {path.parent} again. The rest of the folder is kept"
     return read_object(path, remedy, check)
 
 
 def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
-    """Hashes of a run's artefacts by their path in its folder; of a model folder all files but the
-    page that people read.
+    """Return path in the run folder -> hash for each file of the artefacts.
+
+    A model folder's README.md is left out, as people edit it.
     """
     files = [
         file
@@ -229,10 +232,9 @@ def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
 def changed_artefacts(
     root: Path, manifest: dict[str, Any], names: Sequence[str] | None = None
 ) -> list[str]:
-    """What is missing or changed of the artefacts that a manifest lists, in words; runs of earlier
-    versions list none.
+    """Describe the artefacts in a manifest that are missing or changed.
 
-    names: of those to look at; None: all.
+    Runs of earlier versions list none. names: the artefacts to check; None checks all.
     """
     wrong = []
     for name, digest in manifest.get("artefacts", {}).items():
@@ -246,7 +248,7 @@ def changed_artefacts(
 
 
 def _is_whole(artefact: Path) -> bool:
-    """Whether a file is there, or a model folder's configuration and weights."""
+    """Check whether a file exists, or a model folder's configuration and weights."""
     if artefact.suffix:
         return artefact.is_file()
     return (artefact / "config.json").is_file() and any(
@@ -256,17 +258,20 @@ def _is_whole(artefact: Path) -> bool:
 
 @functools.cache
 def git_revision() -> str:
-    """Revision of the checkout this code runs from, with `+changes` when the tree is dirty;
-    `unknown` outside a checkout.
+    """Return the revision of the checkout that this code runs from.
+
+    `+changes` follows when tracked files differ; the revision is `unknown` outside a checkout.
     """
-    root = Path(__file__).resolve().parent.parent
+    # An installation may lie in somebody else's checkout.
+    if data_folder("conf").parent != ROOT:
+        return "unknown"
     try:
         revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "-uno"],
-            cwd=root,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
@@ -277,8 +282,8 @@ def git_revision() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result may depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of this project, of Python, and of packages that results depend on."""
+    found = {"shallow-draft": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
@@ -298,4 +303,4 @@ def hardware() -> dict[str, Any]:
             if line.startswith("model name")
         ]
         model = names[0] if names else model
-    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.names()}
+    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.gpu_names()}

@@ -1,9 +1,9 @@
-"""One run folder, one command: a lock file that names its owner, and goes when the owner ends.
+"""One command per run folder: a lock file names its owner and disappears with it.
 
 The owner holds the file's `flock` as long as it lives, and so do the ranks and stages that it
-starts. The kernel drops that lock with the last of them, so a file that SIGKILL left behind is
-taken over. What the file says decides where locks do not reach from host to host (some network file
-systems) or do not exist: an owner on another host is never judged dead.
+starts. The kernel releases the lock with the last of them, so the next command takes over a file
+that SIGKILL left behind. Some network file systems have no locks, or none across hosts. There the
+content of the file decides, and an owner on another host always counts as alive.
 """
 
 import errno
@@ -26,23 +26,23 @@ from decoding.errors import UserError
 from jobs import ranks
 
 LOCK = ".lock"
-CONFIG = "config.yaml"  # what marks a folder as a run's
+CONFIG = "config.yaml"  # marks a run folder
 _PARTIAL = ".partial"
 _SHOWN = 200  # characters of a path that a message quotes
-_HELD = "SHALLOW_DRAFT_HELD"  # folders that this process, or what started it, holds
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without flock
+_HELD = "SHALLOW_DRAFT_HELD"  # folders that this process or its parents hold
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without flock
 
 
 class RunLock:
-    """A run folder that this process holds until the object is dropped or the process ends."""
+    """Run folder that this process holds until the object is dropped or the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError naming the process that holds the folder."""
+        """Take the lock. Raises UserError with the process that holds the folder."""
         path = folder / LOCK
-        self.descriptor = _taken(path)
+        self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps(_ourselves(), indent=1).encode(), 0)
-        os.environ[_HELD] = os.pathsep.join([*_held(), str(folder)])
+        os.pwrite(self.descriptor, json.dumps(_describe_self(), indent=1).encode(), 0)
+        os.environ[_HELD] = os.pathsep.join([*_held_folders(), str(folder)])
         weakref.finalize(self, _release, path, self.descriptor, os.getpid())
 
 
@@ -50,11 +50,11 @@ _locks: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictiona
 
 
 def hold(folder: Path) -> RunLock | None:
-    """Make a run folder and lock it; what a run that was killed left half written there is deleted.
+    """Create and lock a run folder, and delete half-written files of a killed run.
 
-    None on other ranks than the first, and where what started this process (a launcher, an
-    experiment) holds the folder for it. Raises UserError for a folder that cannot be, and naming
-    process, host and time where another command works in it.
+    Returns None on all ranks but the first, and where the parent process (a launcher, an
+    experiment) holds the folder. Raises UserError for a folder that cannot be created, and with
+    process, host and time where another command uses it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,14 +63,14 @@ def hold(folder: Path) -> RunLock | None:
             f"output_dir={folder} is no folder: {error.filename} is a file. Give another "
             f"output_dir="
         ) from error
-    except OSError as error:  # such as a name too long, or a folder that may not be written
+    except OSError as error:  # such as a name that is too long, or a read-only folder
         name = str(folder)
         shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
         raise UserError(
-            f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir="
+            f"output_dir={shown} cannot be created: {error.strerror}. Give another output_dir="
         ) from error
     folder = folder.resolve()
-    if ranks.rank() > 0 or str(folder) in _held():
+    if ranks.rank() > 0 or str(folder) in _held_folders():
         return _locks.get(folder)
     lock = RunLock(folder)
     _locks[folder] = lock
@@ -79,7 +79,7 @@ def hold(folder: Path) -> RunLock | None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a run folder inside the block, as `hold` does."""
     lock = hold(folder)
     yield
@@ -87,9 +87,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_partials(root: Path) -> None:
-    """Delete what is half written in a run folder; folders of other runs inside of it are left
-    alone.
-    """
+    """Delete half-written files in a run folder, but not in the folders of other runs inside it."""
     for folder, inner, files in os.walk(root):
         for name in [name for name in inner if name.endswith(_PARTIAL)]:
             shutil.rmtree(Path(folder, name))
@@ -104,18 +102,16 @@ def remove_partials(root: Path) -> None:
 
 
 def held_descriptors() -> list[int]:
-    """Open files that a child process inherits, so that the folders stay locked as long
-    as it runs.
-    """
+    """Return open files for a child process to inherit, so that the folders stay locked."""
     return [lock.descriptor for lock in _locks.values()]
 
 
-def _held() -> list[str]:
+def _held_folders() -> list[str]:
     return [folder for folder in os.environ.get(_HELD, "").split(os.pathsep) if folder]
 
 
-def _taken(path: Path) -> int:
-    """An open lock file that is ours. Raises UserError where it is another's."""
+def _acquire(path: Path) -> int:
+    """Open and lock the file. Raises UserError where another process holds it."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -126,9 +122,9 @@ def _taken(path: Path) -> int:
         try:
             free = _flock(descriptor)
             owner = _owner(descriptor)
-            if not free or _may_live(owner):
+            if not free or _may_be_running(owner):
                 raise _in_use(path, owner)
-            # The owner before may have removed the file between our opening and our locking it.
+            # The previous owner may have removed the file after it was opened here.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except BaseException:
@@ -138,7 +134,10 @@ def _taken(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> bool:
-    """Whether the file's lock is ours now, or its file system has none."""
+    """Try to lock the file. Returns False where another process has it locked.
+
+    Returns True on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,7 +148,7 @@ def _flock(descriptor: int) -> bool:
     return True
 
 
-def _ourselves() -> dict[str, Any]:
+def _describe_self() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -160,7 +159,7 @@ def _ourselves() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Who the file names; empty for one that is new, or was never written whole."""
+    """Return the owner that the file names; empty for a new or incomplete file."""
     try:
         owner = json.loads(os.pread(descriptor, 2**16, 0))
     except ValueError:
@@ -168,9 +167,10 @@ def _owner(descriptor: int) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
 
 
-def _may_live(owner: dict[str, Any]) -> bool:
-    """Whether the owner runs. A process of another host may; a number that another process has now
-    does not count.
+def _may_be_running(owner: dict[str, Any]) -> bool:
+    """Check whether the owner may still run.
+
+    An owner on another host may. A reused process id does not count.
     """
     if not owner:
         return False
@@ -181,13 +181,11 @@ def _may_live(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host began, as the system counts it; empty where there is no such
-    process.
-    """
+    """Return the start time of a process on this host; empty where it does not exist."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            # behind the name, which may hold blanks
+            # The fields follow the name, which may contain spaces.
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return ""
@@ -208,13 +206,13 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
     if host != socket.gethostname():
         return UserError(
             f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=. "
-            f"Whether it still runs cannot be seen from this host: if it does not, delete {path} "
-            f"and run again"
+            f"This host cannot check whether it still runs. If it does not, delete {path} and run "
+            f"again"
         )
-    if not _may_live(owner):
+    if not _may_be_running(owner):
         return UserError(
             f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
-            f"End that one, or wait for it"
+            f"End that process, or wait for it"
         )
     return UserError(
         f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir="
@@ -222,8 +220,10 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
 
 
 def _release(path: Path, descriptor: int, pid: int) -> None:
-    if os.getpid() != pid:  # a fork of the owner
+    if os.getpid() != pid:  # in a fork of the owner
         return
     path.unlink(missing_ok=True)
     os.close(descriptor)
-    os.environ[_HELD] = os.pathsep.join(folder for folder in _held() if folder != str(path.parent))
+    os.environ[_HELD] = os.pathsep.join(
+        folder for folder in _held_folders() if folder != str(path.parent)
+    )

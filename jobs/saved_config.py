@@ -1,5 +1,6 @@
-"""A run's saved configuration: written with a hash, read back with what is damaged named, and one
-of an earlier version read as today's.
+"""Saved configuration of a run: written with a hash, and checked when it is read.
+
+A configuration of an earlier version is converted to today's keys.
 """
 
 import hashlib
@@ -16,9 +17,10 @@ from jobs.run_files import WRONG, damaged, json_kind
 _STAMP = "# sha256 of the lines below: "
 
 
-def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: with today's keys, and before `max_seconds` there was,
-    `max_epochs` bounded nothing beside `max_steps`.
+def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a saved configuration with today's keys and meaning.
+
+    Before `max_seconds` existed, `max_epochs` had no effect next to `max_steps`.
     """
     saved = current_config(saved)
 
@@ -29,12 +31,13 @@ def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
     return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
 
 
-def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the keys that a saved configuration lacks because they came later. usual: today's
-    configuration with every default.
+def fill_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """Add the keys that a saved configuration lacks because they are newer.
+
+    usual: today's configuration with every default.
     """
     inner = {
-        key: with_defaults(value, usual[key])
+        key: fill_defaults(value, usual[key])
         if isinstance(value, dict) and isinstance(usual.get(key), dict)
         else value
         for key, value in saved.items()
@@ -42,31 +45,30 @@ def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any
     return {**usual, **inner}
 
 
-def stamped(text: str) -> str:
-    """A configuration's text below a line with its hash, so that a torn file is not taken for
-    another configuration.
-    """
+def add_stamp(text: str) -> str:
+    """Return a configuration's text below a line with its hash, which reveals a truncated file."""
     return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the
-    remedy, for anything else.
+    """Return the mapping in a config.yaml, with or without a hash.
+
+    Raises UserError, with the remedy, for anything else.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
             raise ValueError("it is empty")
         first, _, rest = text.partition("\n")
-        if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
-            raise ValueError("its lines are not those that were written")
+        if first.startswith(_STAMP) and first != add_stamp(rest).partition("\n")[0]:
+            raise ValueError("its hash does not match its content")
         value = yaml.safe_load(text)
         if type(value) is not dict:
             raise ValueError(f"expected a mapping of keys, found {json_kind(value)}")
         found = OmegaConf.to_container(OmegaConf.create(text))
         assert isinstance(found, dict)
         if not isinstance(found.get("job"), str):
-            raise ValueError(f"job is {found.get('job')!r}, expected the name of one")
+            raise ValueError(f"job is {found.get('job')!r}, expected the name of a job")
     except (*WRONG, yaml.YAMLError, OmegaConfBaseException) as error:
         raise damaged(path, error, remedy) from error
     return {str(key): value for key, value in found.items()}

@@ -1,8 +1,8 @@
-"""The jobs, and the dataclass of each one's settings by its dotted name, or the function that finds
-it by what a command line chooses.
+"""Settings of each job: the dotted name of its dataclass.
 
-An experiment composes its stages before it starts them, so it needs the settings of jobs that lie
-in packages above this one.
+Where the class depends on the command line, it is the name of a function that returns it. An
+experiment composes its stages before it starts them, so it needs the settings of jobs in packages
+above this one.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ SCHEMAS = {
 
 
 def schema_of(job: str, overrides: Sequence[str] = ()) -> type[JobConfig]:
-    """Return the dataclass of a job's settings. Raises UserError for a job that there is not."""
+    """Return the dataclass of a job's settings. Raises UserError for an unknown job."""
     if job not in SCHEMAS:
         raise UserError(f"'{job}' is no job; there are: {', '.join(SCHEMAS)}")
     found: Any = imported(SCHEMAS[job])

@@ -1,14 +1,12 @@
-"""Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own,
-folder to folder.
+"""Experiments that span several jobs: each stage is `python -m <stage>` in its own process.
 
-A stage inherits every key that it shares with the experiment (jobs/inheritance.py) and writes to
-OUTPUT_DIR/<stage>. Its `stage_overrides` hold what differs, and what a file of conf/ that is chosen
-there writes (`parallel=single`, `head=medusa`) is not inherited.
+Stages talk only through folders. A stage inherits every key that it shares with the experiment
+(jobs/inheritance.py) and writes to OUTPUT_DIR/<stage>. Its `stage_overrides` hold the differences.
+Values in a file of conf/ that they choose (`parallel=single`, `head=medusa`) are not inherited.
 
-Stages talk only through folders. All are composed before the first one starts, so that a wrong key
-of the last is found at once. A finished stage passes over its work by itself (its manifest says
-so). Where several ranks run an experiment (torchrun, Slurm), all start every stage together, and a
-stage of one process is rank 0's.
+All stages are composed before the first one starts, so that an error in the last is found at once.
+A finished stage skips its work, as its manifest records that. Where several ranks run an experiment
+(torchrun, Slurm), all start every stage together, and rank 0 runs a stage of one process.
 """
 
 import functools
@@ -30,24 +28,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
-from jobs.composing import CONF, compose_job, composing
+from jobs.composing import CONF, compose_job, translate_errors
 from jobs.config import JobConfig, typed
 from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
-from jobs.ranks import Meeting
+from jobs.ranks import RankBarrier
 from jobs.schemas import schema_of
 
 ON_FILE = "--config-file"
 SWEEP = "-m"
-# in place of the experiment's folder, whose name Hydra's grammar may not read
+# placeholder for the experiment's folder, whose name Hydra's grammar might reject
 _FOLDER = "_output_dir_of_the_experiment_"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of an experiment: a job, and the configurations that it runs on one after another
-    (one, but in a sweep).
-    """
+    """One stage of an experiment: a job and its configurations, one per member of a sweep."""
 
     name: str
     job: str
@@ -56,24 +52,27 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Given:
-    """One override of a stage; `values` are those of a sweep, each with its text, else one."""
+class StageOverride:
+    """Override of a stage.
+
+    values: (text, value) pairs, several in a sweep.
+    """
 
     key: str
     values: list[tuple[str, Any]]
-    is_whole: bool = False  # replaces a group, instead of being merged into it
+    is_whole: bool = False  # replaces a group instead of merging into it
 
     @property
     def is_of_conf(self) -> bool:
-        """Whether it chooses a file in conf/."""
+        """True where it chooses a file in conf/."""
         (text, value), *_ = self.values
         return text.startswith("~") or (isinstance(value, str) and (CONF / self.key).is_dir())
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order. Raises UserError naming the stage that failed."""
+    """Run `config.stages` in order. Raises UserError with the stage that failed."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
-    meeting, started, number = Meeting(), time.time(), 0
+    meeting, started, number = RankBarrier(), time.time(), 0
     for position, stage in enumerate(stages, start=1):
         if meeting.rank == 0:
             print(f"[{position}/{len(stages)}] {stage.name}", flush=True)
@@ -83,35 +82,34 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             status = run_on_file(member, stage.job, meeting.environment(number))
             if status != 0:
                 failed.append(f"status {status} ({member.output_dir})")
-            if status == 0 or len(stage.members) > 1:  # the others of a sweep still run
+            if status == 0 or len(stage.members) > 1:  # other members of a sweep still run
                 meeting.wait(f"stage {number}")
         if failed:
             raise UserError(
-                f"stage {position} ({stage.name}) ended with {', '.join(failed)}; mend it and run "
-                f"the same command: finished stages are passed over"
+                f"stage {position} ({stage.name}) ended with {', '.join(failed)}. Fix the cause "
+                f"and run the same command: finished stages are skipped"
             )
     if config.dry_run and meeting.rank == 0:
         folders = [str(member.output_dir) for stage in stages for member in stage.members]
-        _say_total([config.output_dir, *folders], started)
+        _print_total([config.output_dir, *folders], started)
 
 
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
-    """Put a stage together: its job's defaults, the files of conf/ that it chooses, what it
-    inherits, and its other overrides.
+    """Compose a stage: its job's defaults, its files of conf/, inherited keys and other overrides.
 
-    name: a job, or `job:label` where a job comes twice. Raises UserError naming the stage.
+    name: a job, or `job:label` where a job occurs twice. Raises UserError with the stage's name.
     """
     job, _, label = name.partition(":")
     try:
-        given = _given(name, config, composed)
+        given = _parse_overrides(name, config, composed)
         chosen = {one.key: one.values[0][0] for one in given if one.is_of_conf}
         is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
         texts = list(chosen.values())
         schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
         own = compose_job(job, schema, texts)
         OmegaConf.set_struct(own, False)
-        written = {key: OmegaConf.select(own, key) for key in _written_by(chosen)}
-        # A stage of the called job goes on with what is written there, `${...}` and all.
+        written = {key: OmegaConf.select(own, key) for key in _keys_written_by(chosen)}
+        # A stage of the called job keeps unresolved values (`${...}`) as they are written.
         resolved = has_own_experiment or not is_called_job
         found: Any = OmegaConf.to_container(composed, resolve=resolved)
         for key in inherited_keys(type(config), schema, is_called_job, has_own_experiment):
@@ -124,7 +122,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
         own.stages, own.stage_overrides = [], {}
         own.output_dir = os.path.join(config.output_dir, label or name)
         sweeps = SWEEP in config.stage_overrides.get(name, [])
-        members = list(_members(own, [one for one in given if not one.is_of_conf], sweeps))
+        members = list(_sweep_members(own, [one for one in given if not one.is_of_conf], sweeps))
         for member in members:
             typed(member, schema)
     except UserError as error:
@@ -132,8 +130,8 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     return Stage(name, job, schema, members)
 
 
-def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
-    """The overrides of a stage, Hydra's own; `-m` among them allows several values (`key=1,2`).
+def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
+    """Parse the overrides of a stage; `-m` among them allows several values (`key=1,2`).
 
     In them `{output_dir}` is the experiment's folder, `${key}` the experiment's value of a key, and
     `@{key}` the stage's own.
@@ -145,15 +143,16 @@ def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
         node = OmegaConf.select(composed, forwarded[2]) if forwarded else None
         if forwarded and OmegaConf.is_config(node):
             value = OmegaConf.to_container(node, resolve=True)
-            given.append(Given(forwarded[1], [(text, value)], is_whole=True))
+            given.append(StageOverride(forwarded[1], [(text, value)], is_whole=True))
         elif text != SWEEP:
-            given.append(_parsed(resolved, config.output_dir, SWEEP in raw))
+            given.append(_parse_override(resolved, config.output_dir, SWEEP in raw))
     return given
 
 
-def _written_by(chosen: Mapping[str, str]) -> Iterator[str]:
-    """Dotted keys that chosen files write outside of their own group, as a kind of head does with
-    its loss. chosen: group -> override.
+def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
+    """Yield dotted keys that chosen files write outside of their own group.
+
+    A kind of head does so with its loss. chosen: group -> override.
     """
     for group, text in chosen.items():
         file = CONF / group / f"{text.partition('=')[2]}.yaml"
@@ -169,43 +168,47 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _parsed(text: str, folder: str, sweeps: bool) -> Given:
-    """One override as Hydra reads it."""
+def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
+    """Parse one override with Hydra's grammar."""
     parser = OverridesParser.create()
     text = text.replace("{output_dir}", _FOLDER).replace("@{", "${")
-    override = composing(lambda: parser.parse_override(text))
+    override = translate_errors(lambda: parser.parse_override(text))
     texts = [text]
     if override.is_sweep_override():
         if not sweeps:
-            raise UserError(f"'{text}' has several values, which want {SWEEP} among the overrides")
+            raise UserError(
+                f"'{text}' has several values: add {SWEEP} to the overrides of the stage"
+            )
         texts = [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
-    values = [_in_folder(parser.parse_override(one).value(), folder) for one in texts]
+    values = [_insert_folder(parser.parse_override(one).value(), folder) for one in texts]
     texts = [one.replace(_FOLDER, folder) for one in texts]
-    return Given(override.key_or_group, list(zip(texts, values, strict=True)))
+    return StageOverride(override.key_or_group, list(zip(texts, values, strict=True)))
 
 
-def _in_folder(value: Any, folder: str) -> Any:
-    """A value with the experiment's folder in it."""
+def _insert_folder(value: Any, folder: str) -> Any:
     if isinstance(value, list):
-        return [_in_folder(one, folder) for one in value]
+        return [_insert_folder(one, folder) for one in value]
     if isinstance(value, dict):
-        return {key: _in_folder(one, folder) for key, one in value.items()}
+        return {key: _insert_folder(one, folder) for key, one in value.items()}
     return value.replace(_FOLDER, folder) if isinstance(value, str) else value
 
 
-def _members(own: DictConfig, given: Sequence[Given], sweeps: bool) -> Iterator[DictConfig]:
-    """The configurations of a sweep, one a combination of values; without one the only one."""
+def _sweep_members(
+    own: DictConfig, given: Sequence[StageOverride], sweeps: bool
+) -> Iterator[DictConfig]:
+    """Yield one configuration per combination of values; without a sweep, only one."""
     for values in itertools.product(*(one.values for one in given)):
         member = own.copy()
         for one, (_, value) in zip(given, values, strict=True):
             OmegaConf.update(member, one.key, value, merge=not one.is_whole)
         texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
-        yield as_member(member, texts) if sweeps else member
+        yield name_sweep_member(member, texts) if sweeps else member
 
 
-def as_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
-    """Give a member of a sweep a folder of its own, named by the overrides that vary, and the
-    sweep's group in Weights & Biases.
+def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
+    """Set a sweep member's folder, named after the overrides that vary, and its tracker group.
+
+    The group is the sweep's group in Weights & Biases.
     """
     name = ",".join(text.lstrip("+") for text in varying) or "member"
     config.output_dir = os.path.join(str(config.output_dir), re.sub(r"[^\w.,=+-]+", "_", name))
@@ -214,9 +217,10 @@ def as_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
     return config
 
 
-def _say_total(folders: Sequence[str], started: float) -> None:
-    """What the dry runs of all stages, and of all members of their sweeps, counted together, each
-    at the pace that it assumes.
+def _print_total(folders: Sequence[str], started: float) -> None:
+    """Print the total cost of the dry runs of all stages and sweep members.
+
+    Each is converted to hours with its own assumed_tflops.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     planned = {
@@ -231,32 +235,34 @@ def _say_total(folders: Sequence[str], started: float) -> None:
     counted = {path: flops for path, flops in planned.items() if flops and paces[path]}
     if counted:
         unknown = [*planned.values()].count(0.0)
-        missing = f", without {unknown} whose data alone tells its tokens" if unknown else ""
+        missing = f", without {unknown} whose tokens depend on the data" if unknown else ""
         seconds = sum(flops / paces[path] / 1e12 for path, flops in counted.items())
         at = " and ".join(f"{pace:g}" for pace in sorted({paces[path] for path in counted}))
-        told = (
+        total = (
             f"{operations(sum(counted.values()))}, {hours(seconds)} at {at} TFLOP/s "
             f"(assumed_tflops)"
         )
-        print(f"all stages together: {told}{missing}; evaluations are not counted")
+        print(f"all stages together: {total}{missing}; evaluations are not counted")
 
 
-def check_given(composed: DictConfig) -> None:
-    """Raise UserError for a setting that the experiment asks of its caller (`${key}`, empty by
-    default) and that was not given.
+def check_required_settings(composed: DictConfig) -> None:
+    """Raise UserError for a setting that the experiment needs from its caller.
+
+    Such a setting is empty by default, and the experiment refers to it as `${key}`.
     """
     written = str(OmegaConf.to_container(composed, resolve=False))
     for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):
         if key in composed and composed[key] == "":
             raise UserError(
-                f"{key} is empty, but experiment '{composed.experiment}' builds on it: give "
-                f"{key}=... (its head in conf/experiment says what)."
+                f"{key} is empty, but experiment '{composed.experiment}' needs it. Give {key}=...; "
+                f"the top of its file in conf/experiment describes it."
             )
 
 
 def run_on_file(composed: DictConfig, job: str, environment: dict[str, str] | None = None) -> int:
-    """`python -m <job>` on a saved configuration, in a fresh process; environment None: ours.
-    Returns its exit status.
+    """Run `python -m <job>` on a saved configuration in a fresh process. Returns its exit status.
+
+    environment: None inherits this process's.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
         file.write(OmegaConf.to_yaml(composed))

@@ -1,5 +1,4 @@
-"""What Hydra cannot read or put together, told in our words: what was found, where, and what is
-expected.
+"""Readable errors for overrides and configurations that Hydra rejects.
 
 Hydra's own messages are those of a grammar, name no place and end in advice on stack traces.
 """
@@ -14,12 +13,12 @@ from hydra.errors import HydraException, MissingConfigException
 from decoding.errors import UserError
 
 EXPECTED = (
-    "Expected KEY=VALUE. VALUE is a word, a number, a list [a,b] or a mapping {a: 1, b: x}; one "
-    "with spaces, commas, brackets or quotes of its own stands in quotes, inside those of the "
-    "shell: 'KEY=\"a, b\"'."
+    "Expected KEY=VALUE. VALUE is a word, a number, a list [a,b] or a mapping {a: 1, b: x}. Quote "
+    "a value with spaces, commas, brackets or quotes, inside the quotes of the shell: "
+    "'KEY=\"a, b\"'."
 )
 ENDS = "it ends where more is expected, such as a closing bracket or quote"
-# flags; behind any other one a word of its own may stand
+# flags without a value; any other flag may be followed by one
 WITHOUT_VALUE = ("-m", "--multirun", "-h", "--help")
 
 
@@ -42,12 +41,12 @@ def check_syntax(arguments: list[str]) -> None:
 
 
 def _place(text: str, error: HydraException) -> str:
-    """What is wrong with it, and where."""
-    cause, said = error.__cause__, " ".join(str(error).split())
+    """Describe the syntax error and its position."""
+    cause, message = error.__cause__, " ".join(str(error).split())
     if isinstance(cause, LexerNoViableAltException):
         return (
-            f"nothing can begin with what stands at character {cause.startIndex + 1}, "
-            f"{text[cause.startIndex :]!r}"
+            f"no value can begin with {text[cause.startIndex :]!r}, at character "
+            f"{cause.startIndex + 1}"
         )
     if isinstance(cause, RecognitionException):
         token = cause.offendingToken
@@ -56,25 +55,22 @@ def _place(text: str, error: HydraException) -> str:
             if token.type == Token.EOF
             else f"{token.text!r} at character {token.start + 1} is not expected there"
         )
-    # What the grammar could mend by itself comes without a place: one token too many, or too few.
-    mended = re.fullmatch(r"(?:extraneous input|missing .+ at) '(.+?)'(?: expecting .+)?", said)
+    # Errors from which the grammar recovers (a missing or extra token) come without a position.
+    mended = re.fullmatch(r"(?:extraneous input|missing .+ at) '(.+?)'(?: expecting .+)?", message)
     if mended is None:
-        return said
-    return ENDS if mended[1] == "<EOF>" else f"{mended[1]!r} is not expected where it stands"
+        return message
+    return ENDS if mended[1] == "<EOF>" else f"{mended[1]!r} is not expected there"
 
 
 def composition_error(error: Exception) -> UserError:
-    """The error of a configuration that could not be put together from conf/ and the
-    command line.
-    """
+    """Return the error for conf/ and a command line that do not compose."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group = error.missing_cfg_file.rpartition("/")[0]
         return UserError(
             f"{error.missing_cfg_file.replace('/', '=')}: there is no "
             f"conf/{error.missing_cfg_file}.yaml; of {group} there are: {', '.join(error.options)}"
         )
-    told = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
+    message = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
     return UserError(
-        f"the configuration cannot be put together: {' '.join(told.split())}. --help lists all "
-        f"keys."
+        f"the configuration does not compose: {' '.join(message.split())}. --help lists all keys."
     )

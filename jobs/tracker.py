@@ -1,4 +1,4 @@
-"""Metrics: metrics.jsonl is the truth, Weights & Biases and tensorboard mirror it."""
+"""Metrics: metrics.jsonl is the record; Weights & Biases and tensorboard mirror it."""
 
 import json
 import netrc
@@ -15,16 +15,16 @@ from decoding.errors import UserError
 from jobs.config import JobConfig, TrackerConfig
 from jobs.files import write_bytes, write_text
 from jobs.ranks import rank
-from jobs.run_files import WRONG, DamagedLineError, damaged, record_of
+from jobs.run_files import WRONG, DamagedLineError, damaged, parse_record
 from jobs.run_folder import RunFolder
 
-# its public server, under which logins are stored whatever address now leads there
+# the public server; logins are stored under this name
 _WANDB_HOST = "api.wandb.ai"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A scatter chart: a point for every row, at its columns x and y."""
+    """Scatter chart with one point per row, at its columns x and y."""
 
     name: str
     title: str
@@ -34,9 +34,7 @@ class Chart:
 
 
 class Tracker:
-    """Appends one JSON object a record to metrics.jsonl and hands numbers on to the mirrors that
-    are switched on.
-    """
+    """Writer of metrics.jsonl, one JSON object per record, and of the enabled mirrors."""
 
     def __init__(
         self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]
@@ -47,7 +45,7 @@ class Tracker:
         self._board = _start_tensorboard(folder, None) if config.tensorboard else None
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """One record. Values are numbers, strings or lists; numbers go to the mirrors."""
+        """Append a record. Values are numbers, strings or lists; the mirrors get the numbers."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
@@ -63,10 +61,9 @@ class Tracker:
         charts: Sequence[Chart],
         images: dict[str, Path],
     ) -> None:
-        """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the
-        images.
+        """Send tables, charts and images to the mirrors, by name. Tensorboard only gets the images.
 
-        tables: rows; what one lacks of the columns stays empty. images: files that both can read,
+        tables: rows; a missing column stays empty. images: files in a format that both can read,
         such as PNG.
         """
         if self._wandb is not None:
@@ -85,10 +82,9 @@ class Tracker:
             self._board.close()
 
     def rewind(self, step: int) -> None:
-        """Drop records of steps after `step`, which a resumed run makes again, and a last line that
-        was cut off.
+        """Drop records after `step`, which a resumed run makes again, and an incomplete last line.
 
-        Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has,
+        Tensorboard drops them too. Weights & Biases cannot: it ignores steps that it already has,
         whose values are the same.
         """
         self._file.close()
@@ -96,13 +92,13 @@ class Tracker:
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                if record_of(line)["step"] <= step:
+                if parse_record(line)["step"] <= step:
                     kept.append(line + b"\n")
             except WRONG as error:
-                # else the write that a kill interrupted: its step is made again
+                # A damaged last line is an interrupted write, whose step is repeated.
                 if number < len(lines):
                     remedy = (
-                        "Take this line out, or delete the file: training continues without "
+                        "Remove this line, or delete the file: training continues without "
                         "its records"
                     )
                     raise damaged(
@@ -115,9 +111,10 @@ class Tracker:
             self._board = _start_tensorboard(self.path.parent, step + 1)
 
 
-class Recording:
-    """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker
-    closed last; other ranks get None.
+class TrackedRun:
+    """Context of a tracked run: `with TrackedRun(...) as tracker`.
+
+    The main rank writes the manifest first and closes its tracker last. Other ranks get None.
     """
 
     def __init__(
@@ -139,11 +136,10 @@ class Recording:
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError where this job's mirrors cannot be started: an unknown mode, no login, no
-    package.
+    """Raise UserError where the mirrors cannot start: unknown mode, no login or missing package.
 
-    Checked before models are loaded and without a network: whether a login is there, not whether
-    the server takes it. Only rank 0 tracks, and a dry run does not.
+    This happens before models are loaded and uses no network, so a login is found but not verified.
+    Only rank 0 tracks, and a dry run does not.
     """
     tracker = vars(config).get("tracker")
     if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
@@ -153,21 +149,19 @@ def check_tracker(config: JobConfig) -> None:
         _summary_writer()
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
-            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb "
-            "login` once, or set WANDB_API_KEY; tracker=wandb_offline records without one (`wandb "
-            "sync` uploads later), tracker=none does without"
+            "tracker.wandb is online, but no login to Weights & Biases was found. Run `wandb "
+            "login` once, or set WANDB_API_KEY. Without a login, give "
+            "tracker=wandb_offline (`wandb sync` uploads later) or tracker=none"
         )
 
 
 def _check_mode(config: TrackerConfig) -> None:
     if config.wandb not in ("online", "offline", "disabled"):
-        raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
+        raise UserError(f"tracker.wandb is '{config.wandb}', expected online, offline or disabled")
 
 
 def _has_login() -> bool:
-    """Whether wandb would find credentials: in the environment, in its settings, or in the user's
-    netrc file.
-    """
+    """Check for credentials where wandb looks: environment, settings and netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -187,8 +181,9 @@ def _has_login() -> bool:
 
 
 def _identity_of(folder: Path) -> str:
-    """Return the id of the W&B run that a run folder belongs to; a resumed run continues it. Raises
-    UserError for a damaged one.
+    """Return the id of a run folder's W&B run, which a resumed run continues.
+
+    Raises UserError for a damaged id.
     """
     path = folder / "wandb_id"
     if not path.is_file():
@@ -197,7 +192,7 @@ def _identity_of(folder: Path) -> str:
     if not re.fullmatch(rb"[\w-]{1,128}\s*", content):
         raise UserError(
             f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it "
-            f"to begin another W&B run"
+            f"to start another W&B run"
         )
     return content.decode().strip()
 
@@ -243,13 +238,13 @@ def _wandb_media(
 
 
 def _summary_writer() -> Any:
-    """Return tensorboard's writer. Raises UserError where it is not installed."""
+    """Return tensorboard's writer class. Raises UserError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise UserError(
             f"tracker.tensorboard needs a package that is not installed ({error.name}): pip "
-            f'install -e ".[train]", or take tracker=none'
+            f'install "shallow-draft[train]", or give tracker=none'
         ) from error
     return SummaryWriter
 

@@ -1,6 +1,4 @@
-"""The recurrent drafter (ReDrafter): its head, its training job, its beams as a drafter for
-`decoding`, and its commands.
-"""
+"""The recurrent drafter (ReDrafter): its head, training job, drafter and commands."""
 
 from jobs.interrupts import end_imports_quietly
 

@@ -1,11 +1,11 @@
-"""The head that training starts from: its shape by the target's, and its first weights.
+"""The head that training starts from: its shape and its initial weights.
 
-By default they are the published ones, PyTorch's own for every linear map. Ours, by configuration:
-an output layer that begins as the target's lm_head, residual blocks that begin as the identity
-(both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head belongs on the
-channels of the drafted tokens' state: on the embedded target, 60 steps in, loss and block
-efficiency of a greedy chain were 21.2 and 1.22 as published, 20.8 and 1.21 with it on the hidden
-state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed).
+By default the weights are the published ones: PyTorch's defaults for every linear map. Options of
+ours are an output layer that starts as the target's lm_head, residual blocks that start as the
+identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head works
+best on the channels of the drafted tokens' state: on the embedded target after 60 steps, loss and
+block efficiency of a greedy chain were 21.2 and 1.22 as published, 20.8 and 1.21 with it on the
+hidden state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed).
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,19 @@ from decoding.errors import UserError
 from jobs.paths import resolve
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
-from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
+from recurrent_drafting.head import HeadConfig, RecurrentHead, ResidualBlock
 from training.data.packing import Sample
 from training.heads.checkpoint import check_sizes
 from training.heads.draft_vocabulary import choose_tokens
 
-MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; times the target's hidden size
+MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; width in units of the target's hidden size
 WARM_STARTS = ("none", "hidden", "state", "both")
 
 
 def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
-    """The head's shape for a target (its Hugging Face configuration), or that of the folder in
-    shape.path. Raises UserError.
+    """Return the head's shape for a target, or that of the folder in shape.path. Raises UserError.
+
+    target: its Hugging Face configuration.
     """
     if shape.path:
         folder = resolve(shape.path)
@@ -48,31 +49,27 @@ def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
 
 
 def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
-    """Which of the keys that were set do not count, as shape.path brings its own shape; empty if
-    there is none.
-    """
-    usual = HeadShapeConfig()
+    """Describe options without effect, as shape.path has its own shape; empty if there are none."""
+    defaults = HeadShapeConfig()
     keys = [
         f"head.{name}={getattr(shape, name)} (it has {getattr(config, name)})"
         for name in ("num_draft_layers", "rnn", "exit_dim", "draft_vocab_size")
-        if getattr(shape, name) not in (getattr(usual, name), getattr(config, name))
+        if getattr(shape, name) not in (getattr(defaults, name), getattr(config, name))
     ]
     keys += [
         f"head.{name}"
         for name in ("warm_start", "zero_blocks")
-        if getattr(shape, name) != getattr(usual, name)
+        if getattr(shape, name) != getattr(defaults, name)
     ]
-    told = (
+    note = (
         f"head.path={shape.path} brings its own shape and weights: without effect here: "
         f"{', '.join(keys)}"
     )
-    return told if keys else ""
+    return note if keys else ""
 
 
 def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
-    """Raise UserError for a size that is a slip and would fill the memory, and for a start that
-    this shape cannot have.
-    """
+    """Raise UserError for a size that would fill the memory, and for an impossible warm start."""
     for name, most in (
         ("num_draft_layers", MOST_BLOCKS),
         ("exit_dim", WIDEST * config.hidden_size),
@@ -93,7 +90,7 @@ def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
         raise UserError(
             f"head.warm_start is {shape.warm_start} with a width (exit_dim) of {config.exit_dim}, "
             f"expected {config.hidden_size} or {2 * config.hidden_size}: the target's lm_head "
-            f"reads {config.hidden_size} channels. Take one of those, or head.warm_start=none"
+            f"reads {config.hidden_size} channels. Use one of those, or head.warm_start=none"
         )
     if shape.warm_start == "both" and config.exit_dim == config.hidden_size:
         raise UserError(
@@ -109,8 +106,9 @@ def build_head(
     samples: Sequence[Sample],
     show: bool = True,
 ) -> RecurrentHead:
-    """The head in float32, to be trained; its weights by torch's random numbers. samples: whose
-    answers the shortlist is counted in.
+    """Build the head in float32 for training, with torch's random weights.
+
+    samples: the shortlist is counted from their answers.
     """
     if shape.path:
         return load_head(resolve(shape.path)).requires_grad_(True).train()
@@ -119,7 +117,7 @@ def build_head(
         head.token_ids_V = choose_tokens(samples, config.vocab_size, config.draft_vocab_size, show)
     if shape.zero_blocks:
         for block in head.lm_head[:-1]:
-            assert isinstance(block, Block)
+            assert isinstance(block, ResidualBlock)
             nn.init.zeros_(block.linear.weight)
             nn.init.zeros_(block.linear.bias)
     if shape.warm_start != "none":
@@ -129,11 +127,10 @@ def build_head(
 
 @torch.no_grad()
 def start_warm(head: RecurrentHead, half: str, lm_head_VH: Tensor) -> None:
-    """Let the output layer begin as the target's lm_head on the channels of the hidden state, of
-    the drafted tokens' state, or of both.
+    """Start the output layer as the target's lm_head on the hidden state's or drafted state's half.
 
-    The channels that it does not cover begin at zero. A head as wide as the target's hidden state
-    projects to the chosen half at first.
+    Channels outside start at zero. A head as wide as the target's hidden state first projects to
+    the chosen half.
     """
     H = head.config.hidden_size
     drafted_VH = lm_head_VH if head.token_ids_V is None else lm_head_VH[head.token_ids_V]

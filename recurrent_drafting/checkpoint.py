@@ -1,9 +1,8 @@
-"""Head folders in the published layout: config.json and model.safetensors, with the published keys
-and tensor names.
+"""Head folders in the published layout: config.json and model.safetensors with its names.
 
 Source: the published code's `DrafterConfig` and module names (apple/ml-recurrent-drafter), which
-TensorRT-LLM's converter read as well. A head with a shortlist has one key and one tensor more,
-which no other reader knows.
+TensorRT-LLM's converter reads too. A head with a shortlist has an additional key and tensor, which
+no other reader loads.
 """
 
 from pathlib import Path
@@ -19,13 +18,13 @@ from training.heads import checkpoint
 from training.heads.draft_vocabulary import check_tokens
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-# with the least of each
+# key -> smallest value
 _SIZES = {"vocab_size": 1, "hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}
 _SHORTLIST = "token_ids_V"
 
 
 class PublishedLayout:
-    """The published keys of config.json. Tensors carry the names of the head's own parameters."""
+    """The published keys of config.json; tensors have the names of the head's parameters."""
 
     def config(self, shape: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -62,15 +61,17 @@ LAYOUT = PublishedLayout()
 
 
 def save_head(head: RecurrentHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors; float32 is what the published code writes. Raises
-    UserError when a write fails.
+    """Write config.json and model.safetensors; the published code writes float32.
+
+    Raises UserError if a write fails.
     """
     checkpoint.save_head(LAYOUT, head.config, head, folder, dtype)
 
 
 def read_head_config(folder: Path) -> HeadConfig:
-    """The shape of a head folder. Raises UserError for a folder of another kind and for missing or
-    wrong keys.
+    """Read the shape of a head folder.
+
+    Raises UserError for a folder of another kind and for missing or wrong keys.
     """
     file, values = folder / "config.json", read_config(folder)
     if values["model_type"] != MODEL_TYPE:
@@ -91,8 +92,10 @@ def read_head_config(folder: Path) -> HeadConfig:
 def load_head(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> RecurrentHead:
-    """The head of a folder. Raises UserError naming every tensor that is missing, unknown, of
-    another shape than config.json says, or not finite.
+    """Load the head of a folder.
+
+    Raises UserError naming every tensor that is missing, unknown, of another shape than in
+    config.json, or not finite.
     """
     config = read_head_config(folder)
     _check_form(folder, config)
@@ -109,15 +112,16 @@ def load_head(
 
 
 def _check_form(folder: Path, config: HeadConfig) -> None:
-    """Raise UserError for weights of another form than config.json describes, before a head is
-    built by it: more residual blocks than they can hold, or recurrence.
+    """Raise UserError if the weights do not have the blocks or recurrence of config.json.
+
+    The check precedes building the head.
     """
     names = read_headers(folder)
     recurrent, held = any(name.startswith("rnn_") for name in names), len(names)
     if config.num_draft_layers > held:
         raise UserError(
             f"{folder / 'config.json'}: num_draft_layers is {config.num_draft_layers}, but "
-            f"{WEIGHTS} holds {held} tensors, expected one a block at least. Take both files from "
+            f"{WEIGHTS} holds {held} tensors, expected at least one per block. Use both files of "
             f"one head"
         )
     if recurrent != config.rnn:
@@ -126,7 +130,7 @@ def _check_form(folder: Path, config: HeadConfig) -> None:
             False: "without recurrence (it has no rnn_u and rnn_w)",
         }
         raise UserError(
-            f"{folder / WEIGHTS}: the head is {kinds[recurrent]}, but config.json says "
-            f"rnn={str(config.rnn).lower()}: the two are of different heads. "
-            "Take both files from one"
+            f"{folder / WEIGHTS}: the head is {kinds[recurrent]}, but config.json has "
+            f"rnn={str(config.rnn).lower()}: they belong to different heads. Use both files of "
+            f"one head"
         )

@@ -1,4 +1,4 @@
-"""Configuration of the head's training."""
+"""Configuration of the recurrent head's training."""
 
 from dataclasses import dataclass, field
 
@@ -7,25 +7,28 @@ from training.heads.config import HeadJobConfig, HeadOptions
 
 @dataclass
 class HeadShapeConfig(HeadOptions):
-    """Shape of the head, and what its weights start from; by default both are as published."""
+    """Shape and initial weights of the head; by default both are as published."""
 
-    name: str = "redrafter"  # name in tables and in the head's card
-    num_draft_layers: int = 2  # residual blocks
-    rnn: bool = True  # recurrent; false: the state is the sum of the embeddings
+    # name in tables and in the head's card
+    name: str = "redrafter"
+    # residual blocks
+    num_draft_layers: int = 2
+    # recurrent; false: the state is the sum of the embeddings
+    rnn: bool = True
     # width of the blocks; 0: twice the target's hidden size; other widths go through input_proj
     exit_dim: int = 0
     # tokens of the shortlist, the most frequent ones of the training answers; 0: all
     draft_vocab_size: int = 0
-    # the output layer begins as the target's lm_head on: none | hidden | state | both
+    # channels where the output layer starts as the target's lm_head: none | hidden | state | both
     warm_start: str = "none"
-    zero_blocks: bool = False  # residual blocks begin as the identity
+    # residual blocks start as the identity
+    zero_blocks: bool = False
 
 
 @dataclass
 class HeadTrainConfig(HeadJobConfig):
-    """`python -m recurrent_drafting.train`: a recurrent drafter head (ReDrafter) for the frozen
-    target.
-    """
+    """`python -m recurrent_drafting.train`: a recurrent head (ReDrafter) for the frozen target."""
 
     head: HeadShapeConfig = field(default_factory=HeadShapeConfig)
-    beam_width: int = 8  # beams of the real drafting that the finished head is measured by
+    # number of beams in the real drafting that measures the finished head
+    beam_width: int = 8

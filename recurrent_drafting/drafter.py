@@ -292,7 +292,7 @@ class RecurrentDrafter:
         if outcome.paths_B is not None:
             last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
-        answer_B = observation.answers[0] if observation.answers else [None] * len(self._plans_B)
+        answer_B = observation.readback[0] if observation.readback else [None] * len(self._plans_B)
         # there are none as long as others, such as a lookup, have drafted every round
         if self._plans_B:
             for plan, answer, accepted in zip(

@@ -26,7 +26,7 @@ from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
 # Greedy, a likeliest token passes more often than its probability says, and the others less:
 # chances that costs are weighed by are those of this temperature. Of 0.35, 0.6 and 1 this one was
-# the fastest (LOG.md, "A recurrent head for chat24m").
+# the fastest (docs/experiments/2026-11-23-recurrent-head-chat24m.md).
 GREEDY_TEMPERATURE = 0.6
 # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and
 # products fill their tiles
@@ -71,7 +71,7 @@ class Draft(ABC):
         """
         proposal.steps, proposal.frontiers = len(beams.steps), beams.started
         if self.by_cost_B and not self.by_cost_B[0].reads:
-            proposal.asks = lambda _: (chances_BLW(),)
+            proposal.readback = lambda _: (chances_BLW(),)
         return proposal
 
 
@@ -111,7 +111,7 @@ def fixed_proposal(tree: Tree, room_B: list[int] | None) -> Proposal:
     """
     proposal = proposal_of(tree, room_B)
     if room_B is not None:
-        proposal.asks = lambda _: (tree.counts_B,)
+        proposal.readback = lambda _: (tree.counts_B,)
     return proposal
 
 

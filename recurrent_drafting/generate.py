@@ -1,7 +1,6 @@
-"""`python -m recurrent_drafting.generate target.path=MODEL drafter=HEAD`: a chat with the target,
-or a file of prompts, drafted and plain.
+"""`python -m recurrent_drafting.generate target.path=MODEL drafter=HEAD`: chat or answer prompts.
 
-`python -m recurrent_drafting.cmd.generate` is the same by the published name. Both take Hydra
+`python -m recurrent_drafting.cmd.generate` is the same under the published name. Both take Hydra
 overrides and the published flags.
 """
 
@@ -17,8 +16,8 @@ from jobs.paths import resolve
 from recurrent_drafting.cmd.flags import print_flags, to_overrides
 from serving.config import GenerateConfig
 from serving.prompt_report import answers_file, print_report
-from serving.prompts import answer_prompts, prompts_of
-from serving.setup import NONE, USUAL, check, check_drafter, load
+from serving.prompts import answer_prompts, load_prompts
+from serving.setup import DEFAULT_DRAFTER, NONE, check, check_drafter, load
 from serving.terminal import chat
 from training.data.readers import Prompt
 
@@ -26,11 +25,12 @@ JOB = "recurrent_drafting.generate"
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Chat, or answer the prompts. Raises UserError for what does not fit, and for an output that
-    is not the target's own.
+    """Chat, or answer the prompts.
+
+    Raises UserError for options that do not fit, and for an output that differs from the target's.
     """
     check(cfg)
-    prompts = prompts_of(cfg) if cfg.prompts else []
+    prompts = load_prompts(cfg) if cfg.prompts else []
     if cfg.dry_run:
         print(plan(cfg, prompts))
         return
@@ -53,10 +53,11 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
-    """What a run would do, in words. Raises UserError for a target that is not there, or a
-    drafter's folder that is not, or does not fit.
+    """Describe what a run would do.
+
+    Raises UserError for a missing target or an unusable drafter.
     """
-    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", USUAL)
+    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", DEFAULT_DRAFTER)
     check_drafter(cfg, folder)
     doing = "chat"
     if cfg.prompts:
@@ -80,12 +81,12 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """`1 prompt`, `2 prompts`."""
+    """Format a count, such as `1 prompt` or `2 prompts`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def main() -> None:
-    """The command: flags become overrides, and the job does the rest."""
+    """Convert flags to overrides and run the job."""
     try:
         overrides = to_overrides(sys.argv[1:])
     except UserError as error:

@@ -1,21 +1,21 @@
-"""The recurrent drafter's head: from the target's hidden state and the tokens drafted so far to
-logits of the next one.
+"""The recurrent drafter's head: logits of the next token from the target's state and the draft.
 
 Cheng et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv
 2403.09919), in the form of its published code. With h the target's hidden state after the final
-norm where the sequence's last cached token stands, and e_i the target's own embedding of the i-th
-token after it (the first is the one that the target has already chosen):
+norm at the sequence's last cached token, and e_i the target's embedding of the i-th token after it
+(the first is the one that the target has already chosen):
 
-    s_0 = 0        s_i = SiLU(W_w e_i + W_u s_(i-1) + b_u), or s_(i-1) + e_i in the form without
-    recurrence z = [h; s_i]   (through `input_proj` where the blocks are not 2 H wide) z <- z +
-    SiLU(A z + a), once a residual block logits of token i + 1 = W z
+    s_0 = 0
+    s_i = SiLU(W_w e_i + W_u s_(i-1) + b_u), or s_(i-1) + e_i in the form without recurrence
+    z = [h; s_i]   (through `input_proj` if the blocks are not 2 H wide)
+    z <- z + SiLU(A z + a), once per residual block
+    logits of token i + 1 = W z
 
-The weights are the same for all i, and h stays while a draft is made. What h gives to the first
-linear map is therefore computed once a draft (`context`), and only the state's half again for every
-token.
+The weights are equal for all i, and h is constant during a draft. So the first linear map of h is
+computed once per draft (`context`), and only the state's half for every token.
 
-Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V
-vocabulary that is drafted from.
+Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V drafted
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,10 @@ from decoding.errors import UserError
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head. The first five fields carry the published names; `num_lookback_tokens`,
-    which nothing reads, is written as -1.
+    """The shape of a head.
+
+    The first five fields have the published names; `num_lookback_tokens`, which nothing reads, is
+    written as -1.
     """
 
     vocab_size: int  # of the target
@@ -38,7 +40,7 @@ class HeadConfig:
     exit_dim: int  # E
     num_draft_layers: int = 2  # residual blocks
     rnn: bool = True  # recurrent; else the state is the sum of the embeddings
-    # tokens of the shortlist; 0: the whole vocabulary. No published layout has one
+    # tokens of the shortlist; 0: the full vocabulary. No published layout has one
     draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
@@ -62,30 +64,27 @@ class HeadConfig:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that are drafted from."""
+        """Number of drafted tokens."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
     def projects(self) -> bool:
-        """Whether [h; s] is projected before the blocks."""
+        """True if [h; s] is projected before the blocks."""
         return self.exit_dim != 2 * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the target's hidden state gives to every token of a draft."""
+    """Contribution of the target's hidden state to every token of a draft."""
 
-    # its part of z before the first block; without `input_proj` only its own half, [R, H]
+    # part of z before the first block; without `input_proj` only h, [R, H]
     input_RE: Tensor
-    first_RE: (
-        # its part of the first block's linear map, bias included; unused without blocks or with
-        # `input_proj`
-        Tensor
-    )
+    # part of the first block's linear map with bias; unused without blocks or with `input_proj`
+    first_RE: Tensor
 
     def select(self, index_N: Tensor) -> "Context":
-        """That of these rows."""
-        # whose backward pass is far faster than an index's
+        """Return the context of these rows."""
+        # its backward pass is far faster than indexing's
         input_NE = self.input_RE.index_select(0, index_N)
         return Context(
             input_NE,
@@ -93,12 +92,12 @@ class Context:
         )
 
     def unsqueeze(self, dim: int) -> "Context":
-        """The same for several states a row."""
+        """Return the context for several states per row."""
         return Context(self.input_RE.unsqueeze(dim), self.first_RE.unsqueeze(dim))
 
 
-class Block(nn.Module):
-    """z + SiLU(A z + a)."""
+class ResidualBlock(nn.Module):
+    """The residual block z + SiLU(A z + a)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,8 +108,9 @@ class Block(nn.Module):
 
 
 class RecurrentHead(nn.Module):
-    """The head. Its parameters carry the published names: lm_head.{i}.linear, lm_head.{n}, rnn_u,
-    rnn_w and input_proj.
+    """The head, with the published names of parameters.
+
+    They are lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj.
     """
 
     token_ids_V: Tensor | None
@@ -120,7 +120,7 @@ class RecurrentHead(nn.Module):
         self.config = config
         H, E = config.hidden_size, config.exit_dim
         drafted = config.num_drafted
-        self.lm_head = nn.ModuleList([Block(E) for _ in range(config.num_draft_layers)])
+        self.lm_head = nn.ModuleList([ResidualBlock(E) for _ in range(config.num_draft_layers)])
         self.lm_head.append(nn.Linear(E, drafted, bias=False))
         if config.rnn:
             self.rnn_u = nn.Linear(H, H)
@@ -140,21 +140,21 @@ class RecurrentHead(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the head; the target's embedding, which it reads, is not its own."""
+        """Number of parameters of the head, without the target's embedding."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def start(self, embedded_RH: Tensor) -> Tensor:
-        """The state after the first token, s_1 [R, H]."""
+        """Return the state after the first token, s_1 [R, H]."""
         return F.silu(self.rnn_w(embedded_RH) + self.rnn_u.bias) if self.config.rnn else embedded_RH
 
     def advance(self, state_RH: Tensor, embedded_RH: Tensor) -> Tensor:
-        """The state one token on, s_i [R, H]."""
+        """Return the state after the next token, s_i [R, H]."""
         if self.config.rnn:
             return F.silu(self.rnn_w(embedded_RH) + self.rnn_u(state_RH))
         return state_RH + embedded_RH
 
     def context(self, hidden_RH: Tensor) -> Context:
-        """What a draft's tokens share."""
+        """Return the computations that a draft's tokens share."""
         H = self.config.hidden_size
         if self.config.projects:
             input_RE = F.linear(hidden_RH, self.input_proj.weight[:, :H], self.input_proj.bias)
@@ -165,9 +165,7 @@ class RecurrentHead(nn.Module):
         return Context(hidden_RH, F.linear(hidden_RH, first.weight[:, :H], first.bias))
 
     def features(self, context: Context, state_RH: Tensor) -> Tensor:
-        """z after the last block, [R, E]; the context's leading dimensions broadcast over the
-        state's.
-        """
+        """Return z after the last block, [R, E]; the context broadcasts over the state."""
         H, blocks = self.config.hidden_size, list(self.lm_head[:-1])
         if self.config.projects:
             z_RE = context.input_RE + F.linear(state_RH, self.input_proj.weight[:, H:])
@@ -184,13 +182,11 @@ class RecurrentHead(nn.Module):
         return z_RE
 
     def logits(self, features_RE: Tensor) -> Tensor:
-        """[R, V] over the tokens that are drafted from, in the order of `token_ids_V` where there
-        is a shortlist.
-        """
+        """Return the logits [R, V] of the drafted tokens, in the order of `token_ids_V` if set."""
         return F.linear(features_RE, self.output)
 
     def to_target_ids(self, drafted_R: Tensor) -> Tensor:
-        """Indices into the logits as token ids of the target."""
+        """Convert indices into the logits to token ids of the target."""
         return drafted_R if self.token_ids_V is None else self.token_ids_V[drafted_R]
 
     def _first(self) -> nn.Linear:

@@ -1,11 +1,10 @@
-"""The recurrent head as a kind of trained head: what its training asks of it
-(training/heads/kind.py).
-"""
+"""The recurrent head as a kind of trained head (training/heads/kind.py)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from decoding.interfaces import Drafter
+from jobs.paths import shown
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.checkpoint import LAYOUT
 from recurrent_drafting.config import HeadTrainConfig
@@ -15,7 +14,7 @@ from recurrent_drafting.predictions import RecurrentPredictions
 from training.data.packing import Sample
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
-from training.heads.kind import Drafting, HeadKind, ReadmeParts
+from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 
 
 class RecurrentKind(RecurrentPredictions, HeadKind):
@@ -36,7 +35,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         return {
             "beam_width": (
                 1 <= config.beam_width <= drafted,
-                f"1 to {drafted}, the tokens that are drafted from",
+                f"1 to {drafted}, the number of drafted tokens",
             )
         }
 
@@ -70,13 +69,13 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def drafter(
         self, head: RecurrentHead, shape: HeadConfig, config: HeadTrainConfig, sampled: bool
     ) -> Drafter:
-        """Beams: drawn ones where answers are sampled."""
+        """Return a drafter of beams, sampled ones if answers are sampled."""
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)
 
-    def drafting(self, config: HeadTrainConfig) -> Drafting:
+    def drafting(self, config: HeadTrainConfig) -> DraftingSetup:
         width = config.beam_width
-        return Drafting(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
+        return DraftingSetup(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         shape, target = card["shape"], card["target"]
@@ -86,7 +85,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
             else f"{shape['num_draft_layers']} residual blocks"
         )
         kind = "recurrent" if shape["rnn"] else "without recurrence"
-        llm = target.replace("embedded:", "assets/")
+        llm = shown(target)
         return ReadmeParts(
             tag="recurrent-drafting",
             title="A recurrent drafter head (ReDrafter, arXiv 2403.09919)",
@@ -103,9 +102,9 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         )
 
 
-_REMARKS = """How many beams pay hangs on the machine: both measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
-line `"drafters=[{use: HEAD, by_cost: false}]"`). Where answers are sampled beams are drawn; `children=top_k` takes the likeliest ones as
-published, as exact and seldom as fast."""  # noqa: E501
+_REMARKS = """The best number of beams depends on the machine: both commands measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
+line `"drafters=[{use: HEAD, by_cost: false}]"`). At temperatures above 0 beams are sampled; `children=top_k` takes the likeliest ones as
+published, as exact and rarely as fast."""  # noqa: E501
 
 
 KIND = RecurrentKind()

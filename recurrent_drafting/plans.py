@@ -64,7 +64,7 @@ PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
 # passed of a head of chat24m
 PICKS_TRY = 0.4
 # Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid
-# (LOG.md, "A chain's length by its past").
+# (docs/experiments/2026-11-23-chain-length-by-past.md).
 CHAIN_PATIENCE = 12.0
 
 
@@ -145,8 +145,8 @@ class ByPassing(Fixed):
     """A chain as long as pays by how often the row's drafted tokens passed before.
 
     It is drafted like a fixed one: no step is looked at. That a look costs, tenths of a millisecond
-    in Python and a wait, is what a chain's length by its own chances did not bring back (LOG.md, "A
-    chain's length by its past").
+    in Python and a wait, is what a chain's length by its own chances did not bring back
+    (docs/experiments/2026-11-23-chain-length-by-past.md).
     """
 
     def __init__(self, costs: RoundCosts, margin: float, prior: float, patience: float) -> None:

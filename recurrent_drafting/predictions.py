@@ -1,10 +1,9 @@
-"""How recurrent heads predict, as training asks it (training/heads/kind.py). It is free of the
-packages that compose configurations, so that a training step can be had without them.
+"""Predictions of recurrent heads in training (training/heads/kind.py), free of Hydra packages.
 
-All heads' predictions come of one draft's state, a token further each, and of one output layer.
-Gradients flow through the recurrence over all of them. With `own_tokens`, drafts go on from the
+Every prediction of a draft comes from its state, one token further each, and one output layer.
+Gradients flow through the recurrence over all of them. With `own_tokens`, drafts continue from the
 head's own likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
-2503.01840), and are held against the same tokens or the same distribution.
+2503.01840), against the same tokens or distribution.
 
 Shapes: M drafts of a batch, O of them with own tokens, N predictions of all heads, P positions, C =
 H the target's hidden size, E the head's width, V drafted vocabulary, K drafted tokens.
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from recurrent_drafting.head import Context, RecurrentHead
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
-from training.heads.predicting import Tips
+from training.heads.predicting import DraftStarts
 from training.losses.heads import chunked_argmax
 
 
@@ -33,17 +32,17 @@ class RecurrentPredictions:
         self,
         head: RecurrentHead,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """The first linear map of the hidden states is made once a draft."""
+        """Return the inputs of the output layer; each draft maps its hidden state only once."""
         context = head.context(states_PC[where.drafts_M])
         state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
         reached = [state_MH]
         for number in range(1, len(where.counts_K)):
             tokens_M = where.tokens_MK[:, number]
-            if where.asks_own:
+            if where.continues_own:
                 said_O = _likeliest_of(where.own_O, head, context, state_MH)
                 tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
             state_MH = head.advance(state_MH, states.embed(tokens_M))
@@ -53,7 +52,9 @@ class RecurrentPredictions:
         )
         return head.features(context.select(where.draft_N), state_NH)
 
-    def draft(self, head: RecurrentHead, states: TargetStates, tips: Tips, count: int) -> Tensor:
+    def draft(
+        self, head: RecurrentHead, states: TargetStates, tips: DraftStarts, count: int
+    ) -> Tensor:
         context, state_MH = head.context(tips.states_MC), head.start(states.embed(tips.tokens_M))
         drafted = [likeliest(head, context, state_MH)]
         for _ in range(1, count):
@@ -64,7 +65,7 @@ class RecurrentPredictions:
 
 @torch.no_grad()
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
-    """The head's own next token for every draft, as ids of the target [M]."""
+    """Return the head's likeliest next token for every draft, as ids of the target [M]."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
 
 
@@ -72,7 +73,7 @@ def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor
 def _likeliest_of(
     drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor
 ) -> Tensor:
-    """The same for some of the drafts [O]."""
+    """Return the likeliest next token for some of the drafts [O]."""
     return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
 
 

@@ -1,13 +1,12 @@
-"""Beams packed into a prefix tree: by tensor operations at fixed shapes, the same few whatever the
-width.
+"""Beams packed into a prefix tree by a few tensor operations of fixed shapes.
 
-Beams share their beginnings, and what is shared is verified once. The published code finds it by
-comparing every beam with every other at every position, W x W x L numbers. Back pointers know it
-already: a step chooses pairs (beam of the step before, token), and no pair twice. So two nodes of a
-step with the same parent have different tokens; and if the nodes of the step before stand for
-different prefixes, then so do these, whether their parents are equal or not. By induction from the
-tip, pairs and prefixes are one to one, and the back pointers are the tree's edges. What is left is
-to drop nodes that no beam goes through, and to close the gaps.
+Beams share prefixes, and a shared prefix is verified once. The published code finds it by comparing
+every pair of beams at every position, W x W x L numbers. Back pointers already hold it: a step
+chooses pairs (beam of the previous step, token), each at most once. So two nodes of a step with the
+same parent have different tokens; and if the nodes of the previous step represent different
+prefixes, so do these, whether their parents are equal or not. By induction from the tip, pairs and
+prefixes are one to one, and the back pointers are the tree's edges. It remains to drop nodes that
+no beam contains, and to close the gaps.
 
 Shapes: B rows, W beams, L steps, M = L W nodes in the order of steps (so parents come first), K
 candidates.
@@ -24,19 +23,18 @@ from decoding.interfaces import NO_NODE
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token
-    0, parent NO_NODE).
-    """
+    """Kept nodes in the order of steps, padded after a row's count (token 0, parent NO_NODE)."""
 
     tokens_BM: Tensor
     parents_BM: Tensor  # index among the kept nodes; -1: the tip
     counts_B: Tensor
-    places_BM: Tensor  # of every node before packing: its index among the kept ones, or M
+    places_BM: Tensor  # index of every node before packing among the kept ones, or M
 
 
 def edges(parents_BLW: Tensor) -> Tensor:
-    """Back pointers, beams of the step before, as indices of nodes (B, M); -1 for the first step's,
-    whatever they hold.
+    """Convert back pointers (beams of the previous step) to indices of nodes (B, M).
+
+    The first step's nodes get -1.
     """
     B, L, W = parents_BLW.shape
     offsets_L1 = torch.arange(-W, (L - 1) * W, W, device=parents_BLW.device)[:, None]
@@ -46,8 +44,9 @@ def edges(parents_BLW: Tensor) -> Tensor:
 
 
 def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
-    """Which nodes (B, M) a beam of the row's last step goes through; depths_B: steps that the row
-    has, 0 to L.
+    """Return a mask (B, M) of the nodes in a beam of the row's last step.
+
+    depths_B: number of steps of each row, 0 to L.
     """
     B, L, W = parents_BLW.shape
     last_BL = torch.arange(1, L + 1, device=parents_BLW.device) == depths_B[:, None]
@@ -58,15 +57,16 @@ def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
 
 
 def pack(tokens_BM: Tensor, parents_BM: Tensor, keep_BM: Tensor) -> Tree:
-    """The tree of the nodes to keep. parents_BM: see `edges`; of a node that is kept the parent is
-    kept too.
+    """Return the tree of the nodes to keep, whose parents must be kept too.
+
+    parents_BM: see `edges`.
     """
     B, M = tokens_BM.shape
     counted_BM = keep_BM.cumsum(1)
-    index_BM = F.pad(counted_BM, (1, 0)) - 1  # of node m at m + 1; of the tip, at 0, -1
+    index_BM = F.pad(counted_BM, (1, 0)) - 1  # node m at m + 1; the tip, -1, at 0
     places_BM = torch.where(keep_BM, counted_BM - 1, M)
     moved_BM = index_BM.gather(1, parents_BM + 1)
-    room = (B, M + 1)  # the last slot takes what is dropped
+    room = (B, M + 1)  # the last slot receives dropped nodes
     return Tree(
         tokens_BM.new_zeros(room).scatter_(1, places_BM, tokens_BM)[:, :M],
         parents_BM.new_full(room, NO_NODE).scatter_(1, places_BM, moved_BM)[:, :M],

@@ -1,12 +1,10 @@
-"""Picked beams as one recorded step: search, packing and all, for a fixed number of rows and one
-temperature.
+"""Top-k beams as one recorded step, packing included, for a fixed number of rows and temperature.
 
-The eager twin is `search` with `Picks`. Shapes are fixed and nothing is asked of the host, so a
-CUDA graph can hold the whole draft; it is recorded on first use and replayed from then on. One
-length is recorded, the longest that was asked for: rows whose budget is shorter read the beams of
-the step where it ends, so that a budget that shrinks at the end of a text costs no new recording.
-On a CPU the same body runs
-unrecorded: so the tests compare it with its twin.
+The eager twin is `search` with `Picks`. Shapes are fixed and nothing waits for the host, so a CUDA
+graph can hold the complete draft; it is recorded on first use and then replayed. Only the longest
+requested length is recorded: rows with a smaller budget read the beams of the step where it ends,
+so a budget that shrinks at the end of a text needs no new recording. On a CPU the same body runs
+unrecorded, so that tests can compare it with its twin.
 
 Shapes: B rows, L steps, H hidden size.
 """
@@ -27,7 +25,7 @@ from recurrent_drafting.prefix_tree import Tree
 
 @dataclass(slots=True)
 class _Recording:
-    """One shape: the buffers that it reads, and what is recorded."""
+    """One shape: the input buffers and the recorded draft."""
 
     length: int
     tips_B: Tensor
@@ -37,9 +35,7 @@ class _Recording:
 
 
 class RecordedPicks:
-    """The recorded drafts of one head for one target. A recording holds addresses: another target
-    needs others.
-    """
+    """The recorded drafts of one head for one target; another target has other addresses."""
 
     def __init__(self, head: Head, width: int, embed: Embed, device: torch.device) -> None:
         self.head, self.width, self.embed, self.device = head, width, embed, device
@@ -55,8 +51,9 @@ class RecordedPicks:
         temperature: float,
         room_B: list[int] | None,
     ) -> Proposal:
-        """The proposal of each row's beams; it lives until the next call. room_B: see
-        `rooms_of`.
+        """Return the proposal of each row's beams, valid until the next call.
+
+        room_B: see `rooms_of`.
         """
         self._longest = max(self._longest, *depths_B)
         found = self._recordings.get((len(tips), temperature))

@@ -1,5 +1,6 @@
-"""`python -m recurrent_drafting.train`: train a recurrent drafter head on the frozen target's
-hidden states; leaves a head folder (training/heads/train.py).
+"""`python -m recurrent_drafting.train`: train a recurrent drafter head into a head folder.
+
+See training/heads/train.py.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ from training.held_out import check_stages
 
 
 def run(config: HeadTrainConfig) -> Path:
-    """Train, and write the head to output_dir/drafter. Returns that folder."""
+    """Train a head, write it to output_dir/drafter and return that folder."""
     return train_head(config, KIND)
 
 

@@ -1,4 +1,6 @@
-"""Count the lines of Python by room: `python scripts/count_lines.py [REVISION]`, of tracked files.
+"""Count the lines of tracked Python files by top-level folder.
+
+    python scripts/count_lines.py [REVISION]
 
 "lines" are physical lines; "code" leaves out blank lines, comments and docstrings.
 """
@@ -23,7 +25,7 @@ def code_lines(source: str) -> int:
 
 
 def git(*words: str) -> str:
-    """Return what git prints."""
+    """Return the output of a git command."""
     return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout
 
 

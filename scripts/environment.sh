@@ -1,11 +1,14 @@
-# Sourced by the other scripts: makes .venv, installs torch first, then the project with the tested versions.
+# Sourced by the other scripts: makes .venv and installs torch, then the project with the tested
+# versions.
 #
-#   PYTHON        the interpreter to build on (default python3; 3.11 or newer)
-#   TORCH         the torch requirement (default torch==2.13.0 on a CPU machine, torch>=2.11 beside an NVIDIA card)
-#   TORCH_INDEX   where a CPU machine gets torch (default PyTorch's public CPU index; "" uses pip's configured index)
+#   PYTHON        base interpreter (default python3; 3.11 or newer)
+#   TORCH         torch requirement (default torch==2.13.0 without an NVIDIA card, torch>=2.11 with one)
+#   TORCH_INDEX   index of torch on a CPU machine (default PyTorch's public CPU index; "" uses pip's
+#                 configured index)
 #
-# A CPU machine takes the CPU build, so that no CUDA packages (several GB) are pulled; where that index cannot be reached, pip's own
-# configured index is asked. A machine with an NVIDIA card takes pip's default build, which brings CUDA.
+# A CPU machine gets the CPU build, without CUDA packages (several GB); if that index is not
+# reachable, pip's configured index is used. A machine with an NVIDIA card gets pip's default build,
+# which includes CUDA.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"

@@ -1,6 +1,8 @@
-"""Print what every stage of every experiment sees, one value a line, to compare before and after a
-change: `python -m scripts.stage_values [KEY=VALUE ...]`; settings are given to the experiments that
-have them.
+"""Print the configuration of every stage of every experiment, one value a line.
+
+    python -m scripts.stage_values [KEY=VALUE ...]
+
+Compare the output before and after a change. Settings apply to the experiments that have them.
 """
 
 import sys
@@ -14,11 +16,12 @@ from jobs.config import plain, typed, valid_keys
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
 
-# what experiments ask their caller for
+# values that experiments require from their caller
 ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output_dir=OUTPUT_DIR"]
 
 
 def main(given: list[str]) -> None:
+    """Compose and print every stage."""
     for file in sorted((CONF / "experiment").glob("*.yaml")):
         job = str(yaml.safe_load(file.read_text())["job"])
         schema = schema_of(job)
@@ -34,7 +37,7 @@ def main(given: list[str]) -> None:
 
 
 def _values(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values, in order of the keys."""
+    """Yield dotted keys and values in the order of the keys."""
     for key, value in sorted(node.items()):
         if isinstance(value, dict) and value:
             yield from _values(value, f"{prefix}{key}.")

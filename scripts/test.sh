@@ -19,5 +19,6 @@ say "ruff"  # two commands: behind `&&` a failure of the first would not end the
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
 say "imports"; "$VENV/bin/lint-imports" --no-logo --no-cache
+say "docs";   NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --quiet --site-dir build/site
 say "mypy";   "$VENV/bin/mypy"
 say "pytest"; OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$VENV/bin/python" -m pytest -n "${PYTEST_WORKERS:-2}" -m "$markers" "$@"

@@ -1,9 +1,10 @@
-"""Convert a model folder's pickled weights (.bin) to safetensors, once:
-`python scripts/to_safetensors.py FOLDER`.
+"""Convert the pickled weights (.bin) of a model folder to safetensors.
 
-Pickles can run code when they are opened, so no job opens them; here they are read with
-`weights_only=True`, which refuses anything but tensors. The .bin files stay where they are. Tensors
-that share storage (tied heads) are stored once.
+    python scripts/to_safetensors.py FOLDER
+
+Pickles can run code when they are opened, so no job opens them. This script reads them with
+`weights_only=True`, which refuses anything but tensors. The .bin files are kept. Tensors that share
+storage (tied heads) are stored once.
 """
 
 import sys
@@ -18,8 +19,10 @@ from jobs.files import save_tensors
 
 
 def convert(folder: Path) -> Path:
-    """Write FOLDER/model.safetensors from its pytorch_model*.bin files. Raises UserError where
-    there is nothing to convert.
+    """Write FOLDER/model.safetensors from pytorch_model*.bin.
+
+    Raises:
+        UserError: the folder has no such files, or has model.safetensors already.
     """
     files = sorted(folder.glob("pytorch_model*.bin"))
     target = folder / "model.safetensors"
@@ -32,12 +35,11 @@ def convert(folder: Path) -> Path:
         raise UserError(f"{target} is there already; delete it to convert again")
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    # All are held until the last is read: freed memory would lend its address to another tensor,
-    # which would pass for tied.
+    # all shards stay in memory: a freed tensor's address could be reused, and look like a tied one
     shards = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     for shard in shards:
         for name, tensor in shard.items():
-            # one tensor under two names is tied: it is written once
+            # a tensor with two names is tied, and is written once
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 weights[name] = tensor.contiguous()
@@ -48,6 +50,7 @@ def convert(folder: Path) -> Path:
 
 
 def main() -> None:
+    """Convert the folder named on the command line."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER")
     try:

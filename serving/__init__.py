@@ -1,1 +1,1 @@
-"""What people talk to: chats in a terminal and runs over prompts, with any drafter."""
+"""Terminal chats and runs over prompts, with any drafter."""

@@ -1,6 +1,4 @@
-"""MT-bench's 80 questions of two turns, out of the cache of `datasets`; where they are not, the
-error says how to get them.
-"""
+"""MT-bench's 80 questions of two turns, read from the cache of `datasets` or the Hub."""
 
 from typing import Any
 
@@ -12,22 +10,20 @@ DATASET = "HuggingFaceH4/mt_bench_prompts"
 
 
 def load_mt_bench() -> list[Prompt]:
-    """Both turns of every question. Raises UserError where neither the cache nor a network has
-    them.
-    """
+    """Return both turns of every question; raises UserError if the cache and the Hub lack them."""
     import datasets
 
     try:
         records: Any = datasets.load_dataset(DATASET, split="train")
-    # ConnectionError is an OSError, as is a file that is not found
+    # ConnectionError and FileNotFoundError are OSErrors.
     except (OSError, ValueError) as error:
         raise UserError(
-            f"MT-bench ({DATASET}) is neither in the cache of `datasets` nor to be had from the "
+            f"MT-bench ({DATASET}) is neither in the cache of `datasets` nor available from the "
             f"Hub: {' '.join(str(error).split())[:200]}. "
-            'Give a file of it, such as FastChat\'s question.jsonl (lines of {"question_id", '
+            'Use a local file, such as FastChat\'s question.jsonl (lines of {"question_id", '
             '"category", "turns"}): prompts=FILE.jsonl or '
-            "--eval_mt_bench=FILE.jsonl; or fetch it once where there is a network and copy "
-            "~/.cache/huggingface: "
+            "--eval_mt_bench=FILE.jsonl; or fetch it once on a machine with network access and "
+            "copy ~/.cache/huggingface: "
             f"python -c \"import datasets; datasets.load_dataset('{DATASET}')\""
         ) from error
     return [

@@ -16,8 +16,8 @@ from decoding.errors import UserError
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import TIE_GAP
 from serving.config import GenerateConfig
-from serving.prompts import Answer, Done, is_compared
-from serving.setup import Loaded
+from serving.prompts import PromptAnswer, PromptRun, is_compared
+from serving.setup import ChatModels
 
 HALF = ("bfloat16", "float16")
 SHOWN = 3  # ids named behind a count
@@ -28,7 +28,7 @@ def rate(generation: Generation) -> float:
     return len(generation.tokens) / max(generation.decode_seconds, 1e-9)
 
 
-def total_rate(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
+def total_rate(answers: Sequence[PromptAnswer], of: Callable[[PromptAnswer], Generation]) -> float:
     """Tokens/s of all rows together: a batch takes as long as its longest row."""
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     for answer in answers:
@@ -38,7 +38,7 @@ def total_rate(answers: Sequence[Answer], of: Callable[[Answer], Generation]) ->
 
 
 @contextmanager
-def answers_file(output: str) -> Iterator[Callable[[Sequence[Answer]], None]]:
+def answers_file(output: str) -> Iterator[Callable[[Sequence[PromptAnswer]], None]]:
     """What writes answers to `output`, one JSON object each, at once: a run that is stopped leaves
     all that it answered. Nothing for no name.
     """
@@ -47,7 +47,7 @@ def answers_file(output: str) -> Iterator[Callable[[Sequence[Answer]], None]]:
         return
     with Path(output).open("w", encoding="utf-8") as file:
 
-        def write(answers: Sequence[Answer]) -> None:
+        def write(answers: Sequence[PromptAnswer]) -> None:
             file.writelines(
                 json.dumps(_record(answer), ensure_ascii=False) + "\n" for answer in answers
             )
@@ -56,7 +56,7 @@ def answers_file(output: str) -> Iterator[Callable[[Sequence[Answer]], None]]:
         yield write
 
 
-def _record(answer: Answer) -> dict[str, Any]:
+def _record(answer: PromptAnswer) -> dict[str, Any]:
     drafted, plain = answer.drafted, answer.plain
     record: dict[str, Any] = {
         "id": answer.prompt.id,
@@ -80,7 +80,9 @@ def _record(answer: Answer) -> dict[str, Any]:
     return record
 
 
-def print_report(cfg: GenerateConfig, loaded: Loaded, done: Done, console: Console) -> None:
+def print_report(
+    cfg: GenerateConfig, loaded: ChatModels, done: PromptRun, console: Console
+) -> None:
     """Print all of it. Raises UserError, after everything, for an output that differs from the
     target's own beyond rounding.
     """
@@ -105,7 +107,7 @@ def print_report(cfg: GenerateConfig, loaded: Loaded, done: Done, console: Conso
         )
 
 
-def _by_answer(answers: Sequence[Answer]) -> Table:
+def _by_answer(answers: Sequence[PromptAnswer]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("prompt", "turn", "tokens", "tau", "tokens/s", "plain", "speedup", "finish"):
         table.add_column(title, justify="left" if title in ("prompt", "finish") else "right")
@@ -127,9 +129,9 @@ def _by_answer(answers: Sequence[Answer]) -> Table:
     return table
 
 
-def _overall(cfg: GenerateConfig, answers: Sequence[Answer]) -> Table:
+def _overall(cfg: GenerateConfig, answers: Sequence[PromptAnswer]) -> Table:
     """Sums over all answers, the way that was asked for beside the plain one."""
-    ways: dict[str, Callable[[Answer], Generation]] = {"": lambda answer: answer.drafted}
+    ways: dict[str, Callable[[PromptAnswer], Generation]] = {"": lambda answer: answer.drafted}
     if answers[0].plain is not None:
         ways = {"drafted": ways[""], "plain": _plain}
     last = len({answer.prompt.id for answer in answers if answer.batch == answers[-1].batch})
@@ -138,7 +140,7 @@ def _overall(cfg: GenerateConfig, answers: Sequence[Answer]) -> Table:
     table.add_column(f"{len(answers)} answers, batch {cfg.batch_size}{smaller}")
     for name in ways:
         table.add_column(name, justify="right")
-    rows: dict[str, Callable[[Callable[[Answer], Generation]], str]] = {
+    rows: dict[str, Callable[[Callable[[PromptAnswer], Generation]], str]] = {
         "tokens": lambda of: f"{sum(len(of(answer).tokens) for answer in answers):,}",
         "tokens/s, all rows together": lambda of: f"{total_rate(answers, of):.1f}",
         "tokens/s a row": lambda of: f"{_pooled(answers, of):.1f}",
@@ -158,30 +160,30 @@ def _overall(cfg: GenerateConfig, answers: Sequence[Answer]) -> Table:
     return table
 
 
-def _plain(answer: Answer) -> Generation:
+def _plain(answer: PromptAnswer) -> Generation:
     assert answer.plain is not None
     return answer.plain
 
 
-def _pooled(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
+def _pooled(answers: Sequence[PromptAnswer], of: Callable[[PromptAnswer], Generation]) -> float:
     seconds = sum(of(answer).decode_seconds for answer in answers)
     return sum(len(of(answer).tokens) for answer in answers) / max(seconds, 1e-9)
 
 
-def _tau(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
+def _tau(answers: Sequence[PromptAnswer], of: Callable[[PromptAnswer], Generation]) -> float:
     return sum(len(of(answer).tokens) for answer in answers) / sum(
         of(answer).rounds for answer in answers
     )
 
 
-def _prefill(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
+def _prefill(answers: Sequence[PromptAnswer], of: Callable[[PromptAnswer], Generation]) -> float:
     """Seconds of all prefills: a batch's rows carry the same number."""
     return sum(
         {(answer.batch, answer.turn): of(answer).prefill_seconds for answer in answers}.values()
     )
 
 
-def equality(loaded: Loaded, answers: Sequence[Answer]) -> tuple[str, bool]:
+def equality(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tuple[str, bool]:
     """Whether the drafted outputs are plain decoding's, in words, and whether they break what is
     promised.
     """

@@ -1,9 +1,7 @@
-"""Prompts answered in batches: drafted and plain, in turn, over the same texts, so that the two can
-be compared in speed and token by token.
+"""Batched answers to prompts with and without the drafter, for speed and token comparisons.
 
-Every prompt is answered, those of a last batch that is not full too. Between two turns stands the
-drafted answer, for both ways. Nothing but decoding happens between two clocks; which way goes first
-changes from batch to batch.
+Every prompt is answered, also in a partial last batch. Both conversations continue with the drafted
+answers. Only decoding is timed, and the order of both ways alternates between batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from serving.config import GenerateConfig
 from serving.mt_bench import NAME, load_mt_bench
-from serving.setup import Loaded
+from serving.setup import ChatModels
 from training.data.chat import render_prompt
 from training.data.readers import Prompt, read_prompts
 
@@ -29,8 +27,8 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answered turn."""
+class PromptAnswer:
+    """Answer to one turn."""
 
     prompt: Prompt
     turn: int  # from 1
@@ -45,17 +43,15 @@ class Answer:
 
 
 @dataclass
-class Done:
-    """All answers, and what was left out: reason -> where."""
+class PromptRun:
+    """All answers, and the places of skipped prompts by reason."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PromptAnswer] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
-def prompts_of(cfg: GenerateConfig) -> list[Prompt]:
-    """The prompts that the configuration names, with the turns that it asks for. Raises UserError
-    as the readers do.
-    """
+def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
+    """Return the configured prompts and turns; raises UserError as the readers do."""
     prompts = load_mt_bench() if cfg.prompts == NAME else read_prompts(resolve(cfg.prompts))
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -63,33 +59,32 @@ def prompts_of(cfg: GenerateConfig) -> list[Prompt]:
 
 
 def is_compared(settings: Settings) -> bool:
-    """Greedy and coupled outputs are functions of the seed and the text; others are draws, equal in
-    distribution alone.
-    """
+    """Return whether outputs must be equal: greedy and coupled ones depend on seed and text."""
     return settings.temperature == 0 or settings.verify == "coupled"
 
 
 def answer_prompts(
-    loaded: Loaded,
+    loaded: ChatModels,
     cfg: GenerateConfig,
     prompts: Sequence[Prompt],
     console: Console,
-    write: Callable[[Sequence[Answer]], None] = lambda answers: None,
-) -> Done:
-    """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError
-    if no prompt fits.
+    write: Callable[[Sequence[PromptAnswer]], None] = lambda answers: None,
+) -> PromptRun:
+    """Answer all turns of all prompts and pass each batch's answers to `write`.
+
+    Raises UserError if no prompt fits.
     """
     console.print(loaded.about, soft_wrap=True)
-    done = Done()
+    done = PromptRun()
     batches = [
         list(prompts[start : start + cfg.batch_size])
         for start in range(0, len(prompts), cfg.batch_size)
     ]
-    settings = _warmed(loaded, cfg, batches)
+    settings = _warm_up(loaded, cfg, batches)
     with ProgressBar("prompts", len(prompts)) as bar:
         finished = 0
         for number, batch in enumerate(batches):
-            for answers in _conversations(loaded, cfg, settings[len(batch)], number, batch, done):
+            for answers in _answer_batch(loaded, cfg, settings[len(batch)], number, batch, done):
                 done.answers += answers
                 write(answers)
             finished += len(batch)
@@ -108,14 +103,12 @@ def answer_prompts(
     return done
 
 
-def _warmed(
-    loaded: Loaded, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
+def _warm_up(
+    loaded: ChatModels, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
 ) -> dict[int, Settings]:
-    """Settings by batch size, with measured costs where the drafter decides by them; every size and
-    way has run once.
-    """
+    """Warm up each batch size; returns its settings, with measured costs if needed."""
     engine, found = loaded.engine, {}
-    first = _rendered(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
+    first = _render(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
     for size in sorted({len(batch) for batch in batches}):
         found[size] = with_costs(engine, first, loaded.settings, size)
         few = replace(found[size], max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -124,24 +117,22 @@ def _warmed(
     return found
 
 
-def _conversations(
-    loaded: Loaded,
+def _answer_batch(
+    loaded: ChatModels,
     cfg: GenerateConfig,
     settings: Settings,
     number: int,
     batch: Sequence[Prompt],
-    done: Done,
-) -> Iterator[list[Answer]]:
-    """The answers of one batch, turn after turn; a conversation that does not fit ends there and is
-    counted.
-    """
+    done: PromptRun,
+) -> Iterator[list[PromptAnswer]]:
+    """Yield the answers of one batch turn by turn; counts conversations that do not fit."""
     said: list[list[str]] = [[] for _ in batch]
     for turn in range(max(len(prompt.turns) for prompt in batch)):
         rows, ids = [], []
         for row, prompt in enumerate(batch):
             if turn < len(prompt.turns) and len(said[row]) == turn:
-                rendered = _rendered(loaded, cfg, prompt.turns[: turn + 1], said[row])
-                reason = _too_long(loaded, cfg, len(rendered))
+                rendered = _render(loaded, cfg, prompt.turns[: turn + 1], said[row])
+                reason = _reason_not_to_answer(loaded, cfg, len(rendered))
                 if reason:
                     done.left_out.setdefault(reason, []).append(f"{prompt.id}, turn {turn + 1}")
                 else:
@@ -150,14 +141,14 @@ def _conversations(
         if not rows:
             return
         requests = [(number * cfg.batch_size + row) * 1000 + turn for row in rows]
-        drafted, plain = _both(
+        drafted, plain = _decode_both(
             loaded, cfg, settings, ids, requests, plain_first=(number + turn) % 2 == 1
         )
         answers = []
         for at, row in enumerate(rows):
             text = text_of(loaded.engine, drafted[at].tokens)
             said[row].append(text)
-            answer = Answer(
+            answer = PromptAnswer(
                 batch[row],
                 turn + 1,
                 number,
@@ -166,19 +157,19 @@ def _conversations(
                 drafted[at],
                 plain[at] if plain else None,
             )
-            answers.append(_compared(loaded, settings, answer, ids[at], requests[at]))
+            answers.append(_compare(loaded, settings, answer, ids[at], requests[at]))
         yield answers
 
 
-def _both(
-    loaded: Loaded,
+def _decode_both(
+    loaded: ChatModels,
     cfg: GenerateConfig,
     settings: Settings,
     ids: list[list[int]],
     requests: list[int],
     plain_first: bool,
 ) -> tuple[list[Generation], list[Generation] | None]:
-    """(drafted, plain) generations; plain is None where it is not asked for, or the only way."""
+    """Return drafted and plain generations; plain is None if there is no baseline or no drafter."""
     target, drafter = loaded.engine.target, loaded.engine.drafter
     if drafter is None or not cfg.baseline:
         return decode(target, drafter, ids, settings, request_ids=requests), None
@@ -192,10 +183,10 @@ def _both(
     return found["drafted"], found["plain"]
 
 
-def _compared(
-    loaded: Loaded, settings: Settings, answer: Answer, ids: list[int], request: int
-) -> Answer:
-    """With the first difference, where the outputs have to be equal."""
+def _compare(
+    loaded: ChatModels, settings: Settings, answer: PromptAnswer, ids: list[int], request: int
+) -> PromptAnswer:
+    """Add the first difference if the outputs must be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
     at = first_difference(answer.drafted.tokens, answer.plain.tokens)
@@ -207,8 +198,8 @@ def _compared(
     return replace(answer, differs_at=at, gap=top_two_gap(scores_V))
 
 
-def _rendered(
-    loaded: Loaded, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]
+def _render(
+    loaded: ChatModels, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]
 ) -> list[int]:
     messages = [{"role": "system", "content": cfg.system}] if cfg.system else []
     for index, turn in enumerate(turns):
@@ -218,8 +209,8 @@ def _rendered(
     return render_prompt(loaded.engine.tokenizer, messages, template=loaded.template)
 
 
-def _too_long(loaded: Loaded, cfg: GenerateConfig, length: int) -> str:
-    """Why a prompt of that many tokens cannot be answered; empty if it can."""
+def _reason_not_to_answer(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
+    """Return the reason that a prompt is too long, or an empty string."""
     holds = loaded.engine.target.max_length
     if length >= holds:
         return f"longer than the target's context of {holds} tokens"

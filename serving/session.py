@@ -1,9 +1,8 @@
-"""A conversation with a target and its drafter: the turns, the caches that stay between them, and
-what every answer cost.
+"""Conversation with a target and its drafter: turns, caches and the cost of every answer.
 
-The speedup that is told is measured in the chat itself: after an answer its last few tokens are
-decoded again without the drafter, at the same place of the same text and in the same cache. The
-plain speed is that of all these tokens so far, so it settles as the chat goes on.
+The speedup is measured during the chat. After an answer, its last few tokens are decoded again
+without the drafter, at the same position and in the same cache. The plain speed is the average over
+all such tokens, so it becomes more precise as the chat continues.
 """
 
 from collections.abc import Callable, Generator
@@ -19,82 +18,78 @@ from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session
 from serving.config import GenerateConfig
-from serving.setup import Loaded
+from serving.setup import ChatModels
 from training.data.chat import render_next, render_prompt
 
-# that the plain decoding behind an answer may take, once it has a few tokens
-PATIENCE_SECONDS = 2.0
-FEWEST = 4  # plain tokens behind an answer, however slow they are
+# Maximum time of plain decoding after an answer, once MIN_PLAIN_TOKENS are decoded.
+MAX_PLAIN_SECONDS = 2.0
+MIN_PLAIN_TOKENS = 4
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some text of an answer, and whether it was drafted and accepted; else it is the target's own
-    token.
-    """
+class TextPiece:
+    """Part of an answer; `accepted` is false for tokens that the target chose itself."""
 
     text: str
     accepted: bool
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one answer cost."""
+class ChatAnswer:
+    """Cost of one answer."""
 
     generation: Generation
     prompt_tokens: int
-    stopped: bool  # by the user
+    # whether the user stopped it
+    stopped: bool
     context_full: bool
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over the seconds of decoding, the prefill excluded."""
+        """Tokens per second of decoding, prefill excluded."""
         return len(self.generation.tokens) / max(self.generation.decode_seconds, 1e-9)
 
 
 class ChatSession:
-    """One conversation. `reply` yields an answer's text as it comes; `last` is what it cost,
-    `time_plain` measures beside it.
-    """
+    """One conversation; `reply` yields an answer, and `last` holds its cost."""
 
-    def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
-        """Warms the models up, and measures the costs of a round where the drafter
-        decides by them.
-        """
+    def __init__(self, loaded: ChatModels, cfg: GenerateConfig) -> None:
+        """Warm up the models and measure the costs of a round if the drafter needs them."""
         self.engine, self.cfg, self.template = loaded.engine, cfg, loaded.template
-        self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
+        # Token ids of the last turn with all turns before it.
+        self.prompt: list[int] = []
         self.reset()
-        hello = self._rendered([{"role": "user", "content": "Hello"}])
+        hello = self._render([{"role": "user", "content": "Hello"}])
         self.settings = with_costs(self.engine, hello, loaded.settings)
         self._warm_up(hello)
         self.session = Session(self.engine.target, self.engine.drafter, self.settings)
-        self.last: Answer | None = None
+        self.last: ChatAnswer | None = None
         self.plain_tokens, self.plain_seconds = 0, 0.0
         self._turn = 0
 
     def reset(self) -> None:
-        """Forget the conversation; what the next one begins with alike stays in the cache."""
+        """Forget the conversation; the next one reuses the cache of a common beginning."""
         self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
-        # the last answer's ids, where the next turn may follow them as they are
+        # Token ids of the last answer if the next turn can be appended to them.
         self._written: list[int] = []
 
     @property
     def plain_rate(self) -> float | None:
-        """Tokens/s of plain decoding, of all tokens measured so far."""
+        """Tokens per second of plain decoding over all measured tokens, or None."""
         return self.plain_tokens / self.plain_seconds if self.plain_seconds else None
 
     def reply(
         self, text: str, stop: Callable[[], bool] = lambda: False
-    ) -> Generator[Piece, None, None]:
-        """Answer a message. `stop` is asked between two rounds and ends the answer there; what was
-        said stays in the conversation.
+    ) -> Generator[TextPiece, None, None]:
+        """Yield the answer to a message.
 
-        Raises UserError for a message that leaves no room for an answer; the conversation is then
-        as before.
+        `stop` is called between rounds; if it returns true, the answer ends and its text stays in
+        the conversation. Raises UserError for a message that leaves no room for an answer; the
+        conversation is then unchanged.
         """
         said = {"role": "user", "content": text}
-        prompt = self._rendered([*self.messages, said])
+        prompt = self._render([*self.messages, said])
         self._check_room(prompt)
         self._turn, self.last, self.prompt, self._written = self._turn + 1, None, prompt, []
         fresh: list[tuple[int, bool]] = []
@@ -117,24 +112,24 @@ class ChatSession:
                 for token, accepted in fresh:
                     last = accepted
                     if piece := stream.add([token]):
-                        yield Piece(piece, accepted)
+                        yield TextPiece(piece, accepted)
                 fresh.clear()
-            # bytes that no token completed are no text to show
+            # Do not show an incomplete character.
             if rest := stream.end().rstrip(BROKEN):
-                yield Piece(rest, last)
+                yield TextPiece(rest, last)
         finally:
             full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
-            self.last = Answer(generation, len(prompt), bool(batch.rows), full)
+            self.last = ChatAnswer(generation, len(prompt), bool(batch.rows), full)
             if generation.tokens:
                 written = text_of(self.engine, generation.tokens)
                 self.messages += [said, {"role": "assistant", "content": written.rstrip(BROKEN)}]
                 self._written = [] if written.endswith(BROKEN) else generation.tokens
 
     def time_plain(self) -> int | None:
-        """Decode the end of the last answer again without the drafter; adds to `plain_rate`.
+        """Decode the end of the last answer again without the drafter and update `plain_rate`.
 
-        Returns where the two differ (index from the first token decoded again) if they had to be
-        equal and are not.
+        Returns the index of the first differing token, counted from the first one decoded again, or
+        None if the outputs are equal or may differ.
         """
         if self.last is None or self.engine.drafter is None:
             return None
@@ -149,21 +144,21 @@ class ChatSession:
         plain = batch.rows[0].generation
         with torch.inference_mode():
             while batch.rows and (
-                len(plain.tokens) < FEWEST or plain.decode_seconds < PATIENCE_SECONDS
+                len(plain.tokens) < MIN_PLAIN_TOKENS or plain.decode_seconds < MAX_PLAIN_SECONDS
             ):
                 batch.round()
         self.plain_tokens += len(plain.tokens)
         self.plain_seconds += plain.decode_seconds
         written = tokens[len(tokens) - count :][: len(plain.tokens)]
         differs = first_difference(written, plain.tokens)
-        # put the answer itself back, before the next message asks for it
+        # Restore the answer in the cache for the next message.
         if differs is not None and not self.last.context_full:
             self.session.start([*self.prompt, *tokens])
         return (
             differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
         )
 
-    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer, template = self.engine.tokenizer, self.template
         if self._written:
             return render_next(tokenizer, messages, self.prompt, self._written, template=template)
@@ -186,7 +181,7 @@ class ChatSession:
             )
 
     def _warm_up(self, prompt: list[int]) -> None:
-        """Run both ways once, so that no measured token is the first of its shape."""
+        """Decode once with and without the drafter, so that no measured token has a new shape."""
         few = replace(self.settings, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
         decode(self.engine.target, None, [prompt], few)
         if self.engine.drafter is not None:

@@ -1,6 +1,4 @@
-"""From the configuration of the generate job to loaded models; what cannot be decoded is refused
-before anything is loaded.
-"""
+"""Checks of the generate job's configuration and loading of its models."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,19 +23,19 @@ from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
 from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
-from jobs.drafter_use import Use, check_not_evaluated
-from jobs.drafters import build, describe, name_on_card, uses
+from jobs.drafter_use import DrafterUse, check_not_evaluated
+from jobs.drafters import build, describe, read_card_name, uses
 from jobs.paths import resolve
 from serving.config import GenerateConfig
 
 NONE = "none"  # drafter=none: plain decoding
-USUAL = "prompt_lookup"  # where no drafter is named
+DEFAULT_DRAFTER = "prompt_lookup"  # where no drafter is named
 VICUNA = "vicuna"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The models, how they decode, and how they are called."""
+class ChatModels:
+    """Loaded models, their settings and a description."""
 
     engine: Engine
     settings: Settings  # without measured costs
@@ -46,7 +44,7 @@ class Loaded:
 
 
 def check(cfg: GenerateConfig) -> None:
-    """Raise UserError, with the key, for a value that nothing can be decoded by."""
+    """Raise UserError for a setting that cannot be used."""
     refuse_parallel(cfg.target)
     rules = {
         "beam_width": (cfg.beam_width >= 1, "1 or more beams"),
@@ -82,15 +80,13 @@ def check(cfg: GenerateConfig) -> None:
             f"(--eval_mt_bench), or leave it out."
         )
     if cfg.output and not cfg.prompts:
-        raise UserError(
-            f"output={cfg.output} is written of prompts= alone; a chat is not recorded."
-        )
+        raise UserError(f"output={cfg.output} requires prompts=; a chat is not recorded.")
     if cfg.output and not cfg.dry_run:
         _check_writable(Path(cfg.output))
 
 
-def load(cfg: GenerateConfig) -> Loaded:
-    """Load target, tokenizer and drafter. Raises UserError for whatever of it does not fit."""
+def load(cfg: GenerateConfig) -> ChatModels:
+    """Load target, tokenizer and drafter; raises UserError if they do not fit together."""
     folder = _folder(cfg.target.path)
     device = device_of(cfg.target.device)
     trusted = cfg.target.trust_remote_code
@@ -102,9 +98,9 @@ def load(cfg: GenerateConfig) -> Loaded:
     if cfg.tokenizer:
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
-    drafter, use = drafter_of(cfg, folder, device)
+    drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:
-        # before the larger model is read
+        # Check before the larger model is loaded.
         check_rule(cfg.verify, cfg.temperature, drafter.capabilities, drafter.name)
     target = load_target(
         folder,
@@ -116,7 +112,7 @@ def load(cfg: GenerateConfig) -> Loaded:
         trust_remote_code=trusted,
     )
     if drafter is not None:
-        # what does not fit the target is told now, not after the first message
+        # Report misfits now, not after the first message.
         drafter.prepare(target, None)
     engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))
     settings = Settings(
@@ -138,11 +134,11 @@ def load(cfg: GenerateConfig) -> Loaded:
     )
     if named:
         about += f"; chat template {template}, {named}"
-    return Loaded(engine, settings, about, template)
+    return ChatModels(engine, settings, about, template)
 
 
 def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
-    """Drafter and sampling in a few words; the drafter's dtype where it is not the target's."""
+    """Describe drafter and sampling, with the drafter's dtype if it differs from the target's."""
     sampling = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
     if drafter is None:
         return f"no drafter; {sampling}"
@@ -155,15 +151,15 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
     )
 
 
-def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
-    """The drafter that the configuration names, and how the loop uses it; None for
-    plain decoding.
-    """
+def load_drafter(
+    cfg: GenerateConfig, target_folder: Path, device: str
+) -> tuple[Drafter | None, DrafterUse]:
+    """Return the configured drafter, or None for plain decoding, and how the loop uses it."""
     found = _mapping(cfg, device)
     if found is None:
-        return None, Use()
+        return None, DrafterUse()
     name, mapping = found
-    use = uses({name: mapping}, Use(cfg.stopping))
+    use = uses({name: mapping}, DrafterUse(cfg.stopping))
     check_not_evaluated(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
@@ -175,24 +171,20 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
 
 
 def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
-    """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing
-    is loaded.
-    """
+    """Raise UserError for a missing drafter or another target's head; loads nothing."""
     if head := _head_folder(cfg):
         check_fits(target_folder, head)
 
 
 def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and Hydra mapping of the drafter that the configuration names; None for
-    plain decoding.
-    """
-    entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
+    """Return the name and Hydra mapping of the drafter, or None for plain decoding."""
+    entry: dict[str, Any] = dict(cfg.drafter) or {"use": DEFAULT_DRAFTER}
     if entry.get("use") == NONE:
         return None
     use_name = str(entry.get("use", ""))
-    # such folders are all called `drafter`
+    # Such folders are all called `drafter`.
     if "name" not in entry and Path(use_name).expanduser().is_dir():
-        entry["name"] = name_on_card(Path(use_name).expanduser())
+        entry["name"] = read_card_name(Path(use_name).expanduser())
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
     if _holds_head(mapping):
@@ -203,12 +195,12 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
 
 
 def _holds_head(mapping: dict[str, Any]) -> bool:
-    """Whether a drafter's folder holds a head."""
+    """Return whether a drafter's folder holds a head."""
     return bool(mapping.get("folder")) and bool(head_of(mapping["folder"]))
 
 
 def _check_writable(file: Path) -> None:
-    """Raise UserError now, not after an hour of decoding, and for a file that would be lost."""
+    """Raise UserError early if the output file is not writable or would be overwritten."""
     if file.is_file() and file.stat().st_size:
         raise UserError(
             f"output={file} is there already: give another file, or delete it to answer anew."
@@ -223,12 +215,11 @@ def _check_writable(file: Path) -> None:
 def choose_template(
     cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> tuple[str, str]:
-    """Return the chat template by name and, where the tokenizer has none and none was given, what
-    named it.
+    """Return the name of the chat template and, if it was inferred, its source.
 
-    The head's card names the one that it was trained with. Heads in the published layout have no
-    card and mean Vicuna's, as the published code knows no other; so does a target that is called
-    so. Raises UserError where nothing names one.
+    The head's card names the template that the head was trained with. Heads in the published layout
+    have no card and use Vicuna's, the only one in the published code; so do targets with that name.
+    Raises UserError if the template is unknown.
     """
     if cfg.template != "auto" or tokenizer.chat_template:
         return cfg.template, ""
@@ -255,15 +246,13 @@ def choose_template(
 
 
 def _head_folder(cfg: GenerateConfig) -> Path | None:
-    """The folder of the head that the configuration names; None where it names none."""
+    """Return the folder of the configured head, or None."""
     found = _mapping(cfg, "cpu")
     return resolve(found[1]["folder"]) if found and _holds_head(found[1]) else None
 
 
 def _folder(name: str) -> Path:
-    """A model folder; where the name looks like one of the Hub's, the error says how to
-    fetch it.
-    """
+    """Return a model folder; the error for a name on the Hub includes the download command."""
     try:
         return resolve(name)
     except UserError as error:

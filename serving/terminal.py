@@ -1,6 +1,4 @@
-"""The terminal side of a chat: reads messages, streams answers with the drafted and accepted tokens
-in colour, tells what each cost.
-"""
+"""Terminal chat: reads messages, streams coloured answers and prints their cost."""
 
 import signal
 from collections.abc import Iterator
@@ -13,22 +11,20 @@ from rich.text import Text
 from decoding.errors import UserError
 from jobs.interrupts import Terminated
 from serving.config import GenerateConfig
-from serving.session import Answer, ChatSession
-from serving.setup import Loaded
+from serving.session import ChatAnswer, ChatSession
+from serving.setup import ChatModels
 
 with suppress(ImportError):  # gives input() line editing and a history, where Python has it
     import readline  # noqa: F401
 
 PROMPT = "chat> "
-ENDS = ("exit", "quit", "/exit", "/quit")
+EXIT_COMMANDS = ("exit", "quit", "/exit", "/quit")
 ACCEPTED = "green"
 HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new conversation"
 
 
 class Interrupt:
-    """Ctrl-C while an answer runs: the first one asks it to end after its round, the next one ends
-    it at once.
-    """
+    """Handler of Ctrl-C: the first ends the answer after its round, the second at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -41,7 +37,7 @@ class Interrupt:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Ctrl-C is an `Interrupt` while the block runs."""
+    """Handle Ctrl-C with an `Interrupt` inside the block."""
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -50,42 +46,40 @@ def interrupts() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
-    """Answer what is typed until exit, quit or the end of the input."""
-    show(console, loaded.about)
+def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
+    """Answer messages until exit, quit or the end of the input."""
+    print_notice(console, loaded.about)
     session = ChatSession(loaded, cfg)
     if loaded.engine.drafter is not None:
         colours = console.color_system is not None and not console.no_color
-        show(
+        print_notice(
             console,
             f"drafted and accepted tokens are {ACCEPTED}"
             if colours
-            else "no colours here: drafted tokens are not marked",
+            else "the terminal has no colours: drafted tokens are not marked",
         )
         if cfg.baseline_tokens:
-            show(
+            print_notice(
                 console,
-                f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without "
-                f"the drafter, for the speedup",
+                f"the last {cfg.baseline_tokens} tokens of an answer are decoded again without the "
+                f"drafter to measure the speedup",
             )
-    show(console, HINT)
+    print_notice(console, HINT)
     while (text := read_message(console)) is not None:
         if text == "/reset":
             session.reset()
-            show(console, "a new conversation")
+            print_notice(console, "a new conversation")
         elif not text:
-            show(console, f"an empty message: type something ({HINT})")
+            print_notice(console, f"an empty message: type something ({HINT})")
         else:
             try:
-                turn(session, text, console)
+                answer_turn(session, text, console)
             except UserError as error:
-                show(console, f"error: {error}", "red")
+                print_notice(console, f"error: {error}", "red")
 
 
 def read_message(console: Console) -> str | None:
-    """The next message without the white space around it; None at the end: exit, quit, Ctrl-D, or
-    Ctrl-C twice.
-    """
+    """Return the next message, stripped, or None at exit, quit, Ctrl-D or a second Ctrl-C."""
     again = False
     while True:
         try:
@@ -100,18 +94,20 @@ def read_message(console: Console) -> str | None:
             if again:
                 return None
             again = True
-            show(console, HINT)
+            print_notice(console, HINT)
             continue
         except UnicodeDecodeError as error:
-            show(console, f"error: that was no UTF-8 text ({error.reason}): say it again", "red")
+            print_notice(
+                console, f"error: that was no UTF-8 text ({error.reason}): type it again", "red"
+            )
             continue
-        # a terminal's stray bytes come as lone surrogates
+        # Invalid bytes from a terminal arrive as lone surrogates.
         text = text.encode("utf-8", "replace").decode("utf-8")
-        return None if text.lower() in ENDS else text
+        return None if text.lower() in EXIT_COMMANDS else text
 
 
-def turn(session: ChatSession, text: str, console: Console) -> None:
-    """Stream one answer and tell what it cost."""
+def answer_turn(session: ChatSession, text: str, console: Console) -> None:
+    """Stream one answer and print its cost."""
     differs = None
     with interrupts() as interrupt:
         try:
@@ -131,9 +127,9 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
         except KeyboardInterrupt:
             console.print()
     if session.last is not None:
-        show(console, cost_line(session, session.last))
+        print_notice(console, cost_line(session, session.last))
     if differs is not None:
-        show(
+        print_notice(
             console,
             f"note: decoded again without the drafter, token {differs + 1} of these differs: "
             f"rounding, or two tokens nearly tied",
@@ -141,10 +137,8 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
         )
 
 
-def cost_line(session: ChatSession, answer: Answer) -> str:
-    """Tokens/s, block efficiency and speedup of an answer, how it ended, and how much of its prompt
-    was read.
-    """
+def cost_line(session: ChatSession, answer: ChatAnswer) -> str:
+    """Return a line with an answer's speed, block efficiency, speedup, prompt tokens and ending."""
     generation, plain = answer.generation, session.plain_rate
     words = [f"{len(generation.tokens)} tokens", f"{answer.tokens_per_second:.1f} tokens/s"]
     if session.engine.drafter is not None:
@@ -168,19 +162,17 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
     return f"[{'; '.join(words)}]"
 
 
-def show(console: Console, text: str, style: str = "dim") -> None:
-    """A line of the program's own."""
+def print_notice(console: Console, text: str, style: str = "dim") -> None:
+    """Print a line that is not part of an answer."""
     console.print(Text(text, style), soft_wrap=True)
 
 
 def visible(text: str) -> str:
-    """The text with control characters spelled out but for tabs and line ends: a model must not
-    steer the terminal.
-    """
+    """Return the text with control characters escaped; a model must not control the terminal."""
     return "".join(c if c in "\n\t" or not is_control(c) else f"\\x{ord(c):02x}" for c in text)
 
 
 def is_control(character: str) -> bool:
-    """C0, DEL and C1."""
+    """Return whether a character is in C0 or C1, or is DEL."""
     code = ord(character)
     return code < 0x20 or 0x7F <= code < 0xA0

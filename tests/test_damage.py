@@ -109,7 +109,7 @@ def goes_on_or_names(job: str, named: str, folder: Path, file: str) -> str:
         assert file.rpartition("/")[2] in words
         assert any(
             way in words
-            for way in ("elete", "Take this line out", "Evaluate again", "another output_dir=")
+            for way in ("elete", "Remove this line", "Evaluate again", "another output_dir=")
         )
     else:
         assert json.loads((folder / "manifest.json").read_text())["finished"]

@@ -1,5 +1,5 @@
-"""What the README tells a newcomer to type works: the Python example runs, every command composes,
-and all run at toy size.
+"""Tests of the README and the docs: the Python example runs, every command composes, those of
+README.md and docs/cli.md run at toy size, and every file and link exists.
 """
 
 import json
@@ -42,6 +42,11 @@ from training.data import corpus
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
+# The README keeps what a newcomer types; docs/cli.md has all commands. The tests read both as one.
+COMMANDS = README + (ROOT / "docs" / "cli.md").read_text()
+GUIDES = ("adding_a_drafter", "devices", "methods", "pruning", "recurrent_drafting")
+# Words of commands on the guides that are no argument.
+ELLIPSES = ("...", "$@", "[overrides]")
 SCHEMAS = {job: schema_of(job) for job in schemas.SCHEMAS}
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
@@ -83,15 +88,28 @@ TOY = {
 
 
 def commands() -> list[str]:
-    # What it prints without overrides.
+    """Return the commands that run: of README.md, docs/cli.md, assets/README.md, and those that the
+    quickstart prints.
+    """
     quickstart = (
         (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
     )
-    files = [README, (ROOT / "assets" / "README.md").read_text(), quickstart]
+    return commands_in([COMMANDS, (ROOT / "assets" / "README.md").read_text(), quickstart])
+
+
+def commands_in(texts: list[str]) -> list[str]:
     found = [
-        match for text in files for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text)
+        match
+        for text in texts
+        for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text.replace("\\\n", " "))
     ]
     return sorted({command.strip() for command in found if command.split()[0] in SCHEMAS})
+
+
+def guide_commands() -> list[str]:
+    """Return the commands of the guides that `commands` does not have."""
+    texts = [(ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES]
+    return sorted({*commands_in(texts)} - {*commands()})
 
 
 def test_the_readme_names_every_job():
@@ -103,8 +121,8 @@ def test_the_readme_names_every_job():
 
 
 def parts(command: str) -> tuple[str, list[str]]:
-    """(job, its arguments without the README's ellipsis)."""
-    job, *arguments = (word for word in shlex.split(command) if word not in ("...", "$@"))
+    """Return the job and its arguments, without an ellipsis."""
+    job, *arguments = (word for word in shlex.split(command) if word not in ELLIPSES)
     return job, arguments
 
 
@@ -123,7 +141,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
         return typed(compose(job.replace(".", "_"), single), schema)
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", [*commands(), *guide_commands()])
 def test_every_command_composes(command: str):
     job, arguments = parts(command)
     assert composed(job, arguments).job == job
@@ -169,7 +187,13 @@ def test_every_command_runs_at_toy_size(
         "text.txt": ROOT / "LOG.md",
         "more.txt": ROOT / "README.md",
     }
-    real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
+    # A fresh clone has none of these yet.
+    real |= dict.fromkeys(("runs/quickstart/distill.train/drafter", "STUDENT"), tiny_target)
+    real |= {"runs/mine/drafter": tiny_target}
+    real |= {
+        "runs/answers/chats.json": ROOT / "assets/chats.json",
+        "other_prompts.jsonl": ROOT / "assets/prompts.jsonl",
+    }
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}
     # written by pearls_prompts
     real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}
@@ -215,7 +239,7 @@ def test_every_command_runs_at_toy_size(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", README))
+@pytest.mark.parametrize("script", re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", COMMANDS))
 def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_path: Path):
     options = f"rounds=1 threads=1 name={tmp_path / 'figures'} "
     if script.endswith("bandwidth.py"):
@@ -237,11 +261,32 @@ def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_pa
     assert json.loads((tmp_path / "figures.json").read_text())["figures"]
 
 
-def test_every_script_named_is_there():
-    for path in re.findall(r"(?:\./|python )(scripts/[\w/]+\.(?:sh|py))", README):
-        assert (ROOT / path).is_file(), path
-    for path in re.findall(r"\]\(([\w/.]+)\)", README):
-        assert (ROOT / path).is_file(), path
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_named_is_there(page: Path):
+    """A path in backticks, a script in a command, and the goal of a link."""
+    text = page.read_text()
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
+    named = re.findall(r"(?:\./|python )(scripts/[\w/]+\.(?:sh|py))", text)
+    named += re.findall(rf"`((?:{folders})/[\w/.]*)`", text)
+    assert not [path for path in named if not (ROOT / path).exists() and "runs/" not in path]
+    links = re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", text)
+    assert not [link for link in links if not (page.parent / link).is_file()]
+
+
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    rows = [line.split("|") for line in lines if line.startswith("|")]
+    assert all(len(cell) <= 80 for row in rows for cell in row)
+
+
+def test_the_guides_are_the_pages_of_the_site():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = re.findall(r"\w+\.md", str(nav))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {*pages}
 
 
 def test_the_python_example_runs(

@@ -1,9 +1,9 @@
-"""How long a run is: bounds by steps, epochs, tokens and seconds, whichever comes first, and the
-progress towards them that schedules follow.
+"""Bounds of a run in steps, epochs, tokens and seconds, and the progress towards them.
 
-Progress is what was recorded after the step before, and what a checkpoint holds, never a fresh look
-at the clock: a resumed run takes the same learning rates as one that never stopped, exactly so
-under bounds by steps and tokens, and under one by seconds where the clock reads the same.
+The first bound that is reached ends the run. Schedules follow the progress recorded after the
+previous step, which checkpoints hold, and not the current clock. So a resumed run uses the same
+learning rates as an uninterrupted one: exactly under bounds in steps and tokens, and under a bound
+in seconds if the clock reads the same.
 """
 
 import math
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 from decoding.errors import UserError
 
 
-class Done(NamedTuple):
-    """How far a run has come."""
+class RunTotals(NamedTuple):
+    """Totals of a run so far."""
 
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
 
-START = Done()
+START = RunTotals()
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What ends a run, whichever comes first; infinite where nothing does."""
+    """Limits of a run, the first of which ends it; infinite where none is set."""
 
     steps: float = math.inf
     tokens: float = math.inf
@@ -34,16 +34,17 @@ class Bounds:
 
     @property
     def has_seconds(self) -> bool:
-        """Whether a clock ends the run."""
+        """True if a clock ends the run."""
         return self.seconds < math.inf
 
     def reserving(self, seconds: float) -> "Bounds":
-        """Return these bounds with `seconds` kept back for what follows the last step."""
+        """Return these bounds with `seconds` reserved for the work after the last step."""
         return replace(self, seconds=self.seconds - seconds)
 
-    def share(self, done: Done, of: float = 1.0, since: Done = START) -> float:
-        """How much of the way from `since` to the nearest bound lies behind, 0 to 1. of: counts the
-        first so much of the run alone.
+    def share(self, done: RunTotals, of: float = 1.0, since: RunTotals = START) -> float:
+        """Return the completed share of the way from `since` to the nearest bound, 0 to 1.
+
+        of: count only this first share of the run.
         """
         if of == 0:
             return 1.0
@@ -55,9 +56,10 @@ class Bounds:
             shares.append((now - before) / way if way > 0 else 1.0)
         return min(1.0, max(shares))
 
-    def expected_steps(self, done: Done, pace: float) -> int | None:
-        """Steps of the whole run by what they took so far; pace: seconds a step of late. None
-        before anything is known.
+    def expected_steps(self, done: RunTotals, pace: float) -> int | None:
+        """Estimate the steps of the run from the totals so far; None while nothing is known.
+
+        pace: recent seconds per step.
         """
         most = self.steps
         if done.steps:
@@ -77,54 +79,60 @@ class Bounds:
 class Place(NamedTuple):
     """A step's position in its run."""
 
-    done: Done
+    done: RunTotals
     bounds: Bounds
 
     def share(self, of: float = 1.0) -> float:
-        """How much of the first `of` of the run lies behind, 0 to 1."""
+        """Return the completed share of the first `of` of the run, 0 to 1."""
         return self.bounds.share(self.done, of)
 
 
 @dataclass
 class Progress:
-    """The loop's own state: what a checkpoint remembers besides tensors."""
+    """State of the loop that a checkpoint stores besides tensors."""
 
     step: int = 0
     tokens: int = 0
     supervised: int = 0
-    seconds: float = 0.0  # of the steps alone
-    # Under a bound in seconds, by the loop's clock:
-    elapsed: float = 0.0  # everything since the first step, evaluations and checkpoints too
-    pace: float = 0.0  # seconds a step of late
-    look_seconds: float = 0.0  # the last evaluation took
-    time_up: bool = False  # no further step fits
-    warm_tokens: int = 0  # when the learning rate's warm-up ended
+    # seconds of the steps alone
+    seconds: float = 0.0
+    # Under a bound in seconds, by the loop's clock, evaluations and checkpoints included:
+    elapsed: float = 0.0
+    # recent seconds per step
+    pace: float = 0.0
+    # seconds of the last evaluation
+    look_seconds: float = 0.0
+    # no further step fits
+    time_up: bool = False
+    # totals at the end of the learning rate's warm-up
+    warm_tokens: int = 0
     warm_elapsed: float = 0.0
     best_step: int = -1
     best_score: float = -math.inf
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)  # what the data remembers (PackedData.state)
+    # PackedData.state
+    data: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def done(self) -> Done:
-        """How far the run has come."""
-        return Done(self.step, self.tokens, self.elapsed)
+    def done(self) -> RunTotals:
+        """The totals so far."""
+        return RunTotals(self.step, self.tokens, self.elapsed)
 
-    def warm(self, steps: int) -> Done:
-        """How far it had come when the warm-up of `steps` steps ended."""
-        return Done(steps, self.warm_tokens, self.warm_elapsed)
+    def warm(self, steps: int) -> RunTotals:
+        """Return the totals at the end of a warm-up of `steps` steps."""
+        return RunTotals(steps, self.warm_tokens, self.warm_elapsed)
 
     def reached(self, bounds: Bounds) -> bool:
-        """Whether one of the bounds ends the run here."""
+        """Return True if one of the bounds ends the run here."""
         return self.step >= bounds.steps or self.tokens >= bounds.tokens or self.time_up
 
     @property
     def best(self) -> dict[str, float]:
-        """The held-out figures of the best checkpoint. Raises UserError when none was finite."""
+        """Held-out figures of the best checkpoint. Raises UserError if no score was finite."""
         for figures in self.evaluations:
             if figures["step"] == self.best_step:
                 return figures
         raise UserError(
-            f"no held-out score was finite in {len(self.evaluations)} evaluations: look at the "
+            f"no held-out score was finite in {len(self.evaluations)} evaluations: check the "
             f"held-out data and the last losses"
         )

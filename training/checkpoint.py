@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent: written under a temporary name, hashed, renamed.
+"""Checkpoints that are complete or absent: written under a temporary name, hashed, renamed.
 
 A checkpoint folder holds model.safetensors, optimizer.safetensors, rng.safetensors and, written
-last, state.json with the loop's state and the hash of every file. A folder without it, or with a
-hash that differs, is refused by name and the one before it is taken.
+last, state.json with the loop's state and the hash of every file. A folder without state.json, or
+with another hash, is reported by name and the previous one is used.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from jobs.files import disk_error, force_to_disk, save_tensors, write_text
 from jobs.run_files import read_object
 
 STATE = "state.json"
-_CHECKSUM = "checksum"  # of the loop's state; checkpoints of earlier versions have none
+_CHECKSUM = "checksum"  # key for the loop state's hash; absent in checkpoints of earlier versions
 _PARTS = ("model", "optimizer", "rng")
 
 
 @dataclass
 class Checkpoint:
-    """One checkpoint read back."""
+    """A checkpoint read from its folder."""
 
     folder: Path
     state: dict[str, Any]
@@ -49,14 +49,13 @@ def save(
     optimizer: dict[str, Tensor],
     rng: dict[str, Tensor],
 ) -> Path:
-    """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or
-    not there at all.
+    """Write `folder` (such as checkpoints/step_000100) so that it is complete or absent.
 
-    Files and names are forced to the disk before the rename, so that a power cut leaves the old or
-    the new one. Raises UserError when a write fails; what was there before stays.
+    Files and names are synced to the disk before the rename, so a power cut leaves the old or the
+    new checkpoint. Raises UserError if a write fails; a previous checkpoint stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    # of this step, by a run that was killed while it saved
+    # left by a run that was killed while saving this step
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -82,11 +81,11 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UserError naming the file that is missing or damaged."""
+    """Read a checkpoint. Raises UserError for the name of a missing or damaged file."""
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(
-            f"checkpoint {folder}: no {STATE}; it was never completed, so delete the folder"
+            f"checkpoint {folder} was never completed: it has no {STATE}. Delete the folder"
         )
     state, hashes = read_object(state_file, "Delete the checkpoint's folder", _read_state)
     for name, expected in hashes.items():
@@ -101,35 +100,31 @@ def load(folder: Path) -> Checkpoint:
 
 
 def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The loop's state and the hashes of the files beside it. Raises ValueError where they are not
-    what was written.
-    """
+    """Return the loop's state and the files' hashes. Raises ValueError if they were changed."""
     hashes, checksum = values.pop("hashes"), values.pop(_CHECKSUM, None)
     if (
         not isinstance(hashes, dict)
         or not {f"{name}.safetensors" for name in _PARTS} <= hashes.keys()
     ):
-        raise ValueError(f"hashes is {hashes!r:.40}, expected those of {', '.join(_PARTS)}")
+        raise ValueError(f"hashes is {hashes!r:.40}, expected hashes of {', '.join(_PARTS)}")
     if checksum not in (None, _checksum(values)):
-        raise ValueError("its values are not those that were written")
+        raise ValueError("its values have changed since it was written")
     return values, hashes
 
 
 def _checksum(state: dict[str, Any]) -> str:
-    """Of the state as JSON holds it, whose keys are texts."""
+    """Return the SHA-256 of the state as JSON stores it, with text keys."""
     as_read = json.loads(json.dumps(state))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint under `root`; damaged ones are reported by name and
-    passed over.
-    """
+    """Return the newest complete checkpoint under `root`; report damaged ones and skip them."""
     for folder in sorted(root.glob("step_*"), reverse=True):
         try:
             return load(folder)
         except UserError as error:
-            report(f"passed over: {error}")
+            report(f"skipped: {error}")
     return None
 
 
@@ -142,7 +137,7 @@ def prune(root: Path, keep: int, best: str | None) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """State of torch's and NumPy's generators as tensors."""
+    """Return the state of torch's and NumPy's generators as tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     assert kind == "MT19937", kind
     assert isinstance(keys, np.ndarray)
@@ -158,7 +153,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: dict[str, Tensor]) -> None:
-    """Inverse of `rng_state`."""
+    """Restore what `rng_state` returned."""
     torch.set_rng_state(tensors["torch"])
     position, has_gauss = (int(value) for value in tensors["numpy_position"])
     keys = tensors["numpy_keys"].numpy().astype(np.uint32)

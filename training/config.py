@@ -1,6 +1,4 @@
-"""Configuration that the training jobs share: student, data, loop and held-out prompts, and the
-numbers that no training can go by.
-"""
+"""Configuration shared by the training jobs: student, data, loop and held-out prompts."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,41 +13,51 @@ from training.optimizer_config import OptimizerConfig
 class StudentConfig:
     """Shape of a LLaMA student; a field left at 0 is taken from the target."""
 
-    name: str = "student"  # name in tables and in the drafter's card
-    # layers: copy chosen target layers | folder: go on from `path` | random: from scratch
+    # name in tables and in the drafter's card
+    name: str = "student"
+    # layers: copy chosen target layers | folder: continue from `path` | random: from scratch
     init: str = "layers"
-    # student folder of distill.prune, for init=folder; its shape counts, not the one below
+    # student folder of distill.prune, for init=folder; its shape replaces the one below
     path: str = ""
     # target layers to copy, from 0; empty: first, last and evenly spaced between
     layers: list[int] = field(default_factory=list)
-    num_hidden_layers: int = 1  # decoder layers: the depth that sets a drafter's latency
-    hidden_size: int = 0  # width of the residual stream
-    num_attention_heads: int = 0  # query heads
-    num_key_value_heads: int = 0  # key/value heads (grouped-query attention)
-    head_dim: int = 0  # width of a head; need not be hidden_size / heads
-    intermediate_size: int = 0  # width of the MLP
+    # decoder layers: the depth that sets a drafter's latency
+    num_hidden_layers: int = 1
+    # width of the residual stream
+    hidden_size: int = 0
+    # query heads
+    num_attention_heads: int = 0
+    # key/value heads (grouped-query attention)
+    num_key_value_heads: int = 0
+    # width of a head; need not be hidden_size / heads
+    head_dim: int = 0
+    # width of the MLP
+    intermediate_size: int = 0
 
 
 @dataclass
 class DomainConfig:
-    """One kind of text of a mixture; paths as in DataConfig, relative ones start from data.root."""
+    """One domain of a mixture; paths are those of DataConfig, relative to data.root."""
 
-    chats: list[str] = field(default_factory=list)  # ShareGPT files
-    texts: list[str] = field(default_factory=list)  # plain text files or folders
-    # never trained on: the domain is measured on them
+    # ShareGPT files
+    chats: list[str] = field(default_factory=list)
+    # plain text files or folders
+    texts: list[str] = field(default_factory=list)
+    # ShareGPT files that are never trained on and measure the domain
     held_out_chats: list[str] = field(default_factory=list)
-    # never trained on: the domain is measured on them
+    # plain text that is never trained on and measures the domain
     held_out_texts: list[str] = field(default_factory=list)
-    share: float = 1.0  # of the rows at the start, by its part in the sum of all shares
-    # held-out loss in nats a token that it should reach (mixing=loss); 0: not given
+    # initial weight of the domain's rows, relative to the sum of all shares
+    share: float = 1.0
+    # target for the held-out loss, in nats per token (mixing=loss); 0: not given
     reference: float = 0.0
-    # held-out acceptance to reach (mixing=acceptance); 0: the best domain's
+    # target for the held-out acceptance (mixing=acceptance); 0: the best domain's
     reference_acceptance: float = 0.0
 
 
 @dataclass
 class DataConfig:
-    """Where the text comes from and how it is cut."""
+    """Sources of the text and the rules for cutting it into rows."""
 
     # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
     chats: list[str] = field(default_factory=list)
@@ -59,82 +67,97 @@ class DataConfig:
     held_out_chats: list[str] = field(default_factory=list)
     # plain text that is never trained on (distill.pretrain, distill.prune)
     held_out_texts: list[str] = field(default_factory=list)
-    template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
-    max_length: int = 512  # tokens a packed row holds
-    max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error
-    max_samples: int = 0  # use only the first N chats and texts; 0 uses all
-    train_on: str = "answers"  # answers: supervise assistant turns | all: every token of a chat
-    # name -> chats, texts, held_out_chats, held_out_texts, share, reference: a mixture, instead of
-    # chats and texts
+    # chat template: auto (the tokenizer's own) or the name of one of ours
+    template: str = "auto"
+    # tokens a packed row holds
+    max_length: int = 512
+    # largest share of bad records that is skipped and counted; a larger one is an error
+    max_bad: float = 0.01
+    # use only the first N chats and texts; 0 uses all
+    max_samples: int = 0
+    # answers: supervise assistant turns | all: every token of a chat
+    train_on: str = "answers"
+    # a mixture in place of chats and texts: name -> chats, texts, held_out_chats, held_out_texts,
+    # share, reference
     domains: dict[str, DomainConfig] = field(default_factory=dict)
-    root: str = ""  # folder that relative paths of domains start from; empty: the working folder
+    # base folder of the domains' relative paths; empty: the working folder
+    root: str = ""
     # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
     mixing: str = "fixed"
-    mixing_rate: float = 1.0  # eta: an evaluation multiplies a share by exp(eta x gap)
-    # share of the old gap in the moving average that mixing=acceptance goes by
+    # eta: each evaluation multiplies a share by exp(eta x gap)
+    mixing_rate: float = 1.0
+    # weight of the previous gap in the moving average that mixing=acceptance uses
     mixing_smoothing: float = 0.9
-    # a domain below its reference loss counts as on it: the paper does, its code does not
+    # treat a domain below its reference loss as one at it, as the paper does and its code does not
     clip_gaps: bool = True
-    uniform_share: float = 1e-4  # share of equal parts that every update mixes in
-    floor_share: float = 0.01  # no update leaves a domain less than this share of the rows
-    # a domain whose rows are used up: wrap (through it again) | stop (end the training)
+    # weight of the uniform mixture that every update adds
+    uniform_share: float = 1e-4
+    # smallest share of the rows that an update leaves to a domain
+    floor_share: float = 0.01
+    # when a domain runs out of rows: wrap (start it again) | stop (end the training)
     when_exhausted: str = "wrap"
-    # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
+    # held-out tokens per domain that an evaluation reads, evenly sampled; 0: all
     held_out_tokens: int = 16384
 
 
 @dataclass
 class LoopConfig:
-    """How long to train, in what batches, and when to look."""
+    """Length of a training, size of its batches, and intervals of evaluations and checkpoints."""
 
-    # What stages of other jobs inherit (jobs/inheritance.py): how long they train is their own.
+    # Fields that stages of other jobs inherit (jobs/inheritance.py); each sets its own length.
     SHARED: ClassVar = ("micro_batch_tokens", "dtype", "activation_checkpointing")
 
-    # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds
-    # the first that is reached ends the training, and schedules run to the nearest.
+    # Maximum number of optimizer steps; 0: unlimited. The first of max_steps, max_epochs,
+    # max_tokens and max_seconds that is reached ends the training; schedules follow the nearest.
     max_steps: int = 0
-    # passes over the data at most; null: any number beside another bound, else one
+    # maximum number of passes over the data; null: unlimited if another bound is set, else one
     max_epochs: float | None = None
-    # tokens trained on at most, padding apart, up to the end of a step; 0: any number
+    # maximum number of tokens without padding, rounded up to a whole step; 0: unlimited
     max_tokens: int = 0
-    # Seconds of training at most, with held-out evaluations (the last one too) and checkpoints, of
-    # resumed runs together; 0: any number. What comes before the first step and behind the last
-    # evaluation is not counted. One step is always made.
+    # Maximum seconds of training, held-out evaluations and checkpoints, summed over resumed runs;
+    # 0: unlimited. Time before the first step and after the last evaluation is not counted. At
+    # least one step is made.
     max_seconds: float = 0.0
-    # packed tokens an optimizer step sees, over all ranks and accumulation steps
+    # packed tokens per optimizer step, over all ranks and accumulation steps
     tokens_per_step: int = 8192
-    micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
-    eval_every: int = 50  # optimizer steps between held-out evaluations; 0: only at the end
-    checkpoint_every: int = 50  # optimizer steps between checkpoints; 0: only at the end
-    keep: int = 1  # checkpoints kept besides the best one
-    log_every: int = 1  # optimizer steps between metric records
+    # packed tokens of one forward on one rank
+    micro_batch_tokens: int = 8192
+    # optimizer steps between held-out evaluations; 0: only at the end
+    eval_every: int = 50
+    # optimizer steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 50
+    # checkpoints kept besides the best one
+    keep: int = 1
+    # optimizer steps between metric records
+    log_every: int = 1
     # dtype of weights and activations; bfloat16 keeps float32 master weights
     dtype: str = "float32"
-    # keep decoder layers' inputs alone; the backward pass runs them again
+    # store only the input of each decoder layer; the backward pass runs the layer again
     activation_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass
 class HeldOutConfig:
-    """Prompts on which checkpoints are compared: the target answers them once, the drafter is
-    scored on those answers.
-    """
+    """Held-out prompts: the target answers them once, and drafters are scored on its answers."""
 
-    # Prompts that are never trained on, in any form that benchmark.path takes
+    # prompts that are never trained on, in any format that benchmark.path accepts
     prompts: str = "embedded:held_out_chats"
-    # how the target is asked: auto | chat (by data.template) | text (as they stand: base models)
+    # form of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
     render: str = "auto"
-    max_prompts: int = 48  # prompts used
-    max_new_tokens: int = 96  # length of the target's answer
-    temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
+    # prompts used
+    max_prompts: int = 48
+    # length of the target's answer
+    max_new_tokens: int = 96
+    # temperature at which the target answers and acceptance is counted
+    temperature: float = 1.0
 
 
 @dataclass
 class TrainingJobConfig(JobConfig):
-    """Fields that every training job takes."""
+    """Fields of every training job."""
 
-    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    # sustained TFLOP/s of all ranks together, from which a dry run estimates hours
     assumed_tflops: float = 100.0
     data: DataConfig = field(default_factory=DataConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -142,16 +165,17 @@ class TrainingJobConfig(JobConfig):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
-class Trains(Protocol):
+class TrainingFields(Protocol):
     """A job's configuration with data and a loop."""
 
     data: DataConfig
     loop: LoopConfig
 
 
-def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
-    """Raise UserError for a number that no training can go by. more: further keys -> (whether its
-    value is fine, what is expected).
+def check_values(config: TrainingFields, more: dict[str, tuple[bool, str]]) -> None:
+    """Raise UserError for a number that is out of range.
+
+    more: further keys -> (whether the value is valid, the expected range).
     """
     loops = {key: value for key, value in vars(config).items() if isinstance(value, LoopConfig)}
     rules = [rule for key, loop in loops.items() for rule in loop_rules(key, loop)]
@@ -167,7 +191,7 @@ LARGEST_STEP = 10**9  # tokens
 
 
 def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
-    """Of a training loop under a key."""
+    """Return the rules for the options of a training loop, each under `key`."""
     optimizer, betas = loop.optimizer, loop.optimizer.betas
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
@@ -178,7 +202,7 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
         (
             f"{key}.max_epochs",
             0 < epochs < math.inf or (epochs == 0 and bool(others)),
-            f"more than 0, or 0 (no bound) beside {key}.max_steps, max_tokens or max_seconds",
+            f"more than 0, or 0 (no bound) with {key}.max_steps, max_tokens or max_seconds",
         ),
         (
             f"{key}.tokens_per_step",
@@ -204,7 +228,7 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
 
 
 def data_rules(data: DataConfig) -> list[Rule]:
-    """Of the data, under the key `data`."""
+    """Return the rules for the options of `data`."""
     return [
         ("data.max_bad", 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("data.max_length", 2 <= data.max_length <= LONGEST_ROW, f"2 to {LONGEST_ROW:,}"),

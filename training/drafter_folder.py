@@ -1,9 +1,8 @@
-"""What every drafter folder holds, whoever made it: weights, the target's tokenizer files, and the
-card that says where it comes from.
-"""
+"""Files of every drafter folder: weights, the target's tokenizer, and a provenance card."""
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from transformers import GenerationConfig
 from decoding.models.folder import CARD, WEIGHTS, hash_input
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.config import TargetConfig, plain
-from jobs.files import disk_error, let_read, write_text
+from jobs.files import disk_error, match_folder_permissions, write_text
 from jobs.protocol import Run
 from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
@@ -39,11 +38,10 @@ def write_model(
     dtype: torch.dtype,
     draft_tokens: int | None = None,
 ) -> None:
-    """Weights (safetensors), configuration, generation settings and the tokenizer files of
-    `tokenizer_folder`, as `copy_tokenizer` copies them.
+    """Write weights (safetensors), configuration, generation settings and the tokenizer's files.
 
-    draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does.
-    Raises UserError when a write fails.
+    draft_tokens: fixes the draft length of assisted generation, as in every drafter folder. Raises
+    UserError if a write fails.
     """
     stored = model.to(dtype)
     stored.config.dtype = dtype
@@ -52,7 +50,7 @@ def write_model(
         folder.mkdir(parents=True, exist_ok=True)
         stored.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
-            let_read(file)
+            match_folder_permissions(file)
         copy_tokenizer(tokenizer_folder, folder)
     except (OSError, SafetensorError) as error:
         raise disk_error(folder, error) from error
@@ -61,8 +59,9 @@ def write_model(
 def write_untrained(
     model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int
 ) -> None:
-    """What `write_model` writes, with every weight zero in a sparse file, from a model whose
-    tensors are on the meta device.
+    """Write a folder like `write_model`, with weights of zero in a sparse file.
+
+    model: its tensors are on the meta device.
     """
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -79,10 +78,17 @@ def write_untrained(
         raise disk_error(folder, error) from error
 
 
+def keeps_folder(folder: Path, was_dry: bool) -> bool:
+    """Return True, with a note, if `folder` holds a trained model; delete a dry run's folder."""
+    if was_dry:
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        print(f"kept: {folder} is there already")
+    return folder.exists()
+
+
 def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on
-    the disk.
-    """
+    """Write a safetensors file of zeros as a header and a hole that takes no disk space."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -116,27 +122,31 @@ def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a drafter comes from and what it was measured to do: what every card says."""
+class Provenance:
+    """Origin and measured figures of a drafter, for its card."""
 
-    name: str  # in tables and on the card
-    target: str  # as the configuration names it
+    # in tables and on the card
+    name: str
+    # the path in the configuration
+    target: str
     target_folder: Path
-    data: dict[str, Any]  # sources, and the tokens that were seen
-    # its settings; {"name": None, "note": what it is instead} where nothing was trained
+    # sources, and the number of tokens trained on
+    data: dict[str, Any]
+    # settings of the loss; {"name": None, "note": the reason} if nothing was trained
     loss: dict[str, Any]
-    acceptance: dict[str, Any]  # held-out figures
-    # False: a dry run's, of weights that nobody has read or made, so that nothing is hashed
+    # held-out figures
+    acceptance: dict[str, Any]
+    # False for a dry run, whose weights do not exist, so that nothing is hashed
     trained: bool = True
 
     @classmethod
-    def untrained(cls, name: str, target: str, target_folder: Path) -> "Origin":
-        """Of what a dry run writes."""
+    def untrained(cls, name: str, target: str, target_folder: Path) -> "Provenance":
+        """Return the provenance of a folder that a dry run writes."""
         loss = {"name": None, "note": "untrained: a dry run's weights of zero"}
         return cls(name, target, target_folder, {"sources": []}, loss, {}, trained=False)
 
 
-class Trains(Protocol):
+class DrafterFields(Protocol):
     """The configuration of a job that trains a drafter, apart from its loss."""
 
     target: TargetConfig
@@ -145,10 +155,11 @@ class Trains(Protocol):
 
 
 def origin_of(
-    config: Trains, name: str, target_folder: Path, progress: Progress, **measured: float
-) -> Origin:
-    """Of a drafter whose training has ended: the figures of its best checkpoint, and `measured`
-    after them.
+    config: DrafterFields, name: str, target_folder: Path, progress: Progress, **measured: float
+) -> Provenance:
+    """Return the provenance of a trained drafter.
+
+    It holds the figures of the best checkpoint, then `measured`.
     """
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
@@ -158,11 +169,13 @@ def origin_of(
         "supervised_tokens_seen": progress.supervised,
     }
     acceptance = {**figures, **measured, "temperature": config.held_out.temperature}
-    return Origin(name, config.target.path, target_folder, data, plain(config)["loss"], acceptance)
+    return Provenance(
+        name, config.target.path, target_folder, data, plain(config)["loss"], acceptance
+    )
 
 
-def close_run(run: Run, origin: Origin, progress: Progress) -> None:
-    """The manifest of a training that has ended: the card's figures, and what they took."""
+def close_run(run: Run, origin: Provenance, progress: Progress) -> None:
+    """Write the manifest of a finished training, with the card's figures, best step and time."""
     took = {
         "best_step": progress.best_step,
         "training_seconds": round(progress.seconds, 1),
@@ -172,10 +185,11 @@ def close_run(run: Run, origin: Origin, progress: Progress) -> None:
 
 
 def write_card(
-    folder: Path, origin: Origin, about: dict[str, Any], readme: Callable[[dict[str, Any]], str]
+    folder: Path, origin: Provenance, about: dict[str, Any], readme: Callable[[dict[str, Any]], str]
 ) -> None:
-    """drafter_card.json and README.md, which `readme` makes of the card. about: what is told of
-    this kind of drafter: parameters, shape and more.
+    """Write drafter_card.json, and README.md as `readme` renders the card.
+
+    about: fields of this kind of drafter, such as parameters and shape.
     """
     card = {
         "name": origin.name,
@@ -196,15 +210,13 @@ def write_card(
 
 
 def training_on_card(card: dict[str, Any]) -> str:
-    """How the drafter of a card came by its weights, for a sentence."""
+    """Return how the card's drafter was trained, as part of a sentence."""
     loss = card["loss"]
     return f"trained with {loss['name']}" if loss["name"] else str(loss["note"])
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:
-    """A paragraph for a README where the target's tokenizer could not be copied; empty where it is
-    there.
-    """
+    """Return a README paragraph about a missing tokenizer; empty if the folder has one."""
     if card["tokenizer"]:
         return ""
     return (
@@ -214,7 +226,7 @@ def tokenizer_on_card(card: dict[str, Any]) -> str:
 
 
 def figures_on_card(card: dict[str, Any]) -> str:
-    """The held-out figures of a card in a line; `not measured` where it has none."""
+    """Return the held-out figures of a card in one line, or `not measured`."""
     measured = {key: value for key, value in card["acceptance"].items() if isinstance(value, float)}
     temperature = measured.pop("temperature", None)
     figures = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in measured.items())

@@ -1,6 +1,6 @@
-"""The target's own answers to held-out prompts: what every drafter is scored on, whoever trains it.
+"""The target's answers to held-out prompts, on which every trainer scores its drafter.
 
-The target is frozen, so it answers once, by our own decoding, before the first step.
+The target is frozen, so it answers once, with our own decoding, before the first step.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ from training.models.build import target_is_here
 ANSWERED_TOGETHER = 16  # prompts
 
 
-class Asks(Protocol):
-    """A job that has the target answer held-out prompts."""
+class HeldOutFields(Protocol):
+    """Configuration of a job in which the target answers held-out prompts."""
 
     target: TargetConfig
     data: DataConfig
@@ -36,19 +36,18 @@ class Asks(Protocol):
     seed: int
 
 
-class Stages(Asks, Protocol):
-    """Such a job, whose experiment decodes with the drafter at the end."""
+class StagedFields(HeldOutFields, Protocol):
+    """Such a configuration, whose experiment decodes with the drafter at the end."""
 
     dry_run: bool
     benchmark_prompts: str
     benchmark_render: str
 
 
-def check_stages(config: Stages) -> None:
+def check_stages(config: StagedFields) -> None:
     """Raise UserError for an experiment whose later stages would fail.
 
-    That is for chats or prompts that this target's tokenizer cannot render, and for prompts that
-    are not there.
+    Its prompts may be missing, or this target's tokenizer may be unable to render its chats.
     """
     if config.dry_run or not target_is_here(config.target):
         return
@@ -66,16 +65,17 @@ def check_stages(config: Stages) -> None:
         )
 
 
-def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sample]:
-    """The target's answers to the held-out prompts as samples whose answer tokens are supervised;
-    prompts that do not fit are left out.
+def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -> list[Sample]:
+    """Return the target's answers to the held-out prompts as samples with supervised answer tokens.
+
+    Prompts that do not fit are left out.
     """
     chosen = config.held_out
     room = config.data.max_length - chosen.max_new_tokens
     if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
         print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target "
-            f"give held_out.prompts=FILE of its own kind"
+            f"warning: held-out prompts are {chosen.prompts} (Python functions); give prompts "
+            f"typical of your target with held_out.prompts=FILE"
         )
     template = config.data.template
     render = choose_rendering(
@@ -102,8 +102,8 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
         )
     if too_long:
         print(
-            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} tokens "
-            f"with room for an answer"
+            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} "
+            f"tokens, which leave room for an answer"
         )
     target = asked_target(target_folder, config)
     stops = stop_tokens(target_folder, tokenizer)
@@ -120,10 +120,8 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
     return samples
 
 
-def asked_target(folder: Path, config: Asks) -> Target:
-    """The target as it decodes held-out prompts: in its own dtype, where the job's configuration
-    puts it.
-    """
+def asked_target(folder: Path, config: HeldOutFields) -> Target:
+    """Load the target for decoding held-out prompts, in the dtype and on the devices of the job."""
     return load_target(
         folder,
         backend=config.target.backend,

@@ -1,11 +1,11 @@
-"""What training jobs share beyond jobs/protocol.py: the frozen target, and the recorded loop."""
+"""Parts shared by training jobs beyond jobs/protocol.py: frozen target and recorded loop."""
 
 from collections.abc import Callable
 from typing import Any
 
 from decoding.models.model_check import check_model
 from jobs.protocol import Config, Job, Run
-from jobs.tracker import Recording
+from jobs.tracker import TrackedRun
 from training.bounds import Progress
 from training.config import TrainingJobConfig
 from training.data.packing import PackedData
@@ -15,10 +15,10 @@ from training.parallel.strategy import Parallel
 
 
 class TargetJob(Job[Config]):
-    """A job on a frozen target, of which a dry run needs the published configuration alone."""
+    """A job on a frozen target. A dry run needs only the target's published configuration."""
 
     def __init__(self, config: Any) -> None:
-        """config: with the fields `target` and `data`."""
+        """Store a configuration that has the fields `target` and `data`."""
         super().__init__(config)
         self.target = target_config(config.target)
         self.target_folder = folder_of(config.target, config.dry_run)
@@ -39,8 +39,8 @@ def fit_recorded(
     parallel: Parallel,
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
-    """Train `model` as `training.loop.fit` does, with the main rank's manifest and metrics."""
-    with Recording(run.folder, config, run.inputs, parallel.is_main) as tracker:
+    """Train `model` with `training.loop.fit`; the main rank also records manifest and metrics."""
+    with TrackedRun(run.folder, config, run.inputs, parallel.is_main) as tracker:
         return fit(
             title, objective, model, data, config.loop, parallel, run.path, tracker, evaluate
         )

@@ -1,8 +1,8 @@
-"""The training loop, read straight down: rows of a step -> loss -> update -> look -> save.
+"""The training loop, in reading order: rows of a step -> loss -> update -> evaluate -> save.
 
-A step is a pure function of (weights, optimizer state, step number, recorded progress): its rows
+A step is a pure function of (weights, optimizer state, step number, recorded progress). Its rows
 come from (seed, step), so k steps, a stop and n - k steps equal n steps bit for bit on one CPU
-process; under a bound in seconds they do where the clock reads the same.
+process; under a bound in seconds this needs the same clock readings.
 """
 
 import math
@@ -24,7 +24,7 @@ from jobs.progress import ProgressBar
 from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
-from training.data.packing import Batch, PackedData, collate, micro_batches
+from training.data.packing import PackedBatch, PackedData, collate, micro_batches
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations
 from training.parallel.strategy import Parallel
@@ -33,24 +33,22 @@ from training.timer import Timer
 
 
 class Objective(Protocol):
-    """What a job trains: a module whose call on a batch gives sums over that batch's supervised
-    tokens.
-    """
+    """The module that a job trains; a call returns sums over the batch's supervised tokens."""
 
-    metric_names: tuple[str, ...]  # what the second value counts, such as accuracy or acceptance
-    rates: Mapping[str, Rate]  # of trained parameters that move otherwise than the rest
+    # names of the second value's entries, such as accuracy or acceptance
+    metric_names: tuple[str, ...]
+    # rates of the trained parameters that differ from the rest, by name
+    rates: Mapping[str, Rate]
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(loss sum in nats, sums of the metrics [len(metric_names)])."""
+    def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return (sum of the loss in nats, sums of the metrics [len(metric_names)])."""
 
     def begin(self, step: int, place: Place) -> None:
-        """An optimizer step begins (from 0), at this place of the run: for what follows
-        a schedule.
-        """
+        """Prepare an optimizer step (from 0) for values that follow a schedule."""
 
 
 class Recorder(Protocol):
-    """Where records go: jobs.tracker.Tracker, or a list in a benchmark."""
+    """Receiver of metric records: jobs.tracker.Tracker, or a list in a benchmark."""
 
     def rewind(self, step: int) -> None: ...
 
@@ -69,35 +67,35 @@ def fit(
     evaluate: Callable[[], dict[str, float]],
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Train `trained` (the part of `module` that is saved) on `data`; on return it holds the
-    weights of the best checkpoint.
+    """Train `trained`, the part of `module` that is saved, and leave it at its best checkpoint.
 
-    module: an Objective. evaluate: held-out figures of the present weights, with `score` (larger is
-    better), by which the best checkpoint is chosen. clock: seconds, for config.max_seconds alone.
-    Resumes from the newest whole checkpoint under `folder`/checkpoints. Raises Interrupted and
-    UserError (loss not finite, no time for a step).
+    module: an Objective. evaluate: returns held-out figures of the current weights, with `score`
+    (larger is better), which selects the best checkpoint. clock: seconds, used only for
+    config.max_seconds. Resumes from the newest complete checkpoint under `folder`/checkpoints.
+    Raises Interrupted, and UserError for a loss that is not finite or a time limit without room for
+    a step.
     """
-    whole = bounds_of(config, data)
+    limits = bounds_of(config, data)
     root = folder / "checkpoints"
     wrapped, optimizer, progress = _begin(root, module, trained, config, parallel)
     data.load(progress.data)
     if tracker is not None:
         tracker.rewind(progress.step)
-    timer = Timer(progress, whole, parallel, clock)
+    timer = Timer(progress, limits, parallel, clock)
     timer.time_evaluation(evaluate)
     signals = _Signals()
     rates: deque[float] = deque(maxlen=20)
     with (
         ProgressBar(
-            title, whole.expected_steps(progress.done, 0.0), progress.step, parallel.is_main
+            title, limits.expected_steps(progress.done, 0.0), progress.step, parallel.is_main
         ) as bar,
         signals,
     ):
-        while not progress.reached(whole) and not data.ended:
+        while not progress.reached(limits) and not data.ended:
             bounds = timer.bounds
             values = _step(wrapped, data, config, parallel, optimizer, progress, bounds, root)
             timer.count_step()
-            last = progress.reached(whole)
+            last = progress.reached(limits)
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if last or data.ended or _due(progress.step, config.eval_every):
@@ -114,17 +112,17 @@ def fit(
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the "
-                    f"same command to go on"
+                    f"same command to continue"
                 )
-        if not progress.reached(whole):
-            of = f" of {whole.steps:.0f}" if whole.steps < math.inf else ""
+        if not progress.reached(limits):
+            of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
             bar.say(f"  ended after step {progress.step}{of}: {data.ended}")
-        elif progress.time_up and progress.step < whole.steps:
+        elif progress.time_up and progress.step < limits.steps:
             bar.say(
-                f"  ended after step {progress.step}: no other fits into {config.max_seconds:g} s "
+                f"  ended after step {progress.step}: no other fits in {config.max_seconds:g} s "
                 f"(loop.max_seconds)"
             )
-    with parallel.whole(for_good=True):
+    with parallel.gathered_weights(for_good=True):
         _load_best(root, progress, trained, parallel)
     return progress
 
@@ -139,8 +137,9 @@ def _step(
     bounds: Bounds,
     root: Path,
 ) -> dict[str, float]:
-    """One optimizer step: moves `progress` on and returns its record. Raises UserError before the
-    update when it is not finite.
+    """Run one optimizer step, advance `progress` and return the step's record.
+
+    Raises UserError before the update if the loss or the gradient is not finite.
     """
     began = time.monotonic()
     rows = data.step_rows(progress.step)
@@ -161,7 +160,7 @@ def _step(
         )
         raise UserError(
             f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: "
-            f"stopped before the update; the last good checkpoint, if there is one, is in {root}. "
+            f"stopped before the update. The last good checkpoint, if any, is in {root}. "
             f"Lower loop.optimizer.lr (now {config.optimizer.lr}) {remedy}, then run again"
         )
     behind = bounds.share(place.done, since=progress.warm(config.optimizer.warmup_steps))
@@ -195,8 +194,9 @@ def _backward(
     parallel: Parallel,
     optimizer: Optimizer,
 ) -> tuple[Tensor, int]:
-    """Gradient of one step, divided by the global count of supervised tokens. Returns ([the loss,
-    *metrics] on the device, tokens), global.
+    """Compute the gradient of one step, divided by the global count of supervised tokens.
+
+    Returns ([loss, *metrics] on the device, tokens), both over all ranks.
     """
     count = max(1, data.supervised_in(rows))
     rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
@@ -205,8 +205,8 @@ def _backward(
     )
     forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
     for number, part in enumerate(forwards):
-        # Rounded weights add up their gradients in float32 masters, so theirs travel after every
-        # forward; others once a step.
+        # Gradients of bfloat16 weights accumulate in float32 masters, so ranks exchange them after
+        # every forward; others are exchanged once a step.
         travel = optimizer.has_copies or number == len(forwards) - 1
         with parallel.exchange(module, last=travel):
             batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
@@ -229,8 +229,9 @@ def _look(
     tracker: Recorder | None,
     bar: ProgressBar,
 ) -> None:
-    """Record held-out figures; every rank is given the same ones, as they decide what is saved and
-    may shift the data.
+    """Record held-out figures, which are the same on every rank.
+
+    They decide what is saved and may change the mixture of the data.
     """
     progress.evaluations.append({"step": progress.step, **figures})
     learned = data.look(figures)
@@ -240,7 +241,7 @@ def _look(
     if tracker is not None:
         held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
         tracker.log(progress.step, held_out | learned)
-    # What is counted by domain fills a line by itself: it stands in metrics.jsonl.
+    # Figures by domain would fill a line; they are in metrics.jsonl.
     shown = "  ".join(
         f"{key} {value:.3f}" for key, value in figures.items() if key != "score" and "/" not in key
     )
@@ -255,11 +256,9 @@ def _save(
     optimizer: Optimizer,
     parallel: Parallel,
 ) -> None:
-    """Write the whole state in one format, whatever ranks share, so that a run may go on under
-    another kind of parallelism.
-    """
+    """Write the complete state in one format, which every kind of parallelism can resume."""
     states = optimizer.state(keep=parallel.is_main)
-    with parallel.whole():
+    with parallel.gathered_weights():
         if parallel.is_main:
             weights = _untied(dict(trained.state_dict()))
             name = f"step_{progress.step:06d}"
@@ -271,13 +270,11 @@ def _save(
 def _begin(
     root: Path, module: Any, trained: nn.Module, config: LoopConfig, parallel: Parallel
 ) -> tuple[nn.Module, Optimizer, Progress]:
-    """Load the newest whole checkpoint, if there is one, and hand the objective over to
-    the ranks.
-    """
+    """Load the newest complete checkpoint, if any, and prepare the objective for the ranks."""
     if config.activation_checkpointing:
         checkpoint_activations(trained)
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
-    if found is not None:  # before ranks take their shares of the weights
+    if found is not None:  # before the weights are sharded
         _load_weights(trained, found)
     wrapped, optimizer = parallel.prepare(module, trained, config.optimizer, module.rates)
     if found is None:
@@ -295,8 +292,8 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
         best = checkpoint.load(root / f"step_{progress.best_step:06d}")
     except UserError as error:
         raise UserError(
-            f"{error}. It was the best one, which is what this run would export: delete {root} to "
-            f"train again"
+            f"{error}. It was the best one, which this run would export. Delete {root} to train "
+            f"again"
         ) from error
     _load_weights(trained, best)
 
@@ -306,16 +303,14 @@ def _load_weights(trained: nn.Module, found: checkpoint.Checkpoint) -> None:
     if wanted.keys() != found.model.keys():
         odd = sorted(wanted.keys() ^ found.model.keys())[0]
         raise UserError(
-            f"checkpoint {found.folder} is of another model ('{odd}' is in one of them only): give "
-            f"another output_dir="
+            f"checkpoint {found.folder} belongs to another model ('{odd}' is in only one of them): "
+            f"choose another output_dir="
         )
     trained.load_state_dict(found.model, strict=False)  # tied names are stored once
 
 
 def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop names that share storage with an earlier one (tied heads): safetensors stores a tensor
-    once.
-    """
+    """Drop names that share storage with an earlier one: safetensors stores a tensor once."""
     seen: set[int] = set()
     kept = {}
     for name, tensor in weights.items():
@@ -326,7 +321,7 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _note(values: dict[str, float], progress: Progress, rate: float) -> str:
-    # a score may be anything that rises
+    # the score itself has no unit
     looked = progress.evaluations[-1] if progress.evaluations else {}
     held_out = next(
         (f"  held-out {key} {looked[key]:.3f}" for key in looked if key not in ("step", "score")),
@@ -337,7 +332,7 @@ def _note(values: dict[str, float], progress: Progress, rate: float) -> str:
 
 
 class _Signals:
-    """Remembers SIGINT and SIGTERM while the loop runs; a second one acts at once."""
+    """Recorder of SIGINT and SIGTERM while the loop runs; a second signal acts at once."""
 
     def __init__(self) -> None:
         self.received = False

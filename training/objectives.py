@@ -1,5 +1,4 @@
-"""What is trained: a language model on its text, or a student on its teacher. Both return sums,
-never means.
+"""Training objectives: a language model on text, or a student on its teacher. All return sums.
 
 Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
 """
@@ -11,32 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from training.bounds import Place
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
 from training.models.attention import document_mask
 from training.optimizer import Rate
 
 
-def hidden_states(model: Any, batch: Batch) -> Tensor:
-    """Hidden states after the final norm [R, T, H] of a Hugging Face causal LM built with packed
-    attention.
-    """
+def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
+    """Return the states after the final norm [R, T, H] of a causal LM with packed attention."""
     bias = document_mask(batch.documents_RT, model.dtype)
     return model.model(
         batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
     ).last_hidden_state
 
 
-class Constant(nn.Module):
-    """An objective that is the same at every step, for weights that all move alike."""
+class StaticObjective(nn.Module):
+    """An objective without a schedule, whose weights all share one learning rate."""
 
     rates: Mapping[str, Rate] = {}
 
     def begin(self, step: int, place: Place) -> None:
-        """Nothing changes from step to step."""
+        """Do nothing: every step is the same."""
 
 
-class LanguageModelling(Constant):
+class LanguageModelling(StaticObjective):
     """Cross-entropy of the next token: the objective of `distill.pretrain`."""
 
     metric_names = ("accuracy",)
@@ -45,8 +42,8 @@ class LanguageModelling(Constant):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of -log q in nats, number of right argmaxes [1]) over supervised tokens."""
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return (sum of -log q in nats, number of correct argmaxes [1]) over supervised tokens."""
         hidden_NH = batch.at_supervised(hidden_states(self.model, batch))
         return chunked_cross_entropy(
             hidden_NH, self.model.lm_head.weight, batch.at_supervised(batch.next_RT)
@@ -54,10 +51,10 @@ class LanguageModelling(Constant):
 
 
 class Frozen:
-    """A model that an objective reads and does not own: no submodule, so in no optimizer, gradient
-    exchange or checkpoint.
+    """Reference to a model that an objective reads but does not own as a submodule.
 
-    A copy of the objective, as ranks that cut it make, reads the same model.
+    So the model is in no optimizer, gradient exchange or checkpoint, and copies of the objective,
+    such as those that ranks shard, share it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -67,7 +64,7 @@ class Frozen:
         return self
 
 
-class Distillation(Constant):
+class Distillation(StaticObjective):
     """Forward KL from a frozen teacher at the supervised positions."""
 
     metric_names = ("acceptance",)
@@ -79,8 +76,9 @@ class Distillation(Constant):
         temperature: float = 1.0,
         states: "TeacherStates | None" = None,
     ) -> None:
-        """states: the teacher's, where they are remembered, over several students too; None reads
-        each batch with the teacher.
+        """Use `states` as the teacher's cached states, which several students may share.
+
+        None runs the teacher on each batch.
         """
         super().__init__()
         self.student = student
@@ -92,8 +90,8 @@ class Distillation(Constant):
     def teacher(self) -> Any:
         return self._teacher.model
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of KL(teacher || student) in nats, sum of min(p, q) [1]) over supervised tokens."""
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1]), supervised only."""
         teacher_NG = self._states(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
         return chunked_forward_kl(
@@ -106,34 +104,33 @@ class Distillation(Constant):
 
 
 class TeacherStates:
-    """The frozen teacher's hidden states at supervised positions, remembered row by row up to a
-    number of bytes.
+    """Cache of the frozen teacher's hidden states at supervised positions, limited in bytes.
 
-    Rows are packed once and come again every epoch, and with every student of the same samples; a
-    small student's step is then mostly the teacher's forward, which memory saves. With memory, the
-    teacher reads one row a forward, so that a row's states do not hang on its neighbours and a
-    resumed run equals a straight one bit for bit.
+    Rows are packed once and return in every epoch and with every student of the same samples. The
+    teacher's forward is most of a small student's step, and the cache saves it. With a cache the
+    teacher reads one row at a time, so states do not depend on the other rows of a batch and a
+    resumed run equals an uninterrupted one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
         self._teacher = Frozen(teacher)
         self.free_bytes = limit_bytes
         self.remember = limit_bytes > 0
-        self.tokens_read = 0  # positions that the teacher ran over
+        self.tokens_read = 0  # positions that the teacher has processed
         self._known: dict[tuple[int, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
-        """Itself: whoever copies the objective reads the same teacher."""
+        """Return self: copies of an objective share the teacher."""
         return self
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
-        """[N, G], in the order of `Batch.at_supervised`."""
+    def __call__(self, batch: PackedBatch) -> Tensor:
+        """Return states [N, G] in the order of `PackedBatch.at_supervised`."""
         if not self.remember:
             return self._read(batch)
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
 
-    def _row(self, batch: Batch, index: int) -> Tensor:
+    def _row(self, batch: PackedBatch, index: int) -> Tensor:
         key = batch.rows[index]
         if key in self._known:
             return self._known[key]
@@ -144,13 +141,13 @@ class TeacherStates:
             self._known[key] = states_NG
         return states_NG
 
-    def _read(self, batch: Batch) -> Tensor:
+    def _read(self, batch: PackedBatch) -> Tensor:
         self.tokens_read += batch.ids_RT.numel()
         return batch.at_supervised(hidden_states(self._teacher.model, batch))
 
 
 def freeze(model: Any) -> Any:
-    """The model in eval mode with no parameter that asks for a gradient, its lm_head included."""
+    """Put a model in eval mode, disable all its gradients (lm_head included) and return it."""
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -1,8 +1,7 @@
 """torch's AdamW on float32 master weights, and the learning-rate schedule.
 
-Weights may be bfloat16: then the optimizer owns float32 copies, gradients are added to them in
-float32 (so accumulation loses nothing) and the rounded result is written back after every step. For
-float32 weights the copies are the weights themselves.
+For bfloat16 weights the optimizer holds float32 copies. Gradients accumulate in the copies, and
+every step writes the rounded result back. float32 weights are their own masters.
 """
 
 import math
@@ -14,26 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from training.optimizer_config import OptimizerConfig
-from training.parallel.fsdp import assign, whole
+from training.parallel.fsdp import assign, gather_tensor
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How a parameter moves beside the others."""
+    """Learning rate of a parameter relative to the others."""
 
-    scale: float = 1.0  # of the schedule's learning rate
-    ascends: bool = False  # maximizes the loss, as Lagrange multipliers do
+    # multiplier of the schedule's learning rate
+    scale: float = 1.0
+    # maximize the loss, as Lagrange multipliers do
+    ascends: bool = False
 
 
 PLAIN = Rate()
 
 
 class Optimizer(Protocol):
-    """What the loop asks of an optimizer, whoever holds its states."""
+    """Interface between the loop and an optimizer, which may be sharded."""
 
     @property
     def has_copies(self) -> bool:
-        """Gradients leave the weights after every backward pass, for float32 ones."""
+        """True if every backward pass moves gradients from the weights to float32 copies."""
         ...
 
     def collect(self) -> None: ...
@@ -52,9 +53,7 @@ class Optimizer(Protocol):
 def parameter_groups(
     named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
 ) -> list[dict[str, Any]]:
-    """torch's parameter groups: matrices are decayed, vectors and parameters with a rate of their
-    own are not.
-    """
+    """Return torch's parameter groups, with weight decay for matrices at the common rate only."""
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         kind = rates.get(name, PLAIN)
@@ -67,15 +66,17 @@ def parameter_groups(
 
 
 class MasterAdamW:
-    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`, which
-    may be FSDP's shares.
+    """AdamW (torch.optim.AdamW) over float32 masters of a model's trainable parameters.
+
+    The parameters may be FSDP's shards.
     """
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None
     ) -> None:
-        """rates: of the parameters, by name, that move otherwise than the rest; they are never
-        decayed.
+        """Create the masters.
+
+        rates: rates of single parameters by name, which are never decayed.
         """
         self.config = config
         named = [
@@ -102,7 +103,7 @@ class MasterAdamW:
         )
 
     def collect(self) -> None:
-        """Move the gradients of one backward pass to the masters, adding to what is there."""
+        """Add the gradients of one backward pass to those of the masters."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             if master is parameter or parameter.grad is None:
                 continue
@@ -113,7 +114,7 @@ class MasterAdamW:
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """One update at learning rate `lr`, with the gradients as `clip` left them."""
+        """Update at learning rate `lr`, with the gradients as `clip` left them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.optimizer.step()
@@ -122,19 +123,20 @@ class MasterAdamW:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the masters into the model."""
+        """Copy the masters, rounded, into the model."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
 
     def norm(self) -> Tensor:
-        """The norm of all gradients, over all ranks."""
+        """Return the norm of all gradients, over all ranks."""
         gradients = [master.grad for master in self.masters if master.grad is not None]
-        return whole(nn.utils.get_total_norm(gradients))
+        return gather_tensor(nn.utils.get_total_norm(gradients))
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Clip the global gradient norm; norm: the one to clip by, where more than these gradients
-        make it up. Returns it as it was before.
+        """Clip the gradients by their global norm and return the norm before clipping.
+
+        norm: the norm to clip by, if it covers more than these gradients.
         """
         norm = self.norm() if norm is None else norm
         nn.utils.clip_grads_with_norm_(
@@ -143,21 +145,24 @@ class MasterAdamW:
         return norm
 
     def state(self, keep: bool = True) -> dict[str, Tensor]:
-        """Everything the next step depends on, whole, as named tensors. All ranks ask; those
-        without `keep` get nothing.
+        """Return all state that the next step depends on, as unsharded named tensors.
+
+        All ranks must call it; those without `keep` receive nothing.
         """
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
             parts = {"master": master.detach(), **self.optimizer.state.get(master, {})}
             for key, value in parts.items():
-                full = whole(value)
-                if keep:  # a gathered one leaves the card: rank 0's has no room for all
+                full = gather_tensor(value)
+                if (
+                    keep
+                ):  # gathered tensors move to the host: the GPU of rank 0 cannot hold them all
                     tensors[f"{key}.{name}"] = full if full is value else full.cpu()
         return tensors
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state`; the model's weights follow the masters."""
+        """Restore what `state` returned, and the model's weights with it."""
         for name, master in zip(self.names, self.masters, strict=True):
             assign(master, tensors[f"master.{name}"])
             if f"step.{name}" not in tensors:
@@ -170,18 +175,19 @@ class MasterAdamW:
         self.write_back()
 
 
-class WithApart:
-    """An optimizer of weights that ranks hold in shares, and one of the few parameters that every
-    rank keeps whole, at rates of their own.
+class SplitOptimizer:
+    """Pair of optimizers: one for sharded weights, one for the few that every rank holds unsharded.
 
-    The gradients of the latter are added over ranks here; the norm that both are clipped by is of
-    all gradients together.
+    The latter have their own rates and their gradients are summed over ranks here. Both are clipped
+    by the norm of all gradients together.
     """
 
     def __init__(
         self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int
     ) -> None:
-        """add: the sum over ranks, of whose losses each is `ranks` times its share
+        """Store both optimizers.
+
+        add: the sum over ranks, each of whose losses is scaled by `ranks`
         (training.parallel.strategy).
         """
         self.shared, self.apart = shared, apart
@@ -203,9 +209,7 @@ class WithApart:
         )
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Add what is whole over the ranks, then clip both alike. Returns the norm of all gradients
-        as it was before.
-        """
+        """Sum the unsharded gradients over ranks and clip all; return the norm before clipping."""
         for master in self.apart.masters:
             mine = torch.zeros_like(master) if master.grad is None else master.grad
             master.grad = self._add(mine) / self._ranks
@@ -227,12 +231,12 @@ class WithApart:
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
-    """Of step `step` (from 0): linear to lr over `warmup_steps`, then over what is left of the run
-    a cosine to lr x final_lr.
+    """Return the learning rate of step `step` (from 0).
 
-    progress: how much of what is left lies behind, 0 to 1. The cosine starts where the warm-up
+    It rises linearly to lr over `warmup_steps`, then follows a cosine to lr x final_lr. progress:
+    share of the run after the warm-up that is complete, 0 to 1. The cosine starts where the warm-up
     ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
-    ReDrafter). A run that is shorter than its warm-up ends on the way up.
+    ReDrafter). A run shorter than its warm-up ends while the rate rises.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,16 +1,18 @@
-"""What a configuration plans: the bounds of its run, and the run in words."""
+"""The bounds that a configuration sets for its run, and a summary of the run in words."""
 
 import math
 from dataclasses import dataclass
 
+from jobs.amounts import hours, operations
 from training.bounds import Bounds
 from training.config import LoopConfig
 from training.data.packing import PackedData
 
 
 def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
-    """The bounds of a configuration; a number that is 0 is none, and with none at all the run is
-    one pass over the data.
+    """Return the bounds of a configuration; without any, one pass over the data.
+
+    A field of 0 sets no bound.
     """
     steps = float(loop.max_steps or math.inf)
     if epochs := passes(loop):
@@ -19,25 +21,27 @@ def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
 
 
 def passes(loop: LoopConfig) -> float:
-    """Passes over the data at most; 0: they bound nothing."""
+    """Return the maximum number of passes over the data; 0 if they set no bound."""
     if loop.max_epochs is not None:
         return loop.max_epochs
     return 0.0 if loop.max_steps or loop.max_tokens or loop.max_seconds else 1.0
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a dry run counts of a run that no data was read for."""
+class TokenPlan:
+    """Size of a run that a dry run estimates without reading data."""
 
-    tokens: int  # 0: not known before the data is read
+    # 0: not known before the data is read
+    tokens: int
     words: str
 
 
 def plan_tokens(
     loop: LoopConfig, flops_a_token: float, tflops: float, pass_tokens: int = 0
-) -> Plan:
-    """The tokens of a run at an assumed pace. pass_tokens: of one pass over the data;
-    0: not known.
+) -> TokenPlan:
+    """Estimate the tokens of a run at an assumed speed.
+
+    pass_tokens: tokens of one pass over the data; 0: not known.
     """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
     by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(passes(loop) * pass_tokens)
@@ -50,13 +54,33 @@ def plan_tokens(
     if tokens:
         about = "" if tokens in (by_steps, by_passes) else "about "
         words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")
-    return Plan(tokens, ", ".join(words))
+    return TokenPlan(tokens, ", ".join(words))
+
+
+def print_work(what: str, flops: float, tflops: float) -> None:
+    """Print FLOPs and the hours they take at an assumed speed."""
+    seconds = flops / tflops / 1e12
+    print(f"{what}, {operations(flops)}, {hours(seconds)} at {tflops:g} TFLOP/s (assumed_tflops)")
+
+
+def print_plan(
+    loop: LoopConfig, flops_a_token: float, tflops: float, key: str, pass_tokens: int = 0
+) -> float:
+    """Print the plan of a run. Returns its FLOPs; 0 if the number of tokens depends on the data.
+
+    key: the option that determines the number. pass_tokens: see `plan_tokens`.
+    """
+    plan = plan_tokens(loop, flops_a_token, tflops, pass_tokens)
+    flops = float(flops_a_token * plan.tokens)
+    if plan.tokens:
+        print_work(f"plan: {plan.words}", flops, tflops)
+    else:
+        print(f"plan: {plan.words}; their tokens are known when the data is read (or give {key})")
+    return flops
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:
-    """The run in words, before its first step:
-    `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`.
-    """
+    """Describe the run: `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
     bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
     words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
     steps, about = bounds.steps, ""

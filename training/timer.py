@@ -1,6 +1,4 @@
-"""The clock of a run that seconds bound: what has passed, how long a step and an evaluation take,
-and whether another step fits.
-"""
+"""The clock of a run with a bound in seconds: time elapsed, and whether another step fits."""
 
 from collections.abc import Callable
 
@@ -12,46 +10,51 @@ RECENT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
-    """What the clock adds to `progress`, alike on all ranks: rank 0's is read, and only under a
-    bound in seconds.
+    """Clock readings added to `progress`, equal on all ranks.
+
+    Rank 0's clock is read, and only under a bound in seconds.
     """
 
     def __init__(
         self, progress: Progress, bounds: Bounds, parallel: Parallel, clock: Callable[[], float]
     ) -> None:
-        self._progress, self._whole, self._parallel, self._clock = progress, bounds, parallel, clock
+        self._progress, self._limits, self._parallel, self._clock = (
+            progress,
+            bounds,
+            parallel,
+            clock,
+        )
         self._before = self._read()
 
     @property
     def bounds(self) -> Bounds:
         """The run's bounds, with room for the evaluation at its end."""
-        return self._whole.reserving(self._progress.look_seconds)
+        return self._limits.reserving(self._progress.look_seconds)
 
     def time_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Before the first step: look once for the time it takes. Raises UserError where it leaves
-        none.
+        """Time an evaluation before the first step.
+
+        Raises UserError if it leaves no time for steps.
         """
-        if not self._whole.has_seconds or self._progress.step:
+        if not self._limits.has_seconds or self._progress.step:
             return
         self.timed(evaluate)
         if self.bounds.seconds <= self._progress.elapsed:
             raise UserError(
-                f"loop.max_seconds is {self._whole.seconds:g}, but a held-out evaluation alone "
+                f"loop.max_seconds is {self._limits.seconds:g}, but a held-out evaluation alone "
                 f"takes {self._progress.look_seconds:.1f} s, and there is one before the first "
                 f"step and one after the last: give more seconds, or fewer held-out prompts"
             )
 
     def timed(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Held-out figures, the same on every rank."""
-        with self._parallel.whole():
+        """Return the held-out figures, equal on every rank, and record the time they took."""
+        with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
         self._progress.look_seconds = self._count()
         return figures
 
     def count_step(self) -> None:
-        """After a step: what passed since the last reading is its own, a checkpoint in between
-        included.
-        """
+        """Count the time since the last reading, checkpoints included, as that of the last step."""
         seconds = self._count()
         self._progress.pace = RECENT * seconds + (1 - RECENT) * (self._progress.pace or seconds)
         self._progress.time_up = self._progress.elapsed + self._progress.pace > self.bounds.seconds
@@ -62,4 +65,4 @@ class Timer:
         return self._before - before
 
     def _read(self) -> float:
-        return self._parallel.of_main(self._clock()) if self._whole.has_seconds else 0.0
+        return self._parallel.from_main(self._clock()) if self._limits.has_seconds else 0.0

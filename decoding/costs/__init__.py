@@ -1,1 +1,1 @@
-"""What a round costs on this machine, measured, and what the machine can do at most."""
+"""Measured costs of a round on this machine, and the machine's limits."""

@@ -1,9 +1,8 @@
-"""What the machine can do at most, measured: plain readers of its memory, and a plain product of
-matrices.
+"""The machine's limits, measured: plain reads of its memory, and a plain product of matrices.
 
-A forward has to read its weights and to compute its products (decoding/costs/roofline.py); over
-these two limits stands the share that it reaches. Of a yardstick the best round counts: what slows
-it down, a neighbour's work, says nothing of the machine.
+A forward must read its weights and compute its products (decoding/costs/roofline.py); these limits
+show which share of the machine it reaches. The best round counts, since slower rounds were slowed
+down by other processes.
 """
 
 import time
@@ -15,27 +14,29 @@ import torch
 
 from decoding import devices
 
-SLOW_YARDSTICK = "yardstick read slowly: not valid"  # of a share above 1, which no limit allows
-MOST_BYTES = 1 << 28  # that a reader holds: more than caches do, and no strain beside a large model
-SECONDS = 0.5  # for each yardstick
+SLOW_YARDSTICK = "yardstick read slowly: not valid"  # for a share above 1, which is impossible
+MOST_BYTES = 1 << 28  # size of a reader: more than caches hold, little beside a large model
+SECONDS = 0.5  # for each measurement
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What nothing on this machine goes beyond."""
+    """The fastest reads and products that were measured on this machine."""
 
-    bytes_a_second: float  # of plain reading
-    operations_a_second: float  # of a plain product; a multiplication and an addition are two
+    # of plain reading
+    bytes_a_second: float
+    # of a plain product; a multiplication and an addition count as two
+    operations_a_second: float
 
 
 @torch.inference_mode()
 def measure_limits(
     size_bytes: int, dtype: torch.dtype, device: str, seconds: float = SECONDS
 ) -> Limits:
-    """The limits of a forward that reads `size_bytes` of weights: the best of the plain readers of
-    as much, and the product. Takes about two seconds.
+    """Return the limits of a forward that reads `size_bytes` of weights, in about two seconds.
 
-    What fits into a processor's cache is read from there, by the model as by its yardstick.
+    They are the best of the plain readers of as many bytes, and the product. What fits into a
+    processor's cache is read from there, by the model and by the reader.
     """
     plain = readers(min(size_bytes, MOST_BYTES), dtype, device)
     reading = max(held * _best(action, device, seconds) for action, held in plain.values())
@@ -44,7 +45,7 @@ def measure_limits(
 
 
 def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
-    """Calls a second in the best of the rounds that fit into so many seconds."""
+    """Return calls a second in the best of the rounds that fit into the given seconds."""
     ends = time.perf_counter() + seconds
     best = per_second(action, device, 1)
     while time.perf_counter() < ends:
@@ -55,9 +56,7 @@ def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
 def readers(
     size_bytes: int, dtype: torch.dtype, device: str
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Name -> (what only reads `size_bytes` of memory, bytes that it moves): the limit of whatever
-    has to read as much.
-    """
+    """Return name -> (an action that only reads `size_bytes` of memory, the bytes it moves)."""
     columns = 4096
     matrix = torch.ones(
         max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device
@@ -75,13 +74,13 @@ def readers(
 
 
 def product(dtype: torch.dtype, device: str, side: int) -> tuple[Callable[[], Any], int]:
-    """(A product of two square matrices, its operations): the limit of whatever computes."""
+    """Return (a product of two square matrices, its number of operations)."""
     left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     return lambda: left @ right, 2 * side**3
 
 
 def per_second(action: Callable[[], Any], device: str, times: int) -> float:
-    """Calls a second of `times` calls, waited for at the end."""
+    """Return calls a second over `times` calls, including the wait for the last."""
     devices.synchronize(torch.device(device))
     began = time.perf_counter()
     for _ in range(times):
@@ -91,7 +90,5 @@ def per_second(action: Callable[[], Any], device: str, times: int) -> float:
 
 
 def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
-    """Calls a second in the best of several rounds: what the machine can do, and a neighbour's work
-    takes away from.
-    """
+    """Return calls a second in the best of several rounds."""
     return max(per_second(action, device, times) for _ in range(rounds))

@@ -1,9 +1,8 @@
-"""The two budgets that bound a target's forward: the bytes that must be read, and the
-floating-point operations.
+"""The roofline of a forward: the bytes that it must read, and its floating-point operations.
 
-Batch-1 decoding reads every weight once a forward and the keys and values of the committed tokens
-once a row; what a forward computes grows with its width. Which of the two binds says what V(n) can
-be: where bytes bind, more tokens cost nothing.
+Batch-1 decoding reads every weight once a forward and the committed keys and values once a row; the
+operations grow with the number of new tokens. The larger of the two bounds V(n): while bytes are
+the bound, more tokens cost nothing.
 
 Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size, L layers.
 """
@@ -16,34 +15,35 @@ from decoding.models.native.weights import NativeConfig
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Of one forward."""
+class ForwardBudget:
+    """The bytes and operations of one forward."""
 
-    weight_bytes: int  # all matrices; of the embedding table only the rows that are looked up
-    cache_bytes: int  # keys and values read
-    operations: int  # a multiplication and an addition are two
+    # all matrices, but only the rows of the embedding table that are looked up
+    weight_bytes: int
+    # keys and values read
+    cache_bytes: int
+    # a multiplication and an addition count as two
+    operations: int
 
     @property
     def bytes_read(self) -> int:
         return self.weight_bytes + self.cache_bytes
 
     def seconds(self, bytes_a_second: float, operations_a_second: float) -> float:
-        """The least time that the two budgets allow: the longer of them, as they run at the same
-        time.
-        """
+        """Return the minimum time: the longer of reading and computing, which overlap."""
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
-    def times(self, forwards: float) -> "Budget":
-        """Of so many such forwards; a mean number may be broken."""
-        return Budget(
+    def times(self, forwards: float) -> "ForwardBudget":
+        """Return the budget of this many forwards, a mean that need not be whole."""
+        return ForwardBudget(
             round(forwards * self.weight_bytes),
             round(forwards * self.cache_bytes),
             round(forwards * self.operations),
         )
 
-    def __add__(self, other: "Budget") -> "Budget":
-        """Of one after the other."""
-        return Budget(
+    def __add__(self, other: "ForwardBudget") -> "ForwardBudget":
+        """Return the budget of one forward after the other."""
+        return ForwardBudget(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
             self.operations + other.operations,
@@ -52,10 +52,8 @@ class Budget:
 
 def round_budget(
     target: NativeConfig, drafter: NativeConfig | None, dtype: torch.dtype, gamma: int, context: int
-) -> Budget:
-    """What a round of a chain needs: `gamma` draft steps, and the target's forward over what they
-    drew and the tip.
-    """
+) -> ForwardBudget:
+    """Return the budget of a chain's round: `gamma` draft steps and the target's forward."""
     budget = forward_budget(target, dtype, gamma + 1, context)
     for step in range(gamma if drafter is not None else 0):
         assert drafter is not None
@@ -70,11 +68,11 @@ def forward_budget(
     context: int,
     batch_size: float = 1,
     skipped: tuple[int, int] = (0, 0),
-) -> Budget:
-    """What a forward over `new_tokens` a row needs, after `context` committed tokens a row; tokens
-    and rows may be means over forwards.
+) -> ForwardBudget:
+    """Return the budget of a forward over `new_tokens` a row after `context` committed tokens.
 
-    skipped: attention and MLP sub-layers that are left out.
+    Tokens and rows may be means over several forwards. skipped: number of attention and MLP
+    sub-layers that are left out.
     """
     C, D = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * D, config.num_kv_heads * D
@@ -88,7 +86,7 @@ def forward_budget(
     cache = 2 * attending * keys * context * batch_size
     attention = 4 * attending * queries * (context + new_tokens / 2) * tokens
     weights = matrices + tokens * C
-    return Budget(
+    return ForwardBudget(
         round(weights * dtype.itemsize),
         round(cache * dtype.itemsize),
         int(2 * matrices * tokens + attention),

@@ -1,1 +1,1 @@
-"""The drafters that need no training of their own: chains, lookup, lookahead, trees."""
+"""The drafters that need no training: chains, lookup, lookahead, trees."""

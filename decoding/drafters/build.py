@@ -1,6 +1,4 @@
-"""From what a user asks for to a drafter: its class, the options that this takes, and what must fit
-the target before anything is loaded.
-"""
+"""From a user's choice to a drafter: its class, its options, and checks before it is loaded."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,20 +26,21 @@ from decoding.interfaces import Drafter
 from decoding.models.folder import exists, read_config
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.compatible import check_same_tokenizer
-from decoding.values import shown
+from decoding.values import quote
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a user asked for, before it is made."""
+class DrafterChoice:
+    """A drafter's class and options, before it is made."""
 
     kind: type
     options: dict[str, Any]
 
 
 def options_of(kind: type) -> set[str] | None:
-    """Return the names that a class can be made with, its bases' among them where it passes these
-    on; None: any.
+    """Return the option names of a class, including its bases' if it passes them on.
+
+    None means any name.
     """
     names: set[str] = set()
     for base in kind.__mro__:
@@ -55,16 +54,16 @@ def options_of(kind: type) -> set[str] | None:
         } - {"self"}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
-        # what these do not take themselves is their chain drafter's
+        # they pass all other options to their chain drafter
         if base in (RemoteChain, ChainWithLookup):
             return names | (options_of(ChainDrafter) or set())
     return None
 
 
 def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]) -> None:
-    """Raise UserError for the first given option that is not known, with the nearest one that is.
+    """Raise UserError for the first unknown option, with the nearest known one.
 
-    A model in memory is no option.
+    `model`, a model in memory, is not an option.
     """
     choices = sorted(known - {"model"})
     for key in given:
@@ -79,11 +78,10 @@ def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]
 def as_target(
     kind: type, given: Mapping[str, Any], *, backend: str, dtype: str, device: str, execution: str
 ) -> dict[str, Any]:
-    """Return the options of a drafter with a folder: it runs as the target does, but for what is
-    given.
+    """Return the options of a drafter with a folder, with the target's settings as defaults.
 
-    Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
-    execution: empty leaves the drafter's own choice.
+    With a native target the backend is None, as a drafter of another family runs on hf. execution:
+    empty keeps the drafter's default.
     """
     shared: dict[str, Any] = {
         "backend": "hf" if backend == "hf" else None,
@@ -101,25 +99,24 @@ def as_target(
 
 
 def check_folder(target_folder: str | Path, folder: str | Path) -> None:
-    """Raise UserError for a drafter's folder that is not of this target: a model must share every
-    token id with it, a head its sizes and its card's hash.
+    """Raise UserError for a drafter's folder that does not fit the target.
+
+    A model must share every token id with it; a head must fit its sizes and hash.
     """
     check = check_fits if head_of(folder) else check_same_tokenizer
     check(target_folder, folder)
 
 
-def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
-    """Return the class and the options of a name, a folder or a mapping {"use": either, option:
-    value}; nothing is loaded.
+def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
+    """Return the class and options of a name, a folder or {"use": either, option: value}.
 
-    Raises UserError for what is none of them, for an option that the class does not take, and for
-    one that it cannot do without.
+    Nothing is loaded. Raises UserError for another value, an unknown option or a missing one.
     """
     given = dict(asked) if isinstance(asked, Mapping) else {"use": asked}
     use = given.pop("use", None)
     if not isinstance(use, str | Path):
         raise UserError(
-            f"drafter is {shown(asked)}, expected a mapping with `use`, such as {{'use': "
+            f"drafter is {quote(asked)}, expected a mapping with `use`, such as {{'use': "
             f"'ranked_tree', 'folder': FOLDER}}."
         )
     name = str(use)
@@ -133,25 +130,26 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
     refuse_unknown(f"drafter '{use}'", kind, given, options_of(kind) or set())
     if entry.needs and not options.get(entry.needs):
         raise UserError(
-            f"drafter '{use}' has no {entry.needs}, which it cannot do without: give a mapping, "
+            f"drafter '{use}' needs {entry.needs}, which is missing: give a mapping, "
             f"{{'use': '{name}', '{entry.needs}': ...}}."
         )
     if "folder" in options:
         if not isinstance(options["folder"], str | Path):
             raise UserError(
-                f"drafter '{use}': folder is {shown(options['folder'])}, expected the path of a "
+                f"drafter '{use}': folder is {quote(options['folder'])}, expected the path of a "
                 f"model folder."
             )
         if not head_of(options["folder"]):
             read_config(options["folder"])
-    return Choice(kind, options)
+    return DrafterChoice(kind, options)
 
 
 def make_drafter(
-    choice: Choice, target_folder: str | Path, *, backend: str, dtype: str, device: str
+    choice: DrafterChoice, target_folder: str | Path, *, backend: str, dtype: str, device: str
 ) -> Drafter:
-    """Make a drafter that was chosen, after the checks of its folder. Raises UserError for values
-    that its class refuses.
+    """Check a chosen drafter's folder and make the drafter.
+
+    Raises UserError for values that its class rejects.
     """
     kind, options = choice.kind, choice.options
     if "folder" in options:

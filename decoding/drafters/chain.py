@@ -1,7 +1,7 @@
-"""The chain drafter: any causal LM of the same tokenizer drafts token by token from its own cache.
+"""The chain drafter: a causal LM with the target's tokenizer drafts token by token.
 
-Its cache is rolled back by length alone. Tokens that it has not seen, usually the tip and after a
-full acceptance the last drafted token too, go into the first step of the next round.
+Its cache is rolled back by length alone. Unseen tokens, usually the tip and after a full acceptance
+also the last drafted token, are read in the first step of the next round.
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
@@ -49,10 +49,10 @@ class ChainDrafter:
         trust_remote_code: bool = False,
         execution: str | None = None,
     ) -> None:
-        """From a model folder, or from a `model` in memory.
+        """Load a model folder, or use a `model` in memory.
 
-        backend: None takes native for its families and hf for the others, eager where that has no
-        such execution. execution: see `load_target`.
+        backend: None takes native for its families and hf for the others; an execution that hf
+        lacks becomes eager. execution: see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -76,11 +76,11 @@ class ChainDrafter:
         self._capacity = 0
 
     def width(self, gamma: int) -> int:
-        """A chain of gamma tokens."""
+        """Return gamma, the length of the chain."""
         return gamma
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """It needs neither."""
+        """Ignore both: a chain drafter depends on neither."""
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
@@ -91,18 +91,19 @@ class ChainDrafter:
         prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Read what is new, but for the last token."""
+        """Read the new tokens but the last."""
         self.model.truncate([kept])
         prefill(self.model, [self._unread(prompt)[self.model.lengths_B[0] :]])
 
     def _unread(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's tokens but the last, as far as this model's context and vocabulary go."""
+        """Return the prompt's tokens but the last, within this model's context and vocabulary."""
         last = self.model.vocab_size - 1
         return [min(token, last) for token in prompt[: min(len(prompt) - 1, self.model.max_length)]]
 
     def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
-        """Tokens that this model has rows for: one that the target alone has can cost acceptance,
-        no more.
+        """Clamp token ids to this model's vocabulary.
+
+        An id that only the target has can cost acceptance, but no more.
         """
         if self.model.vocab_size < chooser.vocab_size:
             tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
@@ -115,7 +116,7 @@ class ChainDrafter:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft a chain for each row; rows beyond this model's own context get none."""
+        """Draft a chain for each row; rows past this model's context get none."""
         counts_B = self._within_context(sequences_B, budgets_B)
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
@@ -157,16 +158,14 @@ class ChainDrafter:
         ]
 
     def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
-        """Run over the tokens that are not in the cache; logits_BV after the last one of each row
-        that drafts.
-        """
+        """Read the unseen tokens; return logits_BV after the last one of each row that drafts."""
         lengths_B = self.model.lengths_B
         unseen_B = [
             list(s[length:]) if count else []
             for s, length, count in zip(sequences_B, lengths_B, counts_B)
         ]
-        # A row that did not draft for a while may have more to read than the longest row has room
-        # for padding.
+        # A row that has not drafted for a while may have more to read than the cache has room for
+        # in padding, next to the longest row.
         while max(len(unseen) for unseen in unseen_B) > (
             room := self._capacity - max(self.model.lengths_B)
         ):
@@ -176,7 +175,7 @@ class ChainDrafter:
         return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
 
     def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
-        """Commit tokens to the cache; logits_BKV after each, padded on the right."""
+        """Commit tokens to the cache; return logits_BKV after each, padded on the right."""
         width = max(len(tokens) for tokens in tokens_B)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
         tokens_BK = devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
@@ -185,19 +184,17 @@ class ChainDrafter:
         return logits_BKV
 
     def _fit(self, logits_BV: Tensor, chooser: Chooser) -> Tensor:
-        """Logits over the target's vocabulary: rows that only pad this model's or the target's are
-        cut or ruled out.
-        """
+        """Return logits over the target's vocabulary, -inf for ids that this model lacks."""
         extra = chooser.vocab_size - logits_BV.shape[-1]
         if extra:
             logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
         return logits_BV.to(chooser.device)
 
     def observe(self, observation: Observation) -> None:
-        """A chain drafter without state of its own learns nothing."""
+        """Ignore the outcome: a chain drafter learns nothing."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep what the target kept."""
+        """Keep the tokens that the target kept."""
         self.model.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -205,7 +202,7 @@ class ChainDrafter:
         self.model.select(rows)
 
     def time_step(self, frontier: int = 1) -> None:
-        """One forward over one token a row; nothing is committed."""
+        """Run one forward over one token a row without committing it."""
         self.model.forward(
             torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)
         )
@@ -219,8 +216,9 @@ def _counts_after(
     logits_BV: Tensor,
     counts_B: list[int],
 ) -> list[int]:
-    """The rows' counts once their policies have seen the tokens at `depth`; a row that stops keeps
-    what it has drawn.
+    """Return the rows' counts after their policies have seen the tokens at `depth`.
+
+    A row that stops keeps the tokens that it has sampled.
     """
     signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
     return [
@@ -232,9 +230,7 @@ def _counts_after(
 def signs(
     reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
 ) -> list[Sign] | list[None]:
-    """What policies read of drawn tokens: of q where tokens were drawn from one, else of the
-    model's own softmax.
-    """
+    """Return what the policies read of sampled tokens, by q or else by the model's softmax."""
     if reads == "nothing":
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV

@@ -1,17 +1,15 @@
-"""Lookahead decoding: the target guesses ahead in the same forward that verifies, and what it
-guessed is proposed later.
+"""Lookahead decoding: the target guesses tokens in its verifying forward, and proposes them later.
 
 Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
-(arXiv 2402.02057). Each forward carries a window of guessed tokens besides the candidates:
+(arXiv 2402.02057). Besides the candidates, each forward carries a window of guessed tokens:
 `columns` positions ahead, `rows` deep, refined by Jacobi iteration from round to round. The tokens
-of a column and what the target says after them are an n-gram, which goes to a pool under its first
-token. The pool's n-grams that begin with the tip are the candidates. No model but the target is
-needed; what it costs is width, so it wants a target whose forward over some dozens of tokens is
-nearly as fast as over one. Candidates are point masses to every rule.
+of a column and the target's token after them form an n-gram, which is filed in a pool under its
+first token. The pool's n-grams that begin with the tip are the candidates, point masses for every
+rule. No other model is needed. The cost is width, so this suits a target whose forward over dozens
+of tokens is nearly as fast as over one.
 
-The window is a tree like any other: its first row is a chain from the tip, and each column hangs
-below its token of that row. It follows the proposal's counted nodes, so that verification
-ignores it.
+The window is a tree: its first row is a chain from the tip, and each column continues below its
+token of that row. It follows the counted nodes of the proposal, so verification ignores it.
 
 Shapes: B batch rows, N nodes of a forward, V vocabulary.
 """
@@ -38,15 +36,16 @@ Phrase = tuple[int, ...]
 
 
 class PhrasePool:
-    """What was seen to follow a token, newest last; at most `per_key` phrases a token."""
+    """Phrases that followed each token, newest last; at most `per_key` a token."""
 
     def __init__(self, per_key: int) -> None:
         self.per_key = per_key
         self._after: dict[int, OrderedDict[Phrase, None]] = {}
 
     def add(self, first: int, phrase: Phrase) -> None:
-        """File a phrase; one that is known, or begins a longer one that is, makes that the newest.
-        It takes the place of its own beginnings.
+        """File a phrase as the newest, in place of its own prefixes.
+
+        A phrase that is known, or is a prefix of a known one, makes that one the newest.
         """
         if not phrase:
             return
@@ -59,21 +58,21 @@ class PhrasePool:
             known.popitem(last=False)
 
     def drop(self, first: int, phrase: Phrase) -> None:
-        """Forget a phrase that turned out to be wrong."""
+        """Remove a phrase that was rejected."""
         self._after.get(first, OrderedDict()).pop(phrase, None)
 
     def newest(self, first: int, count: int) -> list[Phrase]:
-        """The newest phrases that followed `first`, newest first."""
+        """Return the newest phrases that followed `first`, newest first."""
         return list(reversed(self._after.get(first, ())))[:count]
 
     def read(self, sequence: Sequence[int], start: int, length: int) -> None:
-        """File what follows each token from position `start` on, in phrases of `length`."""
+        """File what follows each token from position `start`, in phrases of `length`."""
         for at in range(max(start, 0), len(sequence) - length):
             self.add(sequence[at], tuple(sequence[at + 1 : at + 1 + length]))
 
 
-class Branches:
-    """A tree under construction: phrases share the nodes of their common beginnings."""
+class TreeBuilder:
+    """A tree under construction, in which phrases share the nodes of their common prefixes."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -81,7 +80,7 @@ class Branches:
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, phrase: Sequence[int], tip: int = -1, shared: bool = True) -> list[int]:
-        """Hang a phrase below node `tip`; returns its nodes."""
+        """Add a phrase below node `tip`; return its nodes."""
         nodes = []
         for token in phrase:
             node = self._children.get((tip, token)) if shared else None
@@ -96,10 +95,8 @@ class Branches:
         return nodes
 
 
-class Window:
-    """The guesses of one request: `rows` rows of `columns` tokens; row 0 stands closest
-    to the tip.
-    """
+class GuessWindow:
+    """The guesses of one request: `rows` rows of `columns` tokens, row 0 next to the tip."""
 
     def __init__(self, prompt: Sequence[int], rows: int, columns: int) -> None:
         self.rows = [
@@ -107,16 +104,17 @@ class Window:
             for row in range(rows)
         ]
 
-    def hang(self, tree: Branches) -> list[int]:
-        """Add the window to a tree, unshared; returns the nodes of its last row."""
+    def hang(self, tree: TreeBuilder) -> list[int]:
+        """Add the window to a tree without sharing nodes; return the nodes of its last row."""
         ends = tree.add(self.rows[0], shared=False)
         for row in self.rows[1:]:
             ends = [tree.add([token], above, shared=False)[0] for token, above in zip(row, ends)]
         return ends
 
     def learn(self, said: Sequence[int], pool: PhrasePool) -> None:
-        """`said`: the target's tokens after each column. File the columns as phrases and move every
-        row one step closer to the tip.
+        """File the columns as phrases and move every row one step closer to the tip.
+
+        said: the target's tokens after each column.
         """
         for column, last in enumerate(said):
             pool.add(self.rows[0][column], (*(row[column] for row in self.rows[1:]), last))
@@ -124,7 +122,7 @@ class Window:
 
 
 class Lookahead:
-    """The target's own guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
+    """A drafter of the target's guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
 
     ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
     window. candidates: phrases verified at once, and kept for a token. from_text: also file the
@@ -155,28 +153,29 @@ class Lookahead:
             name,
         )
         self.pools: list[PhrasePool] = []
-        self._windows: list[Window] = []
+        self._windows: list[GuessWindow] = []
         self._filed: list[int] = []
-        self._ends: list[list[int]] = []  # of this round's windows: the nodes of the last row
+        # nodes of the last row of this round's windows
+        self._ends: list[list[int]] = []
 
     def width(self, gamma: int) -> int:
-        """Candidates of at most gamma tokens, and the window."""
+        """Return the candidates' tokens, at most gamma each, and the window's."""
         return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """It needs neither."""
+        """Ignore both: the pools depend on neither."""
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Start the windows with the prompts' own tokens, and file the prompts' phrases."""
+        """Fill the windows with the prompts' tokens, and file the prompts' phrases."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
-        self._windows = [Window(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
+        self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
         self._filed = [0] * len(prompts_B)
         self._ends = [[] for _ in prompts_B]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Start again: pools and windows are made from the text."""
+        """Start again, since pools and windows are made from the text."""
         self.open([prompt], None, len(prompt))
 
     def propose(
@@ -186,33 +185,34 @@ class Lookahead:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """The pool's phrases after each tip, and behind them the windows, which are not counted."""
+        """Propose the pool's phrases after each tip, then the windows, which are not counted."""
         trees, counts_B = [], []
         for row, (sequence, budget) in enumerate(zip(sequences_B, budgets_B, strict=True)):
-            # A row that waits for its neighbours stays as it is, or they would show in its pool.
+            # A row without a budget is left unchanged, so that its pool does not depend on the
+            # other rows of the batch.
             if self.from_text and budget:
                 self.pools[row].read(sequence, self._filed[row], self.ngram - 1)
                 self._filed[row] = max(0, len(sequence) - self.ngram + 1)
-            tree = Branches()
+            tree = TreeBuilder()
             for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
                 tree.add(phrase[:budget])
             counts_B.append(len(tree.tokens))
             self._ends[row] = self._windows[row].hang(tree) if budget else []
             trees.append(tree)
         proposal = packed(trees, counts_B, chooser.device)
-        proposal.asks = choices
+        proposal.readback = choices
         return proposal
 
     def observe(self, observation: Observation) -> None:
-        """Learn what the target says after each column."""
-        (said_BN,) = observation.answers or ([],)
+        """File the target's tokens after each column."""
+        (said_BN,) = observation.readback or ([],)
         for row, ends in enumerate(self._ends):
-            if ends:  # else the round had no window: nothing was worth a draft
+            if ends:  # empty if the round had no window, since no row drafted
                 self._windows[row].learn([said_BN[row][end + 1] for end in ends], self.pools[row])
             self._ends[row] = []
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Pools hold emitted tokens and guesses; neither is taken back."""
+        """Keep everything: pools hold emitted tokens and guesses."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -222,19 +222,19 @@ class Lookahead:
         self._ends = [self._ends[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """One look into the pools; the window's cost is the target's."""
+        """Look up the pools once; the target pays for the window."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)
-            window.hang(Branches())
+            window.hang(TreeBuilder())
 
 
 def choices(logits_BNV: Tensor) -> tuple[Tensor]:
-    """What is asked with the outcome: the likeliest token after every node."""
+    """Return the most likely token after every node, for the readback."""
     return (logits_BNV.argmax(-1),)
 
 
-def packed(trees: Sequence[Branches], counts_B: list[int], device: torch.device) -> Proposal:
-    """Trees of several rows as one proposal, padded on the right."""
+def packed(trees: Sequence[TreeBuilder], counts_B: list[int], device: torch.device) -> Proposal:
+    """Return the trees of several rows as one proposal, padded on the right."""
     width = max(len(tree.tokens) for tree in trees)
     tokens = [tree.tokens + [0] * (width - len(tree.tokens)) for tree in trees]
     parents = [tree.parents + [-1] * (width - len(tree.parents)) for tree in trees]

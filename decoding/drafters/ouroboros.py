@@ -1,16 +1,14 @@
-"""Ouroboros: a small model drafts by lookahead decoding of its own, and phrases from a pool go on
-where its draft ends.
+"""Ouroboros: a small model drafts by lookahead decoding, and phrases from a pool extend its draft.
 
 Source: Zhao et al. 2024, "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster
 Speculative Decoding" (arXiv 2402.13720). The draft model's forwards carry a lookahead window, so a
-step drafts more than a token; the newest phrases after the last drafted token are attached to it as
-branches, which the target verifies in the same forward; and what the target says is filed: after a
-rejection its own words for the rest of the draft, and for every attached phrase the corrected one.
-Drafts are the model's choices, point masses to every rule.
+step drafts more than one token. The newest phrases after the last drafted token are attached to it
+as branches, and the target verifies all in one forward. The target's tokens are filed: after a
+rejection its tokens for the rest of the draft, and for every attached phrase the corrected one.
+Drafts are the model's choices, point masses for every rule.
 
-Where the host runs ahead of the device, a round waits once for each of the model's own forwards and
-once for the target's: which phrases join a forward depends on the token that the one before it
-chose, and phrases are looked up on the host.
+On a GPU a round waits once for each forward of the draft model and once for the target's, since
+phrases are looked up on the host by the last chosen token.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
+from decoding.drafters.lookahead import Lookahead, Phrase, TreeBuilder, choices, packed
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -35,27 +33,28 @@ from decoding.interfaces import (
     Stopping,
     ancestors,
 )
-from decoding.sampling.readback import Reading
+from decoding.sampling.readback import DeviceReadback
 from decoding.verification.follow import follow
 
 
 @dataclass(slots=True)
 class Drafted:
-    """Where a row's draft stands in the proposed tree."""
+    """A row's draft in the proposed tree."""
 
-    chain: list[int]  # nodes
-    tokens: list[int]  # of the chain
-    # nodes and tokens of each attached phrase, and the whole phrase
+    # nodes of the chain, and their tokens
+    chain: list[int]
+    tokens: list[int]
+    # nodes and tokens of each attached phrase, and the uncut phrase
     suffixes: list[tuple[list[int], list[int], Phrase]]
 
 
 class Ouroboros(ChainDrafter):
     """A small model with phrases. Hydra: `_target_: decoding.drafters.ouroboros.Ouroboros`.
 
-    ngram, columns, candidates: of the lookahead inside the draft model
-    (decoding/drafters/lookahead.py).
-    suffixes: phrases attached. The draft length counts an attached phrase's tokens too, ngram - 1
-    or as many as are half of it. The other arguments are ChainDrafter's.
+    ngram, columns, candidates: arguments of the lookahead inside the draft model
+    (decoding/drafters/lookahead.py). suffixes: number of attached phrases. An attached phrase
+    takes ngram - 1 tokens of the draft length, at most half of it. The other arguments are those
+    of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree")
@@ -79,23 +78,23 @@ class Ouroboros(ChainDrafter):
 
     @property
     def phrase(self) -> int:
-        """Tokens of an attached phrase."""
+        """Number of tokens of an attached phrase."""
         return self.inner.ngram - 1
 
     def width(self, gamma: int) -> int:
-        """The chain and the attached phrases."""
+        """Return the tokens of the chain and of the attached phrases."""
         return gamma + self.suffixes * min(self.phrase, gamma)
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """As a chain drafter, with room for the window, and with empty pools."""
+        """Open the model with room for the window, and empty pools."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase))
         self.inner.open(prompts_B, None, capacity)
         self._drafted = [None] * len(prompts_B)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """As a chain drafter, with empty pools."""
+        """Resume the model, and refill the pools from the prompt."""
         super().resume(prompt, kept, hidden_NC)
         self.inner.resume(prompt, kept, None)
         self._drafted = [None]
@@ -107,9 +106,7 @@ class Ouroboros(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """A chain for each row, and branches from its end; rows beyond this model's own context get
-        none.
-        """
+        """Draft a chain for each row, with phrases at its end; none past this model's context."""
         depths_B = self._within_context(sequences_B, budgets_B)
         self._drafted = [None] * len(depths_B)
         if max(depths_B) == 0:
@@ -118,7 +115,7 @@ class Ouroboros(ChainDrafter):
         drafted_B, steps = self._draft(sequences_B, wanted_B, chooser)
         trees = []
         for row, (drafted, depth) in enumerate(zip(drafted_B, depths_B)):
-            tree = Branches()
+            tree = TreeBuilder()
             if drafted:
                 chain = tree.add(drafted)
                 phrases = self.inner.pools[row].newest(drafted[-1], self.suffixes)
@@ -127,15 +124,13 @@ class Ouroboros(ChainDrafter):
                 self._drafted[row] = Drafted(chain, drafted, hung)
             trees.append(tree)
         proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
-        proposal.steps, proposal.asks = steps, choices
+        proposal.steps, proposal.readback = steps, choices
         return proposal
 
     def _draft(
         self, sequences_B: Sequence[Sequence[int]], wanted_B: Sequence[int], chooser: Chooser
     ) -> tuple[list[list[int]], int]:
-        """The model's own next tokens of each row, by lookahead decoding, and how many forwards
-        they took.
-        """
+        """Return the model's next tokens of each row by lookahead decoding, and its forwards."""
         logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)
         depths_B1 = torch.zeros(len(wanted_B), 1, dtype=torch.long, device=chooser.device)
         (first_B,) = devices.read(self._choose(logits_BV[:, None], depths_B1, chooser))
@@ -161,7 +156,7 @@ class Ouroboros(ChainDrafter):
         done_B: list[int],
         chooser: Chooser,
     ) -> Outcome:
-        """One lookahead round of the draft model; rows with nothing left keep their state."""
+        """Run one lookahead round of the draft model; finished rows keep their state."""
         proposal = self.inner.propose(contexts_B, left_B, (), chooser)
         assert proposal.parents_BN is not None
         device = self.model.device
@@ -174,8 +169,8 @@ class Ouroboros(ChainDrafter):
         depths_BN = (
             ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
         )
-        read = Reading(*choices(logits_BNV))
-        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, read)
+        readback = DeviceReadback(*choices(logits_BNV))
+        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, readback)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = (
             None
@@ -183,12 +178,12 @@ class Ouroboros(ChainDrafter):
             else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
         )
         self.model.commit(paths_BL, kept_B)
-        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, read.answers()))
+        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, readback.drafter_values()))
         return outcome
 
     @staticmethod
     def _choose(logits_BNV: Tensor, depths_BN: Tensor, chooser: Chooser) -> Tensor:
-        """The model's token after each node: its winner of the shared race, or its likeliest."""
+        """Return the model's token after each node: its argmax, or its choice by shared noise."""
         if chooser.rule != "coupled":
             return logits_BNV.argmax(-1)
         return chooser.race(
@@ -196,10 +191,8 @@ class Ouroboros(ChainDrafter):
         )
 
     def observe(self, observation: Observation) -> None:
-        """File the target's words: for the rejected rest of the chain, and for what follows each
-        attached phrase's tokens.
-        """
-        (said_BN,) = observation.answers or ([],)
+        """File the target's tokens for the rejected part of the chain and after each phrase."""
+        (said_BN,) = observation.readback or ([],)
         for row, drafted in enumerate(self._drafted):
             if drafted is None:
                 continue
@@ -210,13 +203,13 @@ class Ouroboros(ChainDrafter):
                     said[0 if n == 0 else drafted.chain[n - 1] + 1]
                     for n in range(accepted, len(drafted.chain) + 1)
                 ]
-                for at in range(len(words) - 1):  # of a short draft only beginnings are known
+                for at in range(len(words) - 1):  # the last phrases of a short draft are prefixes
                     pool.add(words[at], tuple(words[at + 1 : at + 1 + self.phrase]))
             for nodes, tokens, phrase in drafted.suffixes:
                 corrected = [said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
                     pool.drop(drafted.tokens[-1], phrase)
-                    # nothing was said of what was cut off
+                    # the target predicted nothing for the part that was cut off
                     pool.add(drafted.tokens[-1], (*corrected, *phrase[len(corrected) :]))
         self._drafted = [None] * len(self._drafted)
 
@@ -227,7 +220,7 @@ class Ouroboros(ChainDrafter):
         self._drafted = [self._drafted[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """One forward over a token, the window and a candidate; nothing is committed."""
+        """Run one forward over a token, the window and a candidate without committing."""
         width = 1 + self.inner.width(self.phrase)
         self.model.forward(
             torch.zeros(

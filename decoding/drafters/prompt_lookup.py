@@ -1,9 +1,8 @@
-"""Lookup: the last tokens are looked up in the prompt and the output so far, and what followed them
-is proposed.
+"""Lookup: find the last tokens earlier in the prompt or output, and propose what followed them.
 
 Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
-and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. The
-tokens are a point mass, so sampling verifies them without q.
+and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. Their
+tokens are point masses, so sampling verifies them without q.
 
 Shapes: B rows, N drafted tokens.
 """
@@ -30,17 +29,15 @@ from decoding.stopping.base import cut
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence was last followed by a token."""
+    """The latest position at which each n-gram of a growing sequence was followed by a token."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes  # largest first
         self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 0  # n-grams that end before this position are filed
+        self._indexed = 0  # n-grams that end before this position are in the index
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Position of the token that followed the latest earlier occurrence of the longest matching
-        ending.
-        """
+        """Return the position after the longest matching suffix's latest earlier occurrence."""
         for end in range(max(self._indexed, 1), len(sequence)):
             for size in self.sizes:
                 if size <= end:
@@ -54,15 +51,13 @@ class NgramIndex:
 
 
 class Index(Protocol):
-    """Finds where the ending of a growing sequence was followed by a token before."""
+    """An index of where the suffix of a growing sequence occurred before."""
 
     def find(self, sequence: Sequence[int]) -> int | None: ...
 
 
 def continuation(sequence: Sequence[int], position: int | None, budget: int) -> list[int]:
-    """At most `budget` tokens from `position` on; at the end of the sequence they go on with those
-    already copied.
-    """
+    """Copy at most `budget` tokens from `position`; past the end, repeat the copied ones."""
     drafted: list[int] = []
     while position is not None and len(drafted) < budget:
         at = position + len(drafted)
@@ -71,7 +66,7 @@ def continuation(sequence: Sequence[int], position: int | None, budget: int) -> 
 
 
 def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
-    """A proposal of tokens behind which no distribution stands."""
+    """Return a proposal of certain tokens, without q."""
     counts_B = [len(drafted) for drafted in drafted_B]
     width = max(counts_B)
     padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
@@ -79,8 +74,9 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
 
 
 class Lookup:
-    """A drafter that copies what followed the same ending earlier in the row; `make_index` says how
-    that is found.
+    """A drafter that copies what followed the same suffix earlier in the row.
+
+    make_index: creates the index that finds the suffix.
     """
 
     capabilities = Capabilities(shape="chain", has_q=False, steps="round")
@@ -94,11 +90,11 @@ class Lookup:
         self._opened: list[list[int]] = []
 
     def width(self, gamma: int) -> int:
-        """A chain of gamma tokens."""
+        """Return gamma, the length of the chain."""
         return gamma
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """It needs neither."""
+        """Ignore both: a lookup depends on neither."""
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
@@ -110,7 +106,7 @@ class Lookup:
             index.find(prompt)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Index the prompt again: an index has no way back, and costs next to nothing."""
+        """Index the prompt again, which is cheap; an index cannot be rolled back."""
         self.open([prompt], None, len(prompt))
 
     def propose(
@@ -120,8 +116,9 @@ class Lookup:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """What followed the longest matching ending; where the match runs into the end, it is
-        continued periodically.
+        """Propose what followed the longest matching suffix.
+
+        A match that reaches the end of the sequence is continued periodically.
         """
         drafted_B = [
             cut(continuation(sequence, index.find(sequence), budget), policy)
@@ -132,25 +129,23 @@ class Lookup:
         return point_masses(drafted_B, chooser)
 
     def observe(self, observation: Observation) -> None:
-        """The index grows from the sequences themselves."""
+        """Ignore the outcome: the index grows from the sequences."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Only emitted tokens are indexed: there is nothing to roll back."""
+        """Keep the index, which holds emitted tokens only."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._indices = [self._indices[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """One look-up a row."""
+        """Look up each row once."""
         for index, prompt in zip(self._indices, self._opened, strict=True):
             index.find(prompt)
 
 
 class PromptLookup(Lookup):
-    """n-grams of the row's own prompt and output. Hydra:
-    `_target_: decoding.drafters.prompt_lookup.PromptLookup`.
-    """
+    """Lookup of n-grams. Hydra: `_target_: decoding.drafters.prompt_lookup.PromptLookup`."""
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -162,10 +157,9 @@ class PromptLookup(Lookup):
 
 
 class SuffixLookup(Lookup):
-    """The longest earlier match of the row's ending. Hydra:
-    `_target_: decoding.drafters.prompt_lookup.SuffixLookup`.
+    """Longest-suffix lookup. Hydra: `_target_: decoding.drafters.prompt_lookup.SuffixLookup`.
 
-    min_match: tokens that a match needs before it is copied from.
+    min_match: minimum length of a match.
     """
 
     def __init__(self, min_match: int = 2, name: str = "suffix_lookup") -> None:

@@ -1,7 +1,6 @@
-"""The table of drafters: what a user calls one -> the class that makes it, the heads that it drafts
-from, and its options.
+"""The table of drafters: a name -> the class that drafts, the heads that it loads, its options.
 
-A class goes by its dotted name and is imported when it is used, as some lie in higher packages.
+A class is given by its dotted name and imported when used, as some are in higher packages.
 """
 
 import importlib
@@ -14,19 +13,23 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_config, read_json
 
-AUTO = "auto"  # as a drafter's dtype: see decoding.models.native.linear.draft_dtype
+AUTO = "auto"  # a drafter's dtype: see decoding.models.native.linear.draft_dtype
 
 
 @dataclass(frozen=True)
 class Entry:
     """One kind of drafter."""
 
-    kind: str  # dotted name of the class
-    needs: str = ""  # the option that has no default
-    model_type: str = ""  # in config.json of the heads that it drafts from
-    # a key of config.json by which its heads without a model_type are known
+    # dotted name of the class
+    kind: str
+    # the option that is required
+    needs: str = ""
+    # model_type in config.json of the heads that it loads
+    model_type: str = ""
+    # a key of config.json that identifies its heads without a model_type
     mark: str = ""
-    trained: str = ""  # dotted name of what trains such heads (training/heads/kind.py)
+    # dotted name of what trains such heads (training/heads/kind.py)
+    trained: str = ""
     # defaults that differ from the class's
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,14 +67,12 @@ DRAFTERS = {
         options={"by_cost": True},
     ),
 }
-# model_type of a head's config.json -> the drafter that drafts from it
+# model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
 
 
 def imported(dotted: str) -> Any:
-    """Return what `package.module.name` names. Raises ImportError in one line where it is not
-    there.
-    """
+    """Return the object `package.module.name`; raise ImportError in one line if there is none."""
     module, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -80,9 +81,7 @@ def imported(dotted: str) -> Any:
 
 
 def head_of(folder: str | Path) -> str:
-    """Return the name of the drafter for the head that a folder holds; empty for all other
-    folders.
-    """
+    """Return the drafter's name for a head folder, or an empty string for other folders."""
     file = Path(folder) / "config.json"
     values = read_json(file) if file.is_file() else {}
     marked = (name for name, entry in DRAFTERS.items() if entry.mark in values)
@@ -90,7 +89,7 @@ def head_of(folder: str | Path) -> str:
 
 
 def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
-    """Return the error for what is neither a folder nor one of the names, with the nearest one."""
+    """Return the error for a value that is neither a folder nor a name, with the nearest name."""
     near = get_close_matches(use, names, n=1)
     return UserError(
         f"{where} {use!r} is neither a folder (looked in {Path.cwd()}) nor the name of a drafter "
@@ -99,13 +98,13 @@ def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
 
 
 def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
-    """Raise UserError for a head whose hidden size or vocabulary differ from the target's, or whose
-    card names another target's hash.
+    """Raise UserError for a head that was made for another target.
 
-    Published heads have neither tokenizer files nor a card: of these the sizes alone are compared.
+    The hidden size and vocabulary are compared, and the target's hash if the head's card has one.
+    Published heads have no card.
     """
     target = read_config(target_folder)
-    head = read_json(Path(head_folder) / "config.json")  # not all published ones have a model_type
+    head = read_json(Path(head_folder) / "config.json")  # may lack a model_type
     where = f"{head_folder} cannot draft for {target_folder}:"
     for key in ("hidden_size", "vocab_size"):
         if key in head and target.get(key) != head[key]:
@@ -121,6 +120,6 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
     if expected != found:
         raise UserError(
             f"{where} {card} names a target of the hash {expected[:12]}, and this one's is "
-            f"{found[:12]}: its weights, configuration or tokenizer are others. Take the target "
-            f"that the head was trained on, or train the head again."
+            f"{found[:12]}: its weights, configuration or tokenizer differ. Take the target that "
+            f"the head was trained on, or train the head again."
         )

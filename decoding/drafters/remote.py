@@ -1,10 +1,9 @@
-"""A chain drafter in a process of its own, so that it can draft while the target verifies.
+"""A chain drafter in a separate process, so that it can draft while the target verifies.
 
-The worker holds the model and answers over a socket pair; tokens and counts travel as lists, and
-where the rule tests them the drafted rows of q as bytes. No random number travels: all noise is a
-function of its key, and the key is sent. With `cores` the worker is bound to its own processor
-cores and the target's process to the others (`lanes`), one thread a core: without that, two
-processes that each use every core only get in each other's way.
+The worker holds the model and answers over a socket pair; tokens and counts are sent as lists, and
+q, if the rule tests it, as bytes. No random number is sent, since noise is a function of its key.
+With `cores` the worker is bound to its own processor cores and the target's process to the others
+(`lanes`), one thread a core; two processes that both use every core slow each other down.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -42,8 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class RemoteChain:
     """A ChainDrafter in a worker process. Hydra: `_target_: decoding.drafters.remote.RemoteChain`.
 
-    draft_cores: processor cores of the worker (the last ones of this process's); 0 binds nothing.
-    The other arguments are ChainDrafter's. The worker ends with this object, or with this process.
+    draft_cores: processor cores of the worker, the last of this process's; 0 binds nothing. The
+    other arguments are those of ChainDrafter. The worker ends with this object or this process.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
@@ -62,7 +61,7 @@ class RemoteChain:
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "decoding.drafters.remote_process", str(theirs.fileno())]
-        # Ctrl-C is this process's to handle.
+        # a session of its own, so that Ctrl-C only reaches this process
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -74,36 +73,38 @@ class RemoteChain:
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
-        self._answers_due = False  # whether a chain was asked for that nobody has read yet
+        self._answers_due = False  # whether an answer to `begin` has not been read yet
         self._send((str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
-        self.worker_seconds = 0.0  # that the last proposal took in the worker
-        self._chain_seconds, self._chain_steps = 0.0, 0  # of all proposals since `open`
+        # seconds of the last proposal, by the worker's clock
+        self.worker_seconds = 0.0
+        # of all proposals since `open`
+        self._chain_seconds, self._chain_steps = 0.0, 0
 
     def width(self, gamma: int) -> int:
-        """A chain of gamma tokens."""
+        """Return gamma, the length of the chain."""
         return gamma
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """It needs neither."""
+        """Ignore both: a chain drafter depends on neither."""
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Have the worker read all prompt tokens but the last."""
+        """Make the worker read all prompt tokens but the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
         self._chain_seconds, self._chain_steps = 0.0, 0
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Have the worker read what is new."""
+        """Make the worker read the new tokens."""
         self._drop_answer()
         self._call("resume", list(prompt), kept)
 
     def _drop_answer(self) -> None:
-        if self._answers_due:  # a decode that failed between asking and reading left it
+        if self._answers_due:  # left by a decode that failed between `begin` and `finish`
             self.enough()
             self._answers_due = False
             self._receive()
@@ -127,14 +128,13 @@ class RemoteChain:
         chooser: Chooser,
         least: int | None = None,
     ) -> None:
-        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come
-        back with what they saw.
+        """Start drafting a chain for each row; `finish` waits for it.
 
-        So does the repetition penalty; the caller's `allowed` stays here, and a token that it
-        forbids is drafted in vain.
+        The policies are sent and return with what they observed. The repetition penalty is sent
+        too, but not the caller's `allowed`: tokens that it forbids are drafted in vain.
 
-        least: in place of the policies, draft that many tokens and then go on, within the budgets,
-        until `enough` is said.
+        least: instead of the policies, draft this many tokens, then continue within the budgets
+        until `enough` is called.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
@@ -152,11 +152,11 @@ class RemoteChain:
         self._device, self._asked_B = chooser.device, stopping_B
 
     def enough(self) -> None:
-        """Have the worker end the chain that it is drafting."""
-        self._send(("enough", ()))  # nothing to wait for
+        """Make the worker end its current chain."""
+        self._send(("enough", ()))  # has no answer
 
     def finish(self) -> Proposal:
-        """The chains that `begin` asked for."""
+        """Return the chains that `begin` started."""
         answer = self._receive()
         self._answers_due = False
         tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
@@ -175,30 +175,32 @@ class RemoteChain:
         return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
 
     def observe(self, observation: Observation) -> None:
-        """A chain drafter learns nothing."""
+        """Ignore the outcome: a chain drafter learns nothing."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep what the target kept."""
-        self._send(("rollback", (list(lengths_B),)))  # nothing to wait for
+        """Keep the tokens that the target kept."""
+        self._send(("rollback", (list(lengths_B),)))  # has no answer
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._send(("select", (list(rows),)))
 
     def time_step(self, frontier: int = 1) -> None:
-        """One forward in the worker over one token a row, there and back."""
+        """Run one forward in the worker over one token a row, with its messages."""
         self.time_steps(1)
 
     def time_steps(self, count: int) -> float:
-        """Seconds of several such forwards by the worker's clock, which does not see the message: a
-        chain takes one, however long it is.
+        """Return the seconds of several forwards by the worker's clock, without messages.
+
+        A chain of any length takes one message.
         """
         return float(self._call("time_steps", count))
 
     @property
     def seconds_a_step(self) -> float | None:
-        """What a drafted token took since `open` by the worker's clock, draws included and messages
-        not; None where none was drafted.
+        """Mean seconds of a drafted token since `open`, None if there was none.
+
+        By the worker's clock: with sampling, without messages.
         """
         return self._chain_seconds / self._chain_steps if self._chain_steps else None
 
@@ -218,8 +220,8 @@ class RemoteChain:
 
     def _ended(self) -> UserError:
         return UserError(
-            f"the drafter's worker ended with status {self._process.wait()}; its last words stand "
-            f"above. Make the drafter again."
+            f"the drafter's worker ended with status {self._process.wait()}; its output is above. "
+            f"Make the drafter again."
         )
 
     def _receive(self) -> Any:
@@ -233,7 +235,7 @@ class RemoteChain:
 
 
 @runtime_checkable
-class InProcesses(Protocol):
+class MultiProcessTarget(Protocol):
     """A target in several processes (decoding/models/distributed/parallel.py)."""
 
     @property
@@ -244,17 +246,16 @@ class InProcesses(Protocol):
 
 @contextmanager
 def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
-    """Bind this process to the cores that the worker does not use, one thread a core, while the
-    block runs.
+    """Bind this process to the cores that the worker does not use, one thread a core.
 
-    The processes of a parallel target share them. Raises UserError if there are fewer than it has
-    processes.
+    Lasts for the block. The processes of a parallel target share these cores. Raises UserError if
+    there are fewer cores than processes.
     """
     if not drafter.own_cores:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    ranks = target.ranks if isinstance(target, InProcesses) else None
+    ranks = target.ranks if isinstance(target, MultiProcessTarget) else None
     own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
     os.sched_setaffinity(0, own_cores)
     torch.set_num_threads(min(threads, len(own_cores)))
@@ -268,7 +269,7 @@ def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
 
 
 def _end(pipe: Connection, process: "subprocess.Popen[bytes]") -> None:
-    pipe.close()  # the worker reads the end of its requests, and ends
+    pipe.close()  # the worker ends when it reads the end of the pipe
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,6 @@
-"""The process of a drafter that works apart (decoding/drafters/remote.py): it holds the model and
-answers requests over a pipe.
+"""The worker process of decoding/drafters/remote.py: it holds the model and answers requests.
 
-A module of its own, as Python runs it by name and the package imports the other end.
+Python runs this module by name; the package only imports the other end of the pipe.
 """
 
 import os
@@ -22,8 +21,8 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.base import Fixed
 
 
-class _UntilTold(Fixed):
-    """Some tokens, and then more for as long as the other end says nothing."""
+class _UntilMessage(Fixed):
+    """A policy that drafts `least` tokens, then more until the other end sends a message."""
 
     def __init__(self, least: int, pipe: Connection) -> None:
         self._least, self._pipe = least, pipe
@@ -33,7 +32,7 @@ class _UntilTold(Fixed):
 
 
 class _Worker:
-    """What answers in the worker process."""
+    """The requests that the worker process answers, by method."""
 
     def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
         self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
@@ -80,7 +79,9 @@ class _Worker:
             self._choosers = {key: made}
         chooser = self._choosers[key]
         chooser.begin(*begun)
-        ends_B = stopping_B if least is None else [_UntilTold(least, self._pipe)] * len(stopping_B)
+        ends_B = (
+            stopping_B if least is None else [_UntilMessage(least, self._pipe)] * len(stopping_B)
+        )
         chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
         q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
@@ -113,7 +114,7 @@ def serve(pipe: Connection) -> None:
         "rollback": worker.drafter.rollback,
         "select": worker.drafter.select,
     }
-    silent["enough"] = lambda: None  # the chain that it was meant for is answered already
+    silent["enough"] = lambda: None  # arrived after its chain was complete
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,
         "resume": worker.resume,

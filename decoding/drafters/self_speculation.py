@@ -1,11 +1,9 @@
-"""The target drafts for itself with some of its attention and MLP sub-layers skipped, on its own
-cache.
+"""Self-speculation: the target drafts with some of its attention and MLP sub-layers skipped.
 
-Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). No second model, no training, no
-memory: the draft reads the keys and values that the target committed in the layers it keeps, and
-writes its own behind them, where the target's next forward puts the right ones. Which sub-layers to
-skip is an artefact: `python -m distill.skip_search` finds a set for a target and writes it to
-skips.json.
+Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). It needs no second model, training
+or memory: the draft reads the keys and values that the target committed in the layers it keeps,
+and appends its own, which the target's next forward overwrites. `python -m distill.skip_search`
+searches for the sub-layers to skip and writes them to skips.json.
 
 Shapes: B rows.
 """
@@ -26,11 +24,11 @@ FILE = "skips.json"
 
 
 class SelfSpeculation(ChainDrafter):
-    """The target with skipped sub-layers. Hydra:
-    `_target_: decoding.drafters.self_speculation.SelfSpeculation`.
+    """The target with skipped sub-layers.
 
-    skips: a skips.json, or the folder it lies in; or give `attention` and `mlp`, the layers (from
-    0) whose sub-layer is skipped.
+    Hydra: `_target_: decoding.drafters.self_speculation.SelfSpeculation`. skips: a skips.json or
+    its folder; otherwise give `attention` and `mlp`, the layers (from 0) whose sub-layer is
+    skipped.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True)
@@ -47,12 +45,13 @@ class SelfSpeculation(ChainDrafter):
         self.name = name
         self.num_layers = self.num_parameters = 0
         self._target: NativeTarget | None = None
-        # kept from batch to batch, with what it has recorded
+        # kept from batch to batch, with its recorded graphs
         self._view: NativeTarget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Take the target. Raises UserError for another backend than native, and for layers that it
-        does not have.
+        """Set the target.
+
+        Raises UserError for a backend other than native, and for layers that the target lacks.
         """
         if not isinstance(target, NativeTarget):
             raise UserError(
@@ -77,7 +76,7 @@ class SelfSpeculation(ChainDrafter):
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """The target has read the prompts already."""
+        """Share the cache of the target, which has read the prompts."""
         assert self._target is not None, "prepare() comes before open()"
         self._capacity = capacity
         if self._view is None:
@@ -86,12 +85,12 @@ class SelfSpeculation(ChainDrafter):
         self._follow()
 
     def _follow(self) -> None:
-        """Stand where the target stands."""
+        """Take over the target's current lengths and cache."""
         assert self._target is not None and self._view is not None, "open() comes first"
         self._view.follow(self._target)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """The target has read what is new."""
+        """Follow the target, which has read the new tokens."""
         self._follow()
 
     def propose(
@@ -101,22 +100,22 @@ class SelfSpeculation(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft a chain for each row from the target's committed tokens on."""
+        """Draft a chain for each row after the target's committed tokens."""
         self._follow()
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """The drafted keys and values are overwritten by the target's."""
+        """Follow the target, which overwrites the drafted keys and values."""
         self._follow()
 
     def select(self, rows: Sequence[int]) -> None:
-        """The target has moved its rows already."""
+        """Follow the target, which has selected its rows."""
         self._follow()
 
 
 def read_skips(path: str | Path) -> Skips:
-    """The sub-layers named in a skips.json. Raises UserError for a file that is none."""
-    # a stage names its neighbour's folder by way of its own, which may not be there yet
+    """Return the sub-layers in a skips.json; raise UserError for an invalid file."""
+    # resolve "..", since a stage may refer to another's folder through one that does not exist yet
     place = Path(normpath(path))
     file = place / FILE if place.is_dir() else place
     try:
@@ -130,7 +129,7 @@ def read_skips(path: str | Path) -> Skips:
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
-    """Write a skip set with what is known of it."""
+    """Write a skip set and what is known about it."""
     path.write_text(
         json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
         encoding="utf-8",

@@ -1,40 +1,38 @@
-"""A suffix automaton over a growing sequence: the longest ending that stood there before, in
-constant time a token.
+"""A suffix automaton over a growing sequence: its longest suffix that occurred before.
 
-It finds matches of any length, where an n-gram table finds those of the lengths it files. Source:
-Hu et al. 2024, "SAM Decoding" (arXiv 2411.10666); the automaton is Blumer et al. 1985, built
-online.
+It takes constant time a token and finds matches of any length. Source: Hu et al. 2024, "SAM
+Decoding" (arXiv 2411.10666); the automaton is that of Blumer et al. 1985, built online.
 """
 
 from collections.abc import Sequence
 
 
 class SuffixAutomaton:
-    """Where the longest matching ending of a sequence was last followed by a token. Each state
-    stands for a set of substrings that end at the same places; `link` leads to the longest of their
-    suffixes that ends at more places.
+    """An index of where the longest matching suffix of a sequence was last followed by a token.
+
+    Each state represents a set of substrings that end at the same positions; its suffix link leads
+    to the longest of their suffixes that also ends elsewhere.
     """
 
     def __init__(self, min_match: int = 1) -> None:
         self.min_match = min_match
         self._next: list[dict[int, int]] = [{}]
-        # of a state: suffix link, longest substring, place of its last token
+        # of each state: suffix link, length of the longest substring, position of its last token
         self._link, self._length, self._end = (
             [-1],
             [0],
             [-1],
         )
         self._last = 0  # the state of the whole sequence
-        # of the longest ending that stood there before, and its length
+        # state and length of the longest suffix that occurred before
         self._state = self.matched = 0
         self._follows: int | None = None
         self._read = 0
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Position of the token that followed the longest ending's earlier occurrence, None below
-        `min_match` tokens.
+        """Return the position after the longest suffix's earlier occurrence.
 
-        `sequence` is the one of the last call with tokens added.
+        Returns None for a match below `min_match` tokens. `sequence` extends that of the last call.
         """
         for position in range(self._read, len(sequence)):
             self._match(sequence[position])
@@ -44,9 +42,7 @@ class SuffixAutomaton:
         return self._follows if self.matched >= self.min_match else None
 
     def _match(self, token: int) -> None:
-        """Lengthen the match by a token, or fall back to the longest of its suffixes
-        that can be.
-        """
+        """Extend the match by a token, or fall back to its longest suffix that can be extended."""
         while self._state and token not in self._next[self._state]:
             self._state = self._link[self._state]
             self.matched = self._length[self._state]
@@ -54,9 +50,9 @@ class SuffixAutomaton:
             self._state, self.matched = self._next[self._state][token], self.matched + 1
 
     def _see(self, position: int) -> None:
-        """Note what followed the match, and that it now ends here too."""
+        """Record what followed the match, and that it now ends here too."""
         while self._state and self.matched <= self._length[self._link[self._state]]:
-            self._state = self._link[self._state]  # a state was split under the match
+            self._state = self._link[self._state]  # the state of the match was split
         self._follows = self._end[self._state] + 1 if self._state else None
         if self._state:
             self._end[self._state] = position
@@ -74,9 +70,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, at: int, token: int) -> int:
-        """The state of (longest substring of `at`) + token, split off where a longer one shares its
-        state.
-        """
+        """Return the state of (longest substring of `at`) + token, split off if it is shared."""
         old = self._next[at][token]
         if self._length[old] == self._length[at] + 1:
             return old

@@ -1,11 +1,10 @@
-"""Any model drafter, copying where it can: a long match in the row's own text stands in for its
-draft.
+"""Suffix lookup before any model drafter: a long match in the row's text replaces its draft.
 
-Where the row's ending stood before for at least `min_match` tokens, what followed it is proposed
-and the model does not run; elsewhere the model drafts its chain or tree. The model reads what it
-missed in its next turn. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
+If at least `min_match` last tokens occurred before, what followed them is proposed and the model
+does not run; otherwise the model drafts its chain or tree, after it has read the tokens that it
+missed. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
 
-Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K tokens of a distribution.
+Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K candidates.
 """
 
 from collections.abc import Sequence
@@ -37,46 +36,46 @@ from decoding.stopping.base import cut
 
 
 class LookupFirst:
-    """Suffix lookup before a drafter, which is asked for the rows without a match alone.
+    """Suffix lookup before a drafter, which drafts only for the rows without a match.
 
-    min_match: tokens of a match that is trusted more than the drafter.
+    min_match: the match length from which lookup is preferred to the drafter.
     """
 
     def __init__(self, drafter: Drafter, min_match: int = 6) -> None:
         if min_match < 1:
             raise UserError(f"min_match is {min_match}, expected a number of tokens from 1 up.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
-        # what the index has read cannot be taken back
+        # the index cannot be rolled back
         self.capabilities = replace(drafter.capabilities, can_overlap=False)
         self._indices: list[SuffixAutomaton] = []
 
     @property
     def num_layers(self) -> int:
-        """The drafter's."""
+        """Number of layers of the drafter."""
         return self.drafter.num_layers
 
     @property
     def num_parameters(self) -> int:
-        """The drafter's."""
+        """Number of parameters of the drafter."""
         return self.drafter.num_parameters
 
     def width(self, gamma: int) -> int:
-        """The drafter's own, or a copied chain."""
+        """Return the larger of the drafter's width and a copied chain's."""
         return max(self.drafter.width(gamma), gamma)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Tell the drafter."""
+        """Prepare the drafter."""
         self.drafter.prepare(target, costs)
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Index the prompts, and have the model read them."""
+        """Open the drafter and index the prompts."""
         self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Have the model read what is new, and index the text again."""
+        """Resume the drafter and index the text again."""
         self.drafter.resume(prompt, kept, hidden_NC)
         self._indices = [SuffixAutomaton(self.min_match)]
 
@@ -87,7 +86,7 @@ class LookupFirst:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Copied tokens for the rows that have a match, the drafter's for the others."""
+        """Propose copied tokens for rows with a match, and the drafter's tokens for the others."""
         copied_B = [
             cut(continuation(sequence, index.find(sequence), budget), policy) if budget else []
             for index, sequence, budget, policy in zip(
@@ -95,7 +94,7 @@ class LookupFirst:
             )
         ]
         copied = point_masses(copied_B, chooser)
-        # whatever a row's neighbours draft: on trees every node has noise of its own
+        # a tree even if no row drafts one, since the noise of trees is keyed by node
         if self.capabilities.shape == "tree":
             chain_N = torch.arange(-1, copied.tokens_BN.shape[1] - 1, device=chooser.device)
             copied.parents_BN = chain_N.expand_as(copied.tokens_BN)
@@ -105,17 +104,17 @@ class LookupFirst:
         drafted = self.drafter.propose(sequences_B, left_B, stopping_B, chooser)
         if max(copied.counts_B) == 0:
             return drafted
-        if max(drafted.counts_B) == 0:  # beyond the model's context, or not worth it
+        if max(drafted.counts_B) == 0:  # past the model's context, or not worth drafting
             copied.steps, copied.frontiers = drafted.steps, drafted.frontiers
             return copied
         return _merged(drafted, copied, chooser)
 
     def observe(self, observation: Observation) -> None:
-        """The drafter knows for which rows it drafted nothing."""
+        """Pass the outcome to the drafter, which skips the rows that it drafted nothing for."""
         self.drafter.observe(observation)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Only emitted tokens are indexed: what is rolled back is the drafter's."""
+        """Roll back the drafter; the index holds emitted tokens only."""
         self.drafter.rollback(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -124,15 +123,15 @@ class LookupFirst:
         self._indices = [self._indices[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """One of the drafter's: a look-up costs next to nothing."""
+        """Do one of the drafter's steps; a lookup costs almost nothing."""
         self.drafter.time_step(frontier)
 
 
 class ChainWithLookup(LookupFirst):
-    """A chain drafter with suffix lookup before it. Hydra:
-    `_target_: decoding.drafters.with_lookup.ChainWithLookup`.
+    """A chain drafter with suffix lookup before it.
 
-    The other arguments are ChainDrafter's.
+    Hydra: `_target_: decoding.drafters.with_lookup.ChainWithLookup`. The other arguments are those
+    of ChainDrafter.
     """
 
     def __init__(self, *arguments: Any, min_match: int = 6, **named: Any) -> None:
@@ -140,18 +139,19 @@ class ChainWithLookup(LookupFirst):
 
 
 def check_lookup_before(kind: type) -> None:
-    """Raise UserError for a class of drafters that lookup does not go before: it is for models that
-    draft while the target waits.
+    """Raise UserError for a drafter class that lookup cannot precede.
+
+    It is for models that draft while the target waits.
     """
     why = ""
     if issubclass(kind, (Lookup, LookupFirst)):
-        why = "looks up by itself already"
+        why = "already looks up by itself"
     elif issubclass(kind, Lookahead):
-        why = "has no model that drafts"
+        why = "has no draft model"
     elif issubclass(kind, RemoteChain):
         why = (
-            "drafts while the target verifies, and what a lookup has read of a chunk that is "
-            "thrown away cannot be taken back"
+            "drafts while the target verifies, and the lookup cannot be rolled back when a chunk "
+            "is thrown away"
         )
     if why:
         raise UserError(
@@ -161,8 +161,9 @@ def check_lookup_before(kind: type) -> None:
 
 
 def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
-    """One proposal of both; of a row at most one has tokens. A copied token is drawn from a point
-    mass.
+    """Return one proposal of both, of which at most one has tokens for a row.
+
+    Copied tokens are point masses.
     """
     width = max(drafted.tokens_BN.shape[1], copied.tokens_BN.shape[1])
     sides_BN = [
@@ -175,7 +176,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         steps=drafted.steps,
         frontiers=drafted.frontiers,
         siblings=drafted.siblings,
-        asks=drafted.asks,
+        readback=drafted.readback,
     )
     if drafted.parents_BN is not None:
         parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)
@@ -196,8 +197,9 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
 def _with_masses(
     drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int
 ) -> TopRows:
-    """`drawn` with a point mass on node n in row n of the copied chains: node n is the only child
-    of the node before it.
+    """Return `drawn` with point masses in the rows of copied chains.
+
+    Node n of a chain is the only child of the node before it, and row n holds its distribution.
     """
     _, P, K = drawn.ids_BPK.shape
     N = tokens_BN.shape[1]
@@ -205,11 +207,11 @@ def _with_masses(
         F.pad(part, (0, 0, 0, max(N - P, 0))) for part in (drawn.ids_BPK, drawn.probs_BPK)
     )
     tokens_BP = F.pad(tokens_BN, (0, max(P - N, 0)))
-    # Ids of a row are different; those behind the token have no share.
+    # the ids of a row must be distinct; those after the token have probability 0
     others_K = torch.arange(K, device=tokens_BN.device)
     mass_BPK = torch.zeros_like(probs_BPK)
     mass_BPK[:, :, 0] = 1.0
-    # without a share
+    # the tail of a copied row has no weight
     tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))
     return TopRows(
         torch.where(is_copied_B11, (tokens_BP[:, :, None] + others_K) % vocab_size, ids_BPK),

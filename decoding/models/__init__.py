@@ -1,1 +1,1 @@
-"""Target models: loading, the two backends, several devices, and text to ids and back."""
+"""Target models: loading, two backends, several devices, tokenizers and chat templates."""

@@ -1,8 +1,8 @@
-"""Which cache slot every token goes to, what it may attend to, and how accepted paths are kept.
+"""Cache slots: where each token is written, what it may attend to, how accepted paths are kept.
 
-Rows of a batch keep their own lengths. A forward over N new tokens of row b writes slots
-`length_b .. length_b + N - 1`; nothing is committed until `commit`, so a rejected token is dropped
-by not counting it. Slots beyond the length hold stale numbers that no mask lets through.
+Rows of a batch have different lengths. A forward over N new tokens of row b writes slots `length_b
+.. length_b + N - 1`. Nothing is committed until `commit`: a rejected token is dropped by not
+counting it. Slots past the length hold stale numbers that every mask hides.
 
 Shapes: B rows, N new tokens (nodes), L tokens of a path, T slots, H key/value heads, D head size.
 """
@@ -20,26 +20,32 @@ BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead
 
 
 @dataclass(slots=True)
-class Plan:
-    """Where one forward writes and what it sees; made once a forward and used by every layer."""
+class ForwardPlan:
+    """Slots and mask of one forward, made once and used by every layer."""
 
-    end: int  # slots read: the longest row's length + N
-    start: int | None  # first slot written, if it is the same in all rows
-    slots_BN: Tensor | None  # slots written, if rows differ
-    positions_BN: Tensor | None  # rope positions, if they are not start .. start + N - 1
-    mask: Tensor | None  # additive, (1 or B, 1, N, end); None: everything is visible, or `causal`
-    causal: bool  # plain causal attention over an empty cache
+    # slots read: the longest row's length + N
+    end: int
+    # first slot written, if it is equal in all rows
+    start: int | None
+    # slots written, if rows differ
+    slots_BN: Tensor | None
+    # rope positions, if they are not start .. start + N - 1
+    positions_BN: Tensor | None
+    # additive, (1 or B, 1, N, end); None: everything is visible, or `causal`
+    mask: Tensor | None
+    # plain causal attention over an empty cache
+    causal: bool
 
 
 class Slots:
-    """Lengths of the rows and the plans made from them. Holds no keys or values."""
+    """The rows' lengths and the plans made from them, without keys or values."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.lengths_B: list[int] = []
         self.capacity = 0
         self._band: Tensor | None = None
-        self._band_base = 0  # longest start that the band serves
+        self._band_base = 0  # longest start that the band supports
 
     def open(self, batch_size: int, capacity: int) -> None:
         """Start `batch_size` empty rows of at most `capacity` slots."""
@@ -47,8 +53,9 @@ class Slots:
         self.capacity = capacity
 
     def end_of(self, num_tokens: int) -> int:
-        """Slots that a forward over `num_tokens` reads. Raises ValueError if the cache
-        has fewer.
+        """Return the slots that a forward over `num_tokens` reads.
+
+        Raises ValueError if the cache has fewer.
         """
         end = max(self.lengths_B) + num_tokens
         if end > self.capacity:
@@ -57,12 +64,11 @@ class Slots:
             )
         return end
 
-    def plan(self, num_tokens: int, parents_BN: Tensor | None) -> Plan:
-        """The plan of a forward over `num_tokens` new tokens a row, a chain unless `parents_BN` is
-        given.
+    def plan(self, num_tokens: int, parents_BN: Tensor | None) -> ForwardPlan:
+        """Return the plan of a forward over `num_tokens` new tokens a row.
 
         parents_BN: index of each node's parent among the new tokens, -1 for the committed tip;
-        parents come first.
+        parents precede their children. None is a chain.
         """
         lengths_B, N = self.lengths_B, num_tokens
         end = self.end_of(num_tokens)
@@ -71,19 +77,19 @@ class Slots:
             return self._tree_plan(parents_BN, start, end)
         if start is not None:
             if N == 1:
-                return Plan(end, start, None, None, None, False)
+                return ForwardPlan(end, start, None, None, None, False)
             if start == 0:
-                return Plan(end, 0, None, None, None, True)
+                return ForwardPlan(end, 0, None, None, None, True)
             if N <= BAND_ROWS:
-                return Plan(end, start, None, None, self._band_mask(start, N), False)
+                return ForwardPlan(end, start, None, None, self._band_mask(start, N), False)
         lengths = devices.tensor(lengths_B, self.device)
         slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
         visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
         if start is not None:
-            return Plan(end, start, None, None, self._additive(visible_BNT[:1]), False)
-        return Plan(end, None, slots_BN, slots_BN, self._additive(visible_BNT), False)
+            return ForwardPlan(end, start, None, None, self._additive(visible_BNT[:1]), False)
+        return ForwardPlan(end, None, slots_BN, slots_BN, self._additive(visible_BNT), False)
 
-    def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> Plan:
+    def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> ForwardPlan:
         B, N = parents_BN.shape
         lengths_B = devices.tensor(self.lengths_B, self.device)
         slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
@@ -93,7 +99,7 @@ class Slots:
         )
         visible_BNT.scatter_(2, slots_BN[:, None, :].expand(B, N, N), ancestors_BNN)
         positions_BN = lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
-        return Plan(
+        return ForwardPlan(
             end,
             start,
             None if start is not None else slots_BN,
@@ -108,8 +114,9 @@ class Slots:
         )[:, None]
 
     def _band_mask(self, start: int, num_tokens: int) -> Tensor:
-        """Row i sees columns <= start + i: a view of a table whose row i sees columns <= base + i,
-        shifted.
+        """Return a mask in which row i attends to columns <= start + i.
+
+        It is a shifted view of a table whose row i attends to columns <= base + i.
         """
         if self._band is None or self._band_base < start:
             self._band_base = max(self.capacity, start)
@@ -126,9 +133,9 @@ class Slots:
     def commit(
         self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int], move: "Move"
     ) -> None:
-        """Keep the first `counts_B` nodes of each row's path; None means the chain 0, 1, 2 ...
+        """Keep the first `counts_B` nodes of each row's path; None is the chain 0, 1, 2, ...
 
-        A chain lies in the right slots already and costs a length update; other paths move cache
+        A chain already lies in the right slots and only changes the lengths. Other paths move cache
         rows by `move(src_BL, dst_BL)`, where slots past a row's count map to themselves.
         """
         if paths_BL is not None:
@@ -146,13 +153,11 @@ class Slots:
         ]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Shorten rows to `lengths_B`; rows that are shorter already stay as they are."""
+        """Shorten rows to at most `lengths_B`."""
         self.lengths_B = [min(old, new) for old, new in zip(self.lengths_B, lengths_B, strict=True)]
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Keep `rows`, in that order; returns the (from, to) pairs of rows whose keys and values
-        must move.
-        """
+        """Keep `rows` in this order; return the (from, to) pairs of rows whose cache must move."""
         self.lengths_B = [self.lengths_B[row] for row in rows]
         return [(row, i) for i, row in enumerate(rows) if row != i]
 

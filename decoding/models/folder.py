@@ -1,7 +1,6 @@
-"""Model folders: read config.json and safetensors, and refuse what is damaged or unsupported with
-words a user can act on.
+"""Model folders: read config.json and safetensors, and reject damaged or unsupported ones.
 
-A model folder is what `save_pretrained` of Hugging Face writes: config.json, tokenizer files, and
+A model folder is what Hugging Face's `save_pretrained` writes: config.json, tokenizer files, and
 the weights as model.safetensors or as shards listed in model.safetensors.index.json. Pickled
 weights (.bin) are never opened here.
 """
@@ -26,7 +25,7 @@ Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of one of its tensors."""
+    """The entry of one tensor in a safetensors file."""
 
     file: Path
     dtype: str
@@ -37,7 +36,7 @@ Tensors = dict[str, Header]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError names the file and the line when it is not one."""
+    """Return the object in a JSON file; raise UserError with the file and line if it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -66,8 +65,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises UserError if the folder or the file is missing, empty
-    or broken.
+    """Return config.json of a model folder.
+
+    Raises UserError if the folder or the file is missing, empty or damaged.
     """
     folder = Path(folder)
     if not exists(folder):
@@ -83,7 +83,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
-        if inside:  # a run's folder, say
+        if inside:  # such as a run's folder
             raise UserError(
                 f"{folder}: is no model folder, but holds {' and '.join(map(str, inside))}: give "
                 f"that."
@@ -102,9 +102,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def own_code_error(folder: str | Path) -> UserError:
-    """Return the error for a folder whose model or tokenizer is defined by Python of its own, which
-    nobody trusted.
-    """
+    """Return the error for a folder that defines its model or tokenizer in untrusted Python."""
     return UserError(
         f"{folder}: its model or tokenizer is defined by Python in the folder, which is not run. "
         f"If you trust it, run it as a target with target.trust_remote_code=true target.backend=hf "
@@ -113,8 +111,9 @@ def own_code_error(folder: str | Path) -> UserError:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or folder of this name. Raises UserError for a name that no file can
-    have, or that may not be looked at.
+    """Return whether there is a file or folder of this name.
+
+    Raises UserError for an invalid name, and for one that may not be read.
     """
     try:
         path.stat()
@@ -131,15 +130,14 @@ def exists(path: Path) -> bool:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a folder, checked to be there and complete. Raises UserError
-    otherwise.
-    """
+    """Return the safetensors files of a folder; raise UserError if one is missing or incomplete."""
     folder = Path(folder)
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(
-                f"{folder / INDEX}: has no weight_map that tells which shard holds which tensor."
+                f"{folder / INDEX}: has no weight_map, expected the file of every tensor. Download "
+                f"the index again."
             )
         for tensor, name in weight_map.items():
             if not isinstance(name, str) or not name or "\0" in name or _leaves(name):
@@ -158,8 +156,9 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def _leaves(name: str) -> bool:
-    """Whether a path leads out of the folder that it starts from. Links are fine: the Hub's cache
-    consists of them.
+    """Return whether a path leads out of its folder.
+
+    Links are allowed: the Hub's cache consists of them.
     """
     path = PurePosixPath(name.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or ":" in name
@@ -177,11 +176,10 @@ def _missing_weights(folder: Path, file: Path) -> str:
 
 
 def read_headers(folder: str | Path) -> Tensors:
-    """What the safetensors files of a folder hold, by tensor; no weights are read. Raises UserError
-    as `weight_files` does.
+    """Return the headers of a folder's tensors by name, without reading weights.
 
-    Also for a tensor that is in two files, and for one that the index puts into a file which does
-    not have it.
+    Raises UserError as `weight_files` does, for a tensor that is in two files, and for one that is
+    not in the file that the index names.
     """
     tensors: Tensors = {}
     for file in weight_files(folder):
@@ -204,9 +202,7 @@ def read_headers(folder: str | Path) -> Tensors:
 
 
 def _check_complete(file: Path) -> Tensors:
-    """Compare the byte count that the safetensors header promises with the size of the file.
-    Returns what the header says.
-    """
+    """Check a safetensors file's size against its header; return the header's tensors."""
     try:
         size, header_size, header = _read_header(file)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -232,7 +228,7 @@ def _check_complete(file: Path) -> Tensors:
 
 
 def _read_header(file: Path) -> tuple[int, int, dict[str, Any]]:
-    """Bytes of the file, bytes of its header, and the header."""
+    """Return the bytes of the file, the bytes of its header, and the header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -252,11 +248,10 @@ def _read_header(file: Path) -> tuple[int, int, dict[str, Any]]:
 
 
 def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises
-    UserError if damaged.
+    """Return all tensors of a model folder by name, memory-mapped, in the dtype of the file.
 
-    cut: called with each name and shape; its index is what is read of the tensor, and None leaves
-    it out.
+    cut: called with each name and shape; returns the index of the part to read, or None to skip
+    the tensor. Raises UserError for damaged files.
     """
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
@@ -278,8 +273,9 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
 
 
 def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError for a weight that is NaN or infinite. It reads every weight: for drafters,
-    which are small.
+    """Raise UserError for a weight that is NaN or infinite.
+
+    It reads every weight, which is fast for drafters.
     """
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():
@@ -293,9 +289,9 @@ def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> N
 
 
 def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
-    """Raise UserError, by name, for models whose attention is not plain full causal attention.
+    """Raise UserError for models whose attention is not plain full causal attention.
 
-    `config` is the content of config.json; `where` is what the message starts with.
+    config: the content of config.json. where: the start of the message.
     """
     kind = config["model_type"]
     if config.get("is_encoder_decoder"):
@@ -317,18 +313,16 @@ def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_LARGE = 64 * 2**20  # bytes of a file that is not hashed twice
+_LARGE = 64 * 2**20  # bytes from which a file's hash is cached
 
 
 def hash_input(path: Path) -> str:
-    """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and
-    tokenizer (its card left out).
-    """
+    """Return the SHA-256 of a file, or of a model folder's files except its card and README."""
     if path.is_file():
         return _hash_file(path)
     if not path.exists():
@@ -343,9 +337,7 @@ def hash_input(path: Path) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    """A large file is read once a process, however often it is asked for: a job names its target's
-    hash in several places.
-    """
+    """Return a file's hash, computed once a process for large files."""
     stat = path.stat()
     if stat.st_size < _LARGE:
         return sha256(path)

@@ -1,17 +1,15 @@
-"""The reference target: any decoder-only, full-attention causal LM of `transformers`, with our own
-cache and mask.
+"""The reference target: any decoder-only, full-attention causal LM of `transformers`.
 
-`transformers` does the arithmetic; this module hands it a cache that writes each row's tokens to
-that row's own slots, an explicit 4-D mask and explicit positions. That needs a model which takes
-all three; one that ignores the mask or the positions would be silently wrong, so `HFTarget` tries a
-two-branch tree on loading and refuses a model whose answer differs from running the branches apart.
+`transformers` does the arithmetic; this module passes it a cache that writes each row's tokens to
+that row's slots, an explicit 4-D mask and explicit positions. A model that ignores the mask or the
+positions would be silently wrong, so `HFTarget` tests each model with a tree of two branches on
+loading, and rejects it if the logits differ from those of the separate branches.
 
-`compiled` traces the whole model once for single tokens and once for all wider forwards, with sizes
-left open: slots come as a tensor then, so that no length is built into the code. Prompts are read
-uncompiled.
+`compiled` traces the model once for single tokens and once for all wider forwards with symbolic
+sizes; slots are then a tensor, so that no length is compiled in. Prompts are read uncompiled.
 
-Taps come from hooks on the model's own layers, there for the one forward: the state at layer k is
-the input of module k.
+Taps are read by hooks on the model's layers during one forward: the state at layer k is the input
+of module k.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache
 slots.
@@ -20,17 +18,17 @@ slots.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import BAND_ROWS, Plan, Slots
+from decoding.models.cache import BAND_ROWS, ForwardPlan, Slots
 from decoding.models.folder import (
     own_code_error,
     read_config,
@@ -40,23 +38,24 @@ from decoding.models.folder import (
 from decoding.models.model_check import check_loaded
 from decoding.models.taps import check_taps, join_taps
 
+if TYPE_CHECKING:  # its import takes seconds, which only models of this backend need
+    from transformers import PreTrainedModel
+
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
-WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
-# share of the largest logit; a model that ignores mask or positions is off by far more
+WIDEST = BAND_ROWS  # new tokens of a compiled forward; a wider one is a prompt
+# share of the largest logit; a model that ignores mask or positions differs by far more
 PROBE_TOLERANCE = 0.05
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer of the cache; `plan` says where the tokens of the running forward go."""
+    """One layer of the cache; the owner's `plan` has the slots of the current forward."""
 
     def __init__(self, owner: "RowCache") -> None:
         super().__init__()
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate all slots; the first forward tells the shapes, which may differ between keys and
-        values.
-        """
+        """Allocate all slots in the shapes of the first forward's keys and values."""
         _, heads, _, key_size = key_states.shape
         B, T = self.owner.row_count, self.owner.slot_count
         with torch.inference_mode(False):
@@ -69,9 +68,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, H, N, D) keys and values to their slots; returns all slots that the forward
-        reads.
-        """
+        """Write (B, H, N, D) keys and values to their slots; return all slots that are read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None and self.owner.plan is not None
@@ -100,16 +97,16 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """A `transformers` cache whose rows have their own lengths."""
+    """A `transformers` cache whose rows have different lengths."""
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         self.row_count, self.slot_count = batch_size, capacity
-        self.plan: Plan | None = None
+        self.plan: ForwardPlan | None = None
         self.rows = [RowLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
 
     def stores(self) -> list[Tensor]:
-        """The key and value tensors of all layers that have run, each (B, H, T, D)."""
+        """Return the key and value tensors (B, H, T, D) of all layers that have run."""
         return [
             t
             for layer in self.rows
@@ -124,12 +121,12 @@ class HFTarget:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         name: str,
         max_length: int | None = None,
         execution: str | None = None,
     ) -> None:
-        """execution: one of EXECUTIONS; None is eager. Raises UserError for another word."""
+        """Wrap a model; execution is one of EXECUTIONS, else UserError is raised (None: eager)."""
         self.execution = execution or "eager"
         if self.execution not in EXECUTIONS:
             raise UserError(
@@ -153,7 +150,7 @@ class HFTarget:
             int, list[tuple[Tensor, Tensor]]
         ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
-        self._refuse_deaf_model()
+        self._refuse_unmasked_model()
         if self.execution == "compiled":
             self._compiled = devices.compiled(self._step, self.device, sizes_open=True)
 
@@ -168,8 +165,9 @@ class HFTarget:
         trust_remote_code: bool,
         execution: str | None = None,
     ) -> "HFTarget":
-        """Raises UserError for damaged folders and for models whose attention is not full and
-        causal.
+        """Load a model folder.
+
+        Raises UserError for damaged folders and models whose attention is not full and causal.
         """
         refuse_unsupported_attention(read_config(folder), str(folder))
         weight_files(folder)
@@ -206,13 +204,11 @@ class HFTarget:
         return cls(model, name, max_length, execution)
 
     def _keep_hidden(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        """The input of the output embedding is the hidden state after the final norm, in every
-        architecture.
-        """
+        """Keep the output embedding's input: the state after the final norm in every model."""
         self._hidden = args[0]
 
-    def _refuse_deaf_model(self) -> None:
-        """Run the tree 0 -> (1, 2) and the chain 0 -> 2; node 2 must not notice node 1."""
+    def _refuse_unmasked_model(self) -> None:
+        """Reject a model in which node 2 of the tree 0 -> (1, 2) attends to node 1."""
         with torch.inference_mode():
             self.open(1, 8)
             ids = torch.tensor([[1, 2, 3]], device=self.device).remainder(self.vocab_size)
@@ -227,14 +223,12 @@ class HFTarget:
 
     @property
     def backend(self) -> str:
-        """The backend's word in results, with how it runs where that is not operation
-        by operation.
-        """
+        """Name of the backend in results, with the execution unless it is eager."""
         return "hf" if self.execution == "eager" else f"hf {self.execution}"
 
     @property
     def lengths_B(self) -> list[int]:
-        """Committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache, by row."""
         return self.slots.lengths_B
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
@@ -254,8 +248,7 @@ class HFTarget:
         positions_BN = plan.positions_BN
         if positions_BN is None:
             positions_BN = torch.arange(plan.end - N, plan.end, device=self.device)[None]
-        # Only padding can lie past the context; a table of learned positions must not be read
-        # beyond its end.
+        # Only padding can lie past the context; a table of learned positions ends there.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         mask = plan.mask
         if plan.causal:
@@ -276,7 +269,7 @@ class HFTarget:
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC); see `Target.forward`."""
+        """Return (logits_BNV, hidden_BNC); see `Target.forward`."""
         check_taps(self, taps)
         with self._tapped(taps):
             return self._forward(tokens_BN, parents_BN, taps)
@@ -293,7 +286,7 @@ class HFTarget:
         slots_BN = plan.slots_BN
         if slots_BN is None:
             slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
-        # A copy: a view of the band, made outside inference, would be traced once more.
+        # a copy, since a view of the band, made outside inference mode, would be traced again
         return self._compiled(
             tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN, taps
         )
@@ -304,14 +297,14 @@ class HFTarget:
         return logits_BNV, self._read(self._hidden, taps)
 
     def _read(self, hidden_BNC: Tensor, taps: tuple[int, ...]) -> Tensor:
-        """The hidden states at the taps; where there are none, those after the final norm."""
+        """Return the hidden states at the taps, or after the final norm without taps."""
         if not taps:
             return hidden_BNC
         return join_taps({**self._states, self.num_layers: hidden_BNC}, taps)
 
     @contextmanager
     def _tapped(self, taps: tuple[int, ...]) -> Iterator[None]:
-        """Inside, a forward leaves the inputs of these layers in `_states`."""
+        """Make forwards within the block store the inputs of these layers in `_states`."""
         layers: Sequence[torch.nn.Module] = self._layers() if taps else []
         hooks = [
             layers[tap].register_forward_pre_hook(self._keep_input(tap), with_kwargs=True)
@@ -332,7 +325,7 @@ class HFTarget:
         return keep
 
     def _layers(self) -> Sequence[torch.nn.Module]:
-        """The model's decoder layers. Raises UserError for a model that does not list them."""
+        """Return the model's decoder layers; raise UserError for a model without a list of them."""
         for module in self.model.base_model.modules():
             if isinstance(module, torch.nn.ModuleList) and len(module) == self.num_layers:
                 return list(module)
@@ -350,15 +343,15 @@ class HFTarget:
         slots_BN: Tensor,
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """What is compiled: a forward in which every length is a tensor's size."""
-        self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        """Run the forward that is compiled, in which every length is the size of a tensor."""
+        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
-        """The hidden states of `forward` without the product with the vocabulary."""
+        """Return the hidden states of `forward` without computing logits."""
         check_taps(self, taps)
         with self._tapped(taps):
             found = self.model.base_model(**self._inputs(tokens_BN, parents_BN))
@@ -378,7 +371,7 @@ class HFTarget:
         self.slots.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows` of the batch, in that order."""
+        """Keep only `rows` of the batch, in this order."""
         moves = self.slots.select(rows)
         if moves:
             src, dst = [m[0] for m in moves], [m[1] for m in moves]
@@ -386,13 +379,13 @@ class HFTarget:
                 store[dst] = store[src]
 
     def keep(self, row: int, name: int) -> None:
-        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        """Store a copy of a row's committed cache (see `Target.keep`)."""
         length, stores = self.lengths_B[row], self.cache.stores()
         copies = [store[row : row + 1, :, :length].clone() for store in stores]
         self._kept[name] = list(zip(copies[::2], copies[1::2], strict=True))
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of what was kept."""
+        """Start a row with the first `length` tokens that `keep` stored."""
         for layer, (keys, values) in zip(self.cache.rows, self._kept[name], strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
@@ -404,13 +397,13 @@ class HFTarget:
         self.slots.lengths_B[row] = length
 
     def forget(self) -> None:
-        """Drop all that was kept."""
+        """Drop everything that `keep` stored."""
         self._kept = {}
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings, (..., C)."""
+        """Return token embeddings (..., C)."""
         return self.model.get_input_embeddings()(ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states after the final norm."""
+        """Return the logits (..., V) of hidden states after the final norm."""
         return self.model.get_output_embeddings()(hidden)

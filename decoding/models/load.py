@@ -1,5 +1,4 @@
-"""What the decode loop asks of a target model, and `load_target`, which makes one from a model
-folder.
+"""Load a target model from a model folder.
 
 Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
 """
@@ -43,21 +42,23 @@ def load_target(
     processes: int = 0,
     execution: str | None = None,
 ) -> Target:
-    """The model in a Hugging Face folder as a target.
+    """Load the model in a Hugging Face folder as a target.
 
     backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only
     full-attention causal LM).
-    max_length: tokens a row may hold; default and upper bound is the context length of the model.
-    device: cpu, cuda, cuda:N, or auto (a GPU where there is one).
+    device: cpu, cuda, cuda:N, or auto (a GPU if there is one).
+    max_length: maximum tokens in a row; the default and upper bound is the model's context length.
     batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at
-    once; by default the cache grows with what is decoded.
-    parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers
-    each); native alone.
-    processes: how many, this one included; 0 is one a visible GPU.
-    execution: of the native backend 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled'
-    (recorded with fused layers); None is graph on a GPU and eager on a CPU, where the others run
-    unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'. Raises UserError if
-    the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
+    once; by default the cache grows as needed.
+    parallel: 'none', or split over processes: 'tp' (every layer) or 'layers' (some layers each);
+    native only.
+    processes: number of processes, this one included; 0 is one for each visible GPU.
+    execution: for native 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded
+    with fused layers); None is graph on a GPU and eager on a CPU, where the others serve tests. For
+    hf 'eager' (None) or 'compiled'.
+
+    Raises UserError for a folder that is missing, empty, damaged, holds only pickled weights or is
+    of an unsupported kind.
     """
     given = {
         "device": device,
@@ -95,9 +96,7 @@ def load_target(
 def _check_folder(
     folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None
 ) -> None:
-    """Raise UserError for a dtype, backend or length that the model cannot have, before its weights
-    are read.
-    """
+    """Raise UserError for a dtype, backend or length that does not fit, before reading weights."""
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("backend", backend, BACKENDS)
     context = config.get("max_position_embeddings") or config.get("n_positions")
@@ -123,6 +122,6 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
         )
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
-            f"execution '{execution}': a target over several processes runs eager; its sums are "
-            f"not recorded."
+            f"execution '{execution}': a target over several processes runs eager only. Take "
+            f"execution=eager or processes=1."
         )

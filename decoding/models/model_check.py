@@ -1,11 +1,9 @@
-"""Whether a model folder's config.json describes the weights beside it, from the headers of the
-safetensors files alone.
+"""Check that a model folder's config.json describes its weights, by the safetensors headers alone.
 
-Loaders take what they find: layers that a configuration does not count are left out, tensors that
-it does not name are never read, and the model that runs is another one than the folder's. So every
-tensor's shape is compared with the configuration before weights are read. Families that are not
-known here (hf backend) are held to what holds for all: as many layers as the files have, and what
-`transformers` reports after loading.
+Loaders accept contradictions: they leave out layers that the configuration does not count and
+ignore tensors that it does not name, so that another model runs. Every tensor's shape is therefore
+compared with the configuration before weights are read. For families that are unknown here (hf
+backend) only the number of layers is compared, and what `transformers` reports after loading.
 """
 
 import re
@@ -14,31 +12,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from decoding.errors import UserError
 from decoding.models.folder import Tensors, load_state, read_config, read_headers
 from decoding.models.native.weights import FAMILIES
-from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
+from decoding.values import ValueRule, check_value, is_int, is_number, optional, quote, whole_number
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
-# computed anew by whoever loads them; older versions of transformers stored them
+# computed on loading; older versions of transformers stored them
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
 _INDEXED = re.compile(r"\.(\d+)\.")
 
-_COUNT = whole(1)
-_POSITIVE = Rule(lambda value: is_number(value) and value > 0, "a number more than 0")
-_TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
-_DTYPE = Rule(
+_COUNT = whole_number(1)
+_POSITIVE = ValueRule(lambda value: is_number(value) and value > 0, "a number more than 0")
+_TRUTH = ValueRule(lambda value: isinstance(value, bool), "true or false")
+_DTYPE = ValueRule(
     lambda value: value in ("float64", "float32", "float16", "bfloat16"),
     "float64, float32, float16 or bfloat16",
 )
-_OBJECT = Rule(lambda value: isinstance(value, dict), "an object with named fields")
-_WORDS = Rule(
+_OBJECT = ValueRule(lambda value: isinstance(value, dict), "an object with named fields")
+_WORDS = ValueRule(
     lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
     "a list of texts",
 )
-_TOKENS = Rule(
+_TOKENS = ValueRule(
     lambda value: is_int(value) or (isinstance(value, list) and all(map(is_int, value))),
     "a token id, or a list of them",
 )
@@ -49,8 +46,8 @@ _REQUIRED = dict.fromkeys(
 _OPTIONAL = {
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
-    "max_position_embeddings": whole(2),
-    "rms_norm_eps": Rule(
+    "max_position_embeddings": whole_number(2),
+    "rms_norm_eps": ValueRule(
         lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"
     ),
     "rope_theta": _POSITIVE,
@@ -59,7 +56,7 @@ _OPTIONAL = {
     "mlp_bias": _TRUTH,
     "use_cache": _TRUTH,
     "use_sliding_window": _TRUTH,
-    "hidden_act": Rule(lambda value: isinstance(value, str), "a text such as 'silu'"),
+    "hidden_act": ValueRule(lambda value: isinstance(value, str), "a text such as 'silu'"),
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
     "architectures": _WORDS,
@@ -70,15 +67,15 @@ _OPTIONAL = {
     "eos_token_id": _TOKENS,
     "pad_token_id": _TOKENS,
     "sliding_window": _COUNT,
-    "initializer_range": Rule(
+    "initializer_range": ValueRule(
         lambda value: is_number(value) and value >= 0, "a number of 0 or more"
     ),
-    "attention_dropout": Rule(
+    "attention_dropout": ValueRule(
         lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"
     ),
 }
 _ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-_ROPE_KIND = Rule(
+_ROPE_KIND = ValueRule(
     lambda value: isinstance(value, str) and value in _ROPE_KINDS,
     f"one of {', '.join(_ROPE_KINDS)}",
 )
@@ -91,7 +88,7 @@ _ROPE = {
     "rope_type": _ROPE_KIND,
     "type": _ROPE_KIND,
 }
-_OF_KIND = {  # the fields that a kind of rope cannot be without
+_OF_KIND = {  # required fields of a kind of rope
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
 }
@@ -102,15 +99,15 @@ class Expected(NamedTuple):
 
     name: str
     shape: list[int]
-    why: str  # the fields that it follows from
+    # the fields that determine the shape
+    why: str
 
 
 def check_model(folder: str | Path) -> None:
-    """Raise UserError that names the first contradiction between a folder's config.json and its
-    weights: file, tensor, found, expected.
+    """Raise UserError for the first contradiction between a folder's config.json and its weights.
 
-    Also for a folder that cannot be read, and for fields of config.json that no model can have. No
-    weights are read.
+    Also for a folder that cannot be read, and for invalid fields of config.json. No weights are
+    read.
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
@@ -138,9 +135,7 @@ def check_model(folder: str | Path) -> None:
 
 
 def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and
-    Python reads them all the same.
-    """
+    """Raise UserError for a NaN or infinity in a configuration, which Python's JSON accepts."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_finite(file, value, f"{prefix}{key}.")
@@ -149,24 +144,26 @@ def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> No
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for weights quantized in a way that `transformers` does not know, and would
-    skip.
-    """
+    """Raise UserError for a quantization that `transformers` does not know and would ignore."""
     found = config.get("quantization_config")
     if found is None:
         return
+    # imported here: it takes seconds, and few models are quantized
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a "
+            f"{folder / 'config.json'}: quantization_config is {quote(found)}, expected one with a "
             f"quant_method that transformers knows "
             f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
         )
 
 
 def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
-    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing
-    field, too.
+    """Raise UserError for an invalid value in config.json.
+
+    complete: also for a missing field.
     """
     _check_finite(folder / "config.json", config)
     if config["model_type"] in FAMILIES:
@@ -176,10 +173,9 @@ def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = Tr
 
 
 def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
-    """Raise UserError for a field of a known family's config.json with a value that no model can
-    have.
+    """Raise UserError for an invalid field of a known family's config.json.
 
-    complete: refuse a missing field that every model needs, too.
+    complete: also for a missing field that every model needs.
     """
     file = folder / "config.json"
     missing = [key for key in _REQUIRED if key not in config]
@@ -193,7 +189,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     _check_rope(file, config)
     if config.get("quantization_config") is not None:
         raise UserError(
-            f"{file}: quantization_config is {shown(config['quantization_config'])}, expected "
+            f"{file}: quantization_config is {quote(config['quantization_config'])}, expected "
             f"none: quantized weights are not read here. Take the folder of the model before it "
             f"was quantized."
         )
@@ -213,7 +209,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     if _head_dim(config) % 2:
         raise UserError(
             f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions "
-            f"turn pairs."
+            f"rotate pairs of channels."
         )
 
 
@@ -227,7 +223,7 @@ def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
-    """Every tensor of a known family's model, in the names of Hugging Face."""
+    """Yield every tensor of a known family's model by its Hugging Face name."""
     V, C = config["vocab_size"], config["hidden_size"]
     yield Expected("model.embed_tokens.weight", [V, C], "vocab_size, hidden_size")
     yield Expected("model.norm.weight", [C], "hidden_size")
@@ -249,7 +245,7 @@ def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
     )
     queries, keys = config["num_attention_heads"] * D, _groups(config) * D
     of_queries, of_keys = "num_attention_heads x head_dim", "num_key_value_heads x head_dim"
-    # Whether a bias is there: Qwen2 has them at queries, keys and values always, Mistral nowhere.
+    # Qwen2 always has biases at queries, keys and values, Mistral never.
     attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
     mlp_bias = family == "llama" and bool(config.get("mlp_bias"))
     for name, rows, columns, why, has_bias in (
@@ -301,9 +297,7 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Raise UserError for more layers than the files have, of a known family for fewer too, before
-    anything is built by their number.
-    """
+    """Raise UserError for more layers than the files hold, or fewer for a known family."""
     key = next(
         (key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None
     )
@@ -313,8 +307,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
     held = 1 + max(
         (int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1
     )
-    # Some families store layers that their causal LM leaves out, such as those that predict further
-    # tokens.
+    # Some families store layers that their causal LM does not use, such as those for multi-token
+    # prediction.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
             f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} "
@@ -323,10 +317,9 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
 
 
 def check_tied_head(folder: str | Path) -> None:
-    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to.
-    Reads these two tensors.
+    """Raise UserError for a stored lm_head that differs from the embedding it should be tied to.
 
-    Such a model was trained with a head of its own, which a loader that ties it would drop.
+    Such a model was trained with a separate head, which a loader would drop. Reads both tensors.
     """
     config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
     if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
@@ -336,7 +329,7 @@ def check_tied_head(folder: str | Path) -> None:
     state = load_state(
         folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None
     )
-    # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
+    # in blocks of rows, since comparing two large tensors at once would allocate a third
     blocks = zip(*(state[name].split(4096) for name in names))
     if not all(bool((embedding == head).all()) for embedding, head in blocks):
         raise UserError(
@@ -348,9 +341,7 @@ def check_tied_head(folder: str | Path) -> None:
 
 
 def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
-    """Raise UserError for what `transformers` found after loading a model: tensors that were
-    missing, left over or of another shape.
-    """
+    """Raise UserError if `transformers` loaded a model with missing, unused or reshaped tensors."""
     kinds: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("missing_keys", "is in none of the weights, and would be random", str),
         ("unexpected_keys", "is in the weights and has no place in the model", str),

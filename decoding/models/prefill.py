@@ -8,7 +8,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Target
 
-PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
+PREFILL_CHUNK = 512  # tokens a row in one prefill forward, to bound memory
 
 
 def prefill(
@@ -17,8 +17,10 @@ def prefill(
     keep_hidden: bool = False,
     taps: tuple[int, ...] = (),
 ) -> Tensor | None:
-    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
-    padded on the right: after the final norm, or at the taps (see `Target.forward`).
+    """Read prompts into an opened, empty target; rows may be empty.
+
+    Returns hidden_BNC if `keep_hidden`, padded on the right: after the final norm, or at the taps
+    (see `Target.forward`).
     """
     longest = max(len(prompt) for prompt in prompts_B)
     hidden: list[Tensor] = []

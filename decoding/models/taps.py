@@ -14,16 +14,16 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Target
-from decoding.values import is_int, shown
+from decoding.values import is_int, quote
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
-    """Raise UserError for a layer that the target does not have, and for one named twice."""
+    """Raise UserError for a layer that the target lacks or that is named twice."""
     last = target.num_layers
     for place, tap in enumerate(taps):
         if not is_int(tap) or not 0 <= tap <= last:
             raise UserError(
-                f"taps holds {shown(tap)}, expected layers of '{target.name}': whole numbers from "
+                f"taps holds {quote(tap)}, expected layers of '{target.name}': whole numbers from "
                 f"0 (the output of the embedding) to {last} (after the final norm)."
             )
         if tap in taps[:place]:

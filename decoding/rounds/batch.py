@@ -1,10 +1,8 @@
-"""The running rows of one `decode` call, and the steps of a round: propose, one target forward,
-verify, commit, emit.
+"""The running rows of one `decode` call and their rounds: propose, forward, verify, emit, commit.
 
-The cache holds a row's tokens but the last one, the tip; each round's forward runs over the tip and
-the drafted tokens. Rows that finish leave the batch and cost nothing from then on. A row's random
-numbers hang on its request id, so neither its neighbours nor its place in the batch change its
-output.
+The cache holds all tokens of a row but the last, the tip; each round's forward runs over the tip
+and the drafted tokens. Rows that finish leave the batch. A row's random numbers depend on its
+request id, so neither its neighbours nor its place in the batch change its output.
 
 Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
 """
@@ -24,7 +22,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
-from decoding.sampling.readback import Reading, Watch, watch
+from decoding.sampling.readback import DeviceReadback, FiniteCheck, finite_check
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
 
@@ -35,16 +33,20 @@ OnTokens = Callable[[int, list[int]], None]
 class Row:
     """One running request."""
 
-    index: int  # of its prompt
-    key: int  # of (seed, request id)
-    sequence: list[int]  # prompt and emitted tokens
-    limit: int  # tokens that the sequence may reach
+    # index of its prompt
+    index: int
+    # noise key of (seed, request id)
+    key: int
+    # prompt and emitted tokens
+    sequence: list[int]
+    # maximum length of `sequence`
+    limit: int
     generation: Generation
     stopping: Stopping
 
 
 class Batch:
-    """The running rows of one `decode` call and the steps of a round."""
+    """The running rows of one `decode` call."""
 
     def __init__(
         self,
@@ -67,25 +69,24 @@ class Batch:
         )
         self.rule = RULES[self.chooser.rule]
         self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
-        # Called with the place and the row of each row that ends, while its keys and values are
-        # still there.
+        # called with the place and the row of each row that ends, before its cache is dropped
         self.on_end: Callable[[int, Row], None] | None = None
         self.claim = Claim(target, drafter)
 
     def width(self) -> int:
-        """The most tokens that a round puts behind the tip."""
+        """Return the maximum number of drafted tokens of a round."""
         return self.drafter.width(self.gamma) if self.drafter is not None else 0
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter reads."""
+        """Layers whose hidden states the drafter reads."""
         return self.drafter.capabilities.taps if self.drafter is not None else ()
 
     def open(self) -> None:
         """Fill the caches with all prompt tokens but the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
-        # rows near their limit are padded past it
+        # drafts of rows near their limit reach past it
         capacity = max(row.limit for row in self.rows) + self.width() + 1
         self.target.open(len(prompts_B), capacity)
         wants_hidden = self.drafter is not None and self.drafter.capabilities.needs_hidden
@@ -98,11 +99,13 @@ class Batch:
             row.generation.prefill_seconds = perf_counter() - began
 
     def close(self) -> None:
-        """Give back what `open` took of the process."""
+        """Release the processes or threads that `open` started."""
 
     def round(self) -> None:
-        """Run a round. Raises UserError where another call has overwritten the caches, and for
-        logits that are NaN or infinite.
+        """Run a round.
+
+        Raises UserError if another call has overwritten the caches, and for logits that are NaN or
+        infinite.
         """
         with self.claim:
             if not self.claim.holds:
@@ -115,7 +118,7 @@ class Batch:
             self._round()
 
     def _round(self) -> None:
-        """Propose, verify, commit, emit; then drop the rows that are done."""
+        """Propose, verify, emit and commit; then drop the rows that have finished."""
         began = perf_counter()
         rows = self.rows
         rounds_B = [row.generation.rounds for row in rows]
@@ -126,10 +129,12 @@ class Batch:
         logits_BNV, hidden_BNC = self._forward(proposal)
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
-        read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
-        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, read)
-        seen = Observation(outcome, logits_BNV, hidden_BNC, read.answers())
+        asked = (
+            () if proposal is None or proposal.readback is None else proposal.readback(logits_BNV)
+        )
+        readback = DeviceReadback(*asked, watched=self._watched(logits_BNV[:, :width], counted))
+        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, readback)
+        seen = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(seen, drafted_B)
@@ -150,11 +155,10 @@ class Batch:
             self._select(keep)
 
     def _propose(self) -> Proposal | None:
-        """This round's proposal; None if no row drafts anything."""
+        """Return this round's proposal, or None if no row drafts anything."""
         if self.drafter is None or self.gamma == 0:
             return None
-        # The target adds a token of its own to each round, so the last token is never worth a
-        # draft.
+        # Each round emits one token of the target's, so drafting a row's last token never pays.
         room_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
         budgets_B = [row.stopping.limit(room) for row, room in zip(self.rows, room_B)]
         if max(budgets_B) == 0:
@@ -166,7 +170,7 @@ class Batch:
         return proposal if proposal.tokens_BN.shape[1] else None
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the tip and the drafted tokens."""
+        """Return logits and hidden states of the tip and the drafted tokens."""
         tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
         if proposal is None:
             return self._processed(*self.target.forward(tips_B1, None, self.taps))
@@ -185,20 +189,18 @@ class Batch:
         tokens_BN: Tensor | None = None,
         parents_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A forward's output with the processors' changes, each node's by its own text."""
+        """Return a forward's output with the logits processors applied to each node's text."""
         if self.chooser.processors is not None:
             sequences_B = [row.sequence for row in self.rows]
             logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
         return logits_BNV, hidden_BNC
 
-    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
-        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among
-        them.
+    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
+        """Return the values that must be finite for the round to be valid.
 
-        Rows of top probabilities come from heads and trees, whose weights were checked when they
-        were loaded.
+        Top-k probabilities come from heads and trees, whose weights were checked when loaded.
         """
-        found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
+        found = [finite_check(logits_BNV, f"the target '{self.target.name}'", "logits")]
         if (
             proposal is not None
             and proposal.q_BNV is not None
@@ -206,7 +208,7 @@ class Batch:
             and self.drafter is not None
         ):
             found.append(
-                watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
+                finite_check(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
             )
         return found
 
@@ -217,8 +219,9 @@ class Batch:
         tested_B: list[int],
         accepted_B: list[int],
     ) -> list[int]:
-        """Append each row's tokens up to its first stop token and its limit; returns the rows that
-        go on.
+        """Append each row's tokens up to its first stop token and its limit.
+
+        Returns the indices of the rows that continue.
         """
         keep = []
         for b, row in enumerate(self.rows):
@@ -250,9 +253,9 @@ class Batch:
         return keep
 
     def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
-        """Index in `new` of the token that completes a stop string; `otherwise` if none does."""
+        """Return the index in `new` that completes a stop string, or `otherwise` if none does."""
         assert self.text_of is not None
-        # a token adds at least a character, or completes one
+        # a token adds or completes at least one character
         reach = max(len(text) for text in self.stop_strings)
         recent = before[-4 * reach :]
         for end in range(len(new)):

@@ -1,53 +1,54 @@
-"""Who may use a target and its drafter: their caches hold the text of one call.
+"""Exclusive use of a target and its drafter, whose caches hold the text of one call.
 
 A call that runs to its end keeps the models locked, so calls from several threads queue. A stream
-keeps them locked for each round alone: waiting for its reader could last for ever, and in one
-thread it would. So the next call may overtake it, and the stream's next round then finds that its
-claim was taken and raises an error rather than continue another call's text.
+locks them for each round only, since its reader may stop reading for ever. Another call may then
+overwrite the caches between two rounds; the stream's next round finds its claim taken and raises
+an error instead of continuing another text.
 """
 
 import threading
 from weakref import WeakKeyDictionary
 
 
-class _Use:
-    """Of one model: its lock, and the claim that was the last to be taken."""
+class _ModelLock:
+    """The lock of one model, and the latest claim to it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.claim: Claim | None = None
 
 
-_uses: WeakKeyDictionary[object, _Use] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[object, _ModelLock] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
 class Claim:
-    """The caches of some models, from `take` until another claim takes one of them. Inside `with`,
-    no other thread uses them.
+    """A claim to the caches of some models, from `take` until another claim takes one of them.
+
+    Inside `with`, no other thread uses the models.
     """
 
     def __init__(self, *models: object | None) -> None:
-        """models: None among them means no drafter."""
+        """Create a claim to these models; None means no drafter."""
         with _guard:
-            uses = {_uses.setdefault(model, _Use()) for model in models if model is not None}
+            uses = {_locks.setdefault(model, _ModelLock()) for model in models if model is not None}
         # every claim locks in the same order, so that no two wait for each other
-        self._uses = sorted(uses, key=id)
+        self._locks = sorted(uses, key=id)
 
     def take(self) -> None:
-        """From here on the caches are this claim's. Call it inside `with`."""
-        for use in self._uses:
+        """Take over the caches. Call it inside `with`."""
+        for use in self._locks:
             use.claim = self
 
     @property
     def holds(self) -> bool:
         """Whether no other claim has taken one of the models since `take`."""
-        return all(use.claim is self for use in self._uses)
+        return all(use.claim is self for use in self._locks)
 
     def __enter__(self) -> "Claim":
         locked = []
         try:
-            for use in self._uses:
+            for use in self._locks:
                 use.lock.acquire()
                 locked.append(use)
         except BaseException:  # an interrupt while it waits
@@ -57,5 +58,5 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for use in reversed(self._uses):
+        for use in reversed(self._locks):
             use.lock.release()

@@ -1,5 +1,6 @@
-"""`Settings`: how to decode. Every field is checked when one is made; what depends on the target or
-the drafter, when a decode begins.
+"""How to decode: every field is checked when `Settings` is made.
+
+What depends on the target or the drafter is checked when a decode begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +12,14 @@ from decoding.sampling.logits_processors import Allowed
 from decoding.sampling.token_chooser import RULES as VERIFY
 from decoding.sampling.warpers import Warper
 from decoding.stopping.policies import NAMES
-from decoding.values import RULES, check_choice, check_value, shown
+from decoding.values import RULES, check_choice, check_value, quote
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to decode. The warpers are off at their defaults; temperature 0 is greedy.
+    """The settings of a decode call. At its default a warper is off; temperature 0 is greedy.
 
-    Raises UserError for a value that a field cannot have.
+    Raises UserError for an invalid value.
     """
 
     max_new_tokens: int = 128
@@ -26,30 +27,34 @@ class Settings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    # "token", "block" or "coupled" (or "typical", which is lossy); at temperature 0 verification is
-    # greedy, whatever the rule
+    # gamma: drafted tokens of a round along a chain
+    num_draft_tokens: int = 4
+    # "token", "block", "coupled", or "typical", which is lossy; at temperature 0 verification is
+    # greedy for every rule
     verify: str = "token"
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    # A name of decoding.stopping.policies.NAMES: when to end a draft before num_draft_tokens. None:
-    # with `costs`, the drafter's usual policy (decoding.schedules.by_name.usual_stopping); without,
-    # "fixed".
+    # The policy (decoding.stopping.policies.NAMES) that may end a draft before num_draft_tokens.
+    # None is the drafter's usual policy (decoding.schedules.by_name.usual_stopping) if `costs` are
+    # given, and "fixed" otherwise.
     stopping: str | None = None
-    # of the policies that have one; None takes the policy's own
+    # threshold of the policies that have one; None takes the policy's default
     stopping_threshold: float | None = None
-    # or decoding.schedules.by_name.SCHEDULES: draft and verify at the same time
+    # "serial", or a schedule that drafts while it verifies (decoding.schedules.by_name.SCHEDULES)
     schedule: str = "serial"
-    # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
+    # measured costs, for stopping="cost_ratio" and for drafters that choose by them
     costs: RoundCosts | None = None
     # divides positive and multiplies negative logits of the text's tokens; 1 is off
     repetition_penalty: float = 1.0
-    # Text so far, as ids -> ids that may follow; None: all of them. It is asked on the host: on a
-    # card every drafted token is waited for.
+    # Maps the text so far (ids) to the ids that may follow, None for all. It runs on the host, so
+    # on a GPU every drafted token is waited for.
     allowed: Allowed | None = None
-    stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
-    text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings
-    ignore_eos: bool = False  # continue to max_new_tokens past stop tokens, for timing
+    # a row ends with the token that completes one of them
+    stop_strings: tuple[str, ...] = ()
+    # decodes ids to text, for stop_strings
+    text_of: Callable[[Sequence[int]], str] | None = None
+    # continue to max_new_tokens past stop tokens, for timing
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -60,10 +65,10 @@ class Settings:
             check_choice("stopping", self.stopping, NAMES)
         if not isinstance(self.schedule, str):
             raise UserError(
-                f"schedule is {shown(self.schedule)}, expected a text such as 'serial'."
+                f"schedule is {quote(self.schedule)}, expected a text such as 'serial'."
             )
         if self.costs is not None and not isinstance(self.costs, RoundCosts):
-            raise UserError(f"costs is {shown(self.costs)}, expected measured RoundCosts, or None.")
+            raise UserError(f"costs is {quote(self.costs)}, expected measured RoundCosts, or None.")
         if self.stop_strings and self.text_of is None:
             raise UserError(
                 "stop_strings needs text_of, the function from token ids to text "
@@ -72,5 +77,5 @@ class Settings:
 
     @property
     def warper(self) -> Warper:
-        """The sampling part of the settings."""
+        """The sampling settings."""
         return Warper(self.temperature, self.top_k, self.top_p, self.min_p)

@@ -1,67 +1,75 @@
-"""What one generation did: counts that add up over rows and runs, and are turned into rates once,
-by the reader.
+"""Counts of one generation, which add up over rows and runs; readers turn them into rates once.
 
-A round is one target forward; prefill is not one. Only tokens that were emitted are counted: what a
-round accepted behind a stop token is as if it had not been.
+A round is one target forward; prefill is not a round. Only emitted tokens are counted: tokens that
+a round accepts after a stop token are not.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Texts that repeat themselves more than this (distinct-4) do not count in a headline: a loop is
-# easy to guess, and says nothing about real text.
+# Headlines leave out texts that repeat themselves more than this (distinct-4): loops are easy to
+# predict and do not represent real text.
 LOOPING_BELOW = 0.5
 
 
 @dataclass
 class Generation:
-    """The output of one prompt and its counts. Seconds are the wall time of the whole batch while
-    this row ran.
+    """The output of one prompt and its counts.
+
+    Seconds are wall time of the whole batch while this row ran. An overlapped schedule drafts and
+    verifies at the same time, in two lanes.
     """
 
-    tokens: list[int] = field(default_factory=list)  # the stop token included
-    finish: str = "length"  # or "stop"
+    # includes the stop token
+    tokens: list[int] = field(default_factory=list)
+    # "length" or "stop"
+    finish: str = "length"
     rounds: int = 0
     drafted: int = 0
-    draft_steps: int = 0  # the drafter's model's forwards, of the whole batch
-    # of a row, that these started from, summed; one each in a chain
+    # forwards of the draft model, for the whole batch
+    draft_steps: int = 0
+    # sum over the draft steps of the nodes of a row that they continued from, one each in a chain
     draft_frontiers: int = 0
-    verified: int = 0  # nodes that the target's forwards ran over besides the tip, padding included
-    # tests at depth 1, 2, ...; those before had passed
+    # nodes of the target's forwards besides the tip, padding included
+    verified: int = 0
+    # tests at depth 1, 2, ... (all earlier depths were accepted)
     tested_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    # A character a token: "1" a draft that passed, "0" the target's in place of one that failed,
-    # "." where none was tested.
+    # One character a token: "1" an accepted draft, "0" the target's token in place of a rejected
+    # draft, "." where no draft was tested.
     trace: str = ""
-    # prompt tokens that were read; those that a session's cache held are not among them
+    # prompt tokens that were read, without those that a session had cached
     prefilled: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
-    target_seconds: float = 0.0  # of an overlapped schedule: the target's lane
-    # of an overlapped schedule: the shorter lane of each round, what overlap can hide
+    # part of decode_seconds spent in the drafter
+    draft_seconds: float = 0.0
+    # overlapped schedules: the target's lane
+    target_seconds: float = 0.0
+    # overlapped schedules: the shorter lane of each round, which overlap can hide
     shorter_seconds: float = 0.0
-    # part of decode_seconds: the longer lane of each round of an overlapped schedule
+    # overlapped schedules: the longer lane of each round, a part of decode_seconds
     lanes_seconds: float = 0.0
-    first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
+    # from the start of the prefill to the end of the first round
+    first_token_seconds: float = 0.0
 
     @property
     def tested(self) -> int:
-        """Tested draft tokens."""
+        """Number of tested draft tokens."""
         return sum(self.tested_by_depth)
 
     @property
     def accepted(self) -> int:
-        """Accepted draft tokens."""
+        """Number of accepted draft tokens."""
         return sum(self.accepted_by_depth)
 
     @property
     def block_efficiency(self) -> float:
-        """tau: tokens a target forward, the bonus token included, prefill excluded."""
+        """Emitted tokens per target forward (tau), the bonus token included, prefill excluded."""
         return len(self.tokens) / self.rounds if self.rounds else 0.0
 
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
-        """Add one round."""
+        """Add the counts of one round."""
         self.rounds += 1
         self.trace += "1" * accepted + "0" * (tested - accepted) + "." * (emitted - tested)
         self.drafted += drafted
@@ -76,8 +84,9 @@ class Generation:
 
 
 def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
-    """Distinct n-grams / n-grams: 1 when nothing repeats, near 0 when the text loops. Shorter than
-    n counts as 1.
+    """Return distinct n-grams / n-grams: 1 without repetition, near 0 when the text loops.
+
+    A text shorter than n counts as 1.
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0

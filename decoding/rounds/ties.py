@@ -1,8 +1,7 @@
-"""Two outputs that should be one: where they part, and how near the target's choice was to another
-token there.
+"""Comparison of two outputs that should be equal: where they differ, and how close the choice was.
 
-A forward over n tokens rounds differently from n forwards over one, so where the two best tokens
-are (nearly) tied the choice may flip.
+A forward over n tokens rounds differently from n forwards over one token, so the choice may change
+where the two best tokens are (nearly) tied.
 """
 
 from collections.abc import Sequence
@@ -15,15 +14,12 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import make_processors
 
-# a difference at a smaller gap between the target's two best tokens is a tie, in float32 and
-# float64
+# if the target's two best tokens are closer than this, in float32 or float64, a difference is a tie
 TIE_GAP = 1e-4
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing token differs), None when the
-    two are equal.
-    """
+    """Return the index of the first different or missing token, None for equal sequences."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -34,10 +30,10 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 def choice_scores(
     target: Target, ids: Sequence[int], settings: Settings, request: int
 ) -> torch.Tensor:
-    """Scores (vocabulary,) whose best is the target's choice after `ids`, in float64.
+    """Return float64 scores (V,) whose maximum is the target's choice after `ids`.
 
-    Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule. It uses the
-    target's cache.
+    They are logits in greedy decoding, and log p + Gumbel noise under the coupled rule. The
+    target's cache is overwritten.
     """
     with Claim(target) as claim:
         claim.take()
@@ -56,6 +52,6 @@ def choice_scores(
 
 
 def top_two_gap(scores_V: torch.Tensor) -> float:
-    """The best score minus the second best: how near a choice was to another one."""
+    """Return the best score minus the second best."""
     best, second = scores_V.topk(2).values.tolist()
     return best - second

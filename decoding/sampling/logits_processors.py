@@ -1,19 +1,17 @@
-"""Changes to the logits that hang on the text so far: repetition penalty, and the tokens that a
-caller allows.
+"""Changes to the logits that depend on the text so far: repetition penalty and allowed tokens.
 
-Every node of a draft has a text of its own, the row's and the path to it, and gets its own change:
-so the target's choice at a node is the one that autoregressive decoding would make there, and the
-laws hold. A drafter that knows the processors drafts what will be allowed; one that does not only
-loses acceptance.
+Every node of a draft has its own text, the row's text and the path to the node, and its logits are
+changed accordingly. The target's choice at a node is therefore that of autoregressive decoding, and
+the output stays exact. A drafter that ignores the processors only loses acceptance.
 
-The penalty asks which tokens a text holds. Their ids are kept on the device, where a drafted token
-joins them as it is drawn: a host that runs ahead waits for none of them. `allowed` is a Python
-function of the whole text, whatever it computes: the host must know every drafted token before it
-can ask. There a round waits once more for its draft, and a chain for every token that it goes on
-from.
+The penalty needs the set of tokens in a text. Their ids stay on the device, where each drafted
+token is added, so an asynchronous host does not wait. `allowed` is an arbitrary Python function of
+the text: the host must read every drafted token first. A round then waits once more for its draft,
+and a chain waits for every drafted token.
+a chain waits for every drafted token.
 
-Shapes: B rows, N drafted nodes, V vocabulary, X ids that a text holds. Logits have one node more:
-the tip comes first.
+Shapes: B rows, N drafted nodes, V vocabulary, X token ids of a text. Logits have one node more: the
+tip comes first.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,18 +41,18 @@ class Processors:
         tokens_BN: Tensor | None = None,
         parents_BN: Tensor | None = None,
     ) -> Tensor:
-        """The changed logits of the tip and of each node; without `parents_BN` the nodes are a
-        chain.
+        """Return the changed logits of the tip and of each node.
 
-        Raises UserError when `allowed` allows nothing after a row's own text.
+        Without `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token
+        after a row's text.
         """
         paths_BNN = None
         if tokens_BN is not None and tokens_BN.shape[1]:
-            paths_BNN = _ways(tokens_BN, parents_BN)
+            paths_BNN = _on_path(tokens_BN, parents_BN)
         if self.repetition_penalty != 1:
-            held_BNX = held_by(sequences_B, logits_BNV)[:, None]
+            held_BNX = text_ids(sequences_B, logits_BNV)[:, None]
             if tokens_BN is not None and paths_BNN is not None:
-                held_BNX = _held_at_nodes(
+                held_BNX = _ids_at_nodes(
                     held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN
                 )
             logits_BNV = self.penalised(logits_BNV, held_BNX)
@@ -65,14 +63,12 @@ class Processors:
             logits_BNV = self.masked(logits_BNV, texts_BN)
         return logits_BNV
 
-    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "Drafting":
-        """The same changes for a drafter that goes on from these texts, token by token."""
-        return Drafting(self, texts_B)
+    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "DraftProcessors":
+        """Return the same changes for a drafter that extends these texts token by token."""
+        return DraftProcessors(self, texts_B)
 
     def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
-        """Logits with the penalty on the tokens that each node's text holds; an id may be named
-        more than once.
-        """
+        """Penalise the tokens of each node's text; ids may repeat."""
         of_held_BNX = logits_BNV.gather(-1, held_BNX)
         penalty = self.repetition_penalty
         changed_BNX = torch.where(of_held_BNX > 0, of_held_BNX / penalty, of_held_BNX * penalty)
@@ -81,17 +77,17 @@ class Processors:
     def masked(
         self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False
     ) -> Tensor:
-        """Logits of what `allowed` allows after each node's text; -inf for the others.
+        """Set the logits of tokens that `allowed` forbids after each node's text to -inf.
 
-        may_end: a row's own text after which nothing is allowed has no rule, rather than being an
-        error.
+        may_end: leave the logits unchanged if nothing is allowed after a row's text, instead of
+        raising UserError.
         """
         assert self.allowed is not None
         forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
         for row, texts_N in enumerate(texts_BN):
             for node, text in enumerate(texts_N):
                 ids = self.allowed(text)
-                # Behind a token that ends the text, or is not allowed itself, there is no rule.
+                # After a token that ends the text or is forbidden itself, there is no constraint.
                 if ids is None or (not len(ids) and (node or may_end)):
                     continue
                 if not len(ids):
@@ -106,11 +102,10 @@ class Processors:
         )
 
 
-class Drafting:
+class DraftProcessors:
     """The changes along the chains of one proposal.
 
-    A text may end with drafted tokens that decoding never comes to: behind a stop token a caller
-    need not allow anything.
+    A chain may continue past a stop token, where `allowed` need not allow anything.
     """
 
     def __init__(self, processors: Processors, texts_B: Sequence[Sequence[int]]) -> None:
@@ -119,16 +114,17 @@ class Drafting:
         self._held_BX: Tensor | None = None
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """The changed logits after the texts and what was drawn behind them; free where nothing
-        that is allowed could be said.
+        """Return the changed logits after the texts and their drafted tokens.
+
+        A row is left unconstrained if every allowed token has logit -inf.
         """
         processors = self._processors
         if processors.repetition_penalty != 1:
             if self._held_BX is None:
-                self._held_BX = held_by(self._texts_B, logits_BV)
+                self._held_BX = text_ids(self._texts_B, logits_BV)
             logits_BV = processors.penalised(logits_BV, self._held_BX)
         if processors.allowed is not None:
-            # Copies: what a caller does with its own is not ours to know.
+            # copies, since the caller's function may keep or change them
             texts_BN = [[list(text)] for text in self._texts_B]
             masked_BNV = processors.masked(logits_BV[:, None], texts_BN, may_end=True)
             silent_B1 = masked_BNV[:, 0].isneginf().all(-1, keepdim=True)
@@ -136,7 +132,7 @@ class Drafting:
         return logits_BV
 
     def add(self, tokens_B: Tensor) -> None:
-        """A token was drawn behind each text."""
+        """Append a drafted token to each text."""
         if self._held_BX is not None:
             self._held_BX = torch.cat((self._held_BX, tokens_B[:, None]), 1)
         if self._processors.allowed is not None:
@@ -145,9 +141,10 @@ class Drafting:
                 text.append(token)
 
 
-def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """Ids (B, X) that each text holds, for logits (B, ..., V) and on their device; shorter rows
-    name one of theirs again.
+def text_ids(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """Return the token ids (B, X) of each text, on the device of the logits (B, ..., V).
+
+    Shorter rows repeat one of their ids.
     """
     ids_B = [list(set(text)) for text in texts_B]
     most = max(len(ids) for ids in ids_B)
@@ -155,9 +152,10 @@ def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     return devices.tensor(padded, logits.device).clamp_(max=logits.shape[-1] - 1)
 
 
-def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
-    """Which nodes (B, N, N) lie on the way to each, itself among them; without parents the nodes
-    are a chain.
+def _on_path(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
+    """Return which nodes (B, N, N) lie on the path to each node, itself included.
+
+    Without parents the nodes are a chain.
     """
     if parents_BN is not None:
         return ancestors(parents_BN)
@@ -165,10 +163,10 @@ def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
     return torch.ones(N, N, dtype=torch.bool, device=tokens_BN.device).tril_().expand(B, N, N)
 
 
-def _held_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
-    """Ids (B, N + 1, X + N) that the texts of the tip and of each node hold."""
+def _ids_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
+    """Return the token ids (B, N + 1, X + N) of the texts at the tip and at each node."""
     B, N = tokens_BN.shape
-    # In place of what is not on the way stands the node's own token, which is.
+    # a node's own token replaces the tokens that are not on its path
     on_way_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None])
     below_tip_BNN = torch.cat((held_B1X[:, :, :1].expand(B, 1, N), on_way_BNN), 1)
     return torch.cat((held_B1X.expand(B, N + 1, -1), below_tip_BNN), 2)
@@ -177,7 +175,7 @@ def _held_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Te
 def _texts_at_nodes(
     sequences_B: Sequence[Sequence[int]], tokens_BN: Tensor, paths_BNN: Tensor
 ) -> list[list[list[int]]]:
-    """The texts of the tip and of each node; reads the nodes."""
+    """Return the texts at the tip and at each node; waits for the drafted tokens."""
     drafted, paths = devices.read(tokens_BN, paths_BNN)
     return [
         [list(sequence)]
@@ -187,7 +185,7 @@ def _texts_at_nodes(
 
 
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
-    """None where nothing is to be changed. Raises UserError for a penalty that is none."""
+    """Return processors, or None if nothing changes; raise UserError for an invalid penalty."""
     check_value("repetition_penalty", repetition_penalty)
     return (
         None

@@ -1,6 +1,4 @@
-"""What a round reads of the device: a rule's decision, and with it what the drafter asked for and
-whether the numbers are numbers.
-"""
+"""Device-to-host reads of a round: one wait for the decision, the drafter's tensors and checks."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +12,11 @@ from decoding.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """The largest of some numbers: NaN where one of them is, infinite where one is plus infinity or
-    all are minus infinity.
+class FiniteCheck:
+    """A check for NaN and infinities, by the largest of some numbers.
 
-    Minus infinity among others rules a token out, and is fine.
+    The largest is NaN if any number is, and infinite if one is plus infinity or all are minus
+    infinity. Minus infinity among finite numbers only rules a token out, and is allowed.
     """
 
     largest: Tensor
@@ -35,21 +33,20 @@ class Watch:
             )
 
 
-def watch(values: Tensor, whose: str, what: str) -> Watch:
-    """The watch over some numbers, in one operation."""
-    return Watch(values.amax(), whose, what)
+def finite_check(values: Tensor, whose: str, what: str) -> FiniteCheck:
+    """Return the check of some values, made in one operation."""
+    return FiniteCheck(values.amax(), whose, what)
 
 
-class Reading:
-    """`cuda.read` for one round: the first call brings some further tensors along, at no further
-    wait.
-    """
+class DeviceReadback:
+    """`devices.read` of one round, whose first call also reads the drafter's tensors and checks."""
 
-    def __init__(self, *along: Tensor, watched: Sequence[Watch] = ()) -> None:
-        """watched: refused with a UserError where they are NaN or infinite: here on a host that
-        does not run ahead, else when they are read.
+    def __init__(self, *along: Tensor, watched: Sequence[FiniteCheck] = ()) -> None:
+        """Add tensors and checks to the first read; a failed check raises UserError.
+
+        On a synchronous device the checks run at once.
         """
-        self._along, self._answers, self._watched = along, list[Any](), list[Watch]()
+        self._along, self._drafter_values, self._watched = along, list[Any](), list[FiniteCheck]()
         for one in watched:
             if devices.runs_ahead(one.largest.device):
                 self._watched.append(one)
@@ -57,19 +54,20 @@ class Reading:
                 one.check(one.largest.item())
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
-        """The tensors as lists."""
+        """Return the tensors as lists."""
         watched, self._watched = self._watched, []
         found = devices.read(*tensors, *self._along, *(one.largest for one in watched))
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):
             one.check(largest)
         if self._along:
-            self._answers, self._along = found[len(tensors) : len(tensors) + len(self._along)], ()
+            self._drafter_values, self._along = (
+                found[len(tensors) : len(tensors) + len(self._along)],
+                (),
+            )
         return found[: len(tensors)]
 
-    def answers(self) -> list[Any]:
-        """What came along; read now where nothing was read before, which is no wait for a host that
-        does not run ahead.
-        """
+    def drafter_values(self) -> list[Any]:
+        """Return the drafter's tensors as lists, reading them now if nothing was read yet."""
         if self._along or self._watched:
             self()
-        return self._answers
+        return self._drafter_values

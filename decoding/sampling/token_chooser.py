@@ -1,11 +1,10 @@
-"""How a token is chosen from logits in one round: greedily, by fresh uniforms, or by noise that
-draft and target share.
+"""Token choice from logits: greedy, by fresh uniforms, or by noise shared by draft and target.
 
-One `TokenChooser` serves a whole `decode`; the loop tells it before each round which rows are
-running (`begin`). Drafters ask it for their tokens, verification rules for the target's, so both
-sides use the same warpers and the same keys.
+One `TokenChooser` serves a whole `decode`; the loop calls `begin` before each round. Drafters and
+verification rules use the same chooser, and therefore the same warpers and keys.
 
-Shapes: B rows, N nodes (the tip and the drafted tokens), W depths of a round, V vocabulary.
+Shapes: B rows, N nodes (the tip and the drafted tokens), P nodes with children, M samples, W depths
+of a round, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,20 +16,20 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
-from decoding.sampling.warpers import TRIES, Warper, draw, draw_different
+from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
 
-LOSSY = ("typical",)  # rules under which the output has not the target's distribution
+LOSSY = ("typical",)  # rules that change the target's distribution
 SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
 RULES = ("greedy", *SAMPLING)
-# depths whose shared noise is made in one go on a CPU, where eight operations a depth cost more
-# than their arithmetic
+# Depths whose shared noise is made at once on a CPU, where the eight operations of a depth cost
+# more than their arithmetic.
 AT_ONCE = 4
 MOST_KEPT = 1 << 24  # numbers of shared noise that outlive their round (64 MiB)
 FRESH = ("token", "block")  # rules whose numbers are new in every round
 
 
 class TokenChooser:
-    """Warper, rule and noise of one decode call."""
+    """The warper, rule and noise of one decode call."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class TokenChooser:
             if self.rule == "coupled"
             else None
         )
-        # all that an equal chooser elsewhere needs, with `begun`
+        # all that another process needs for an equal chooser, with `begun`
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self.processors = processors
@@ -64,7 +63,7 @@ class TokenChooser:
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
         self._keys: list[list[int]] = []
-        # position's key -> its noise (vocabulary,), oldest first
+        # key of a position -> its noise (V,), oldest first
         self._known: dict[int, Tensor] = {}
         self._race_BWV: Tensor | None = None
 
@@ -75,9 +74,10 @@ class TokenChooser:
         positions_B: Sequence[int],
         depths: int,
     ) -> None:
-        """Start a round. request_keys_B: `noise.key(seed, request)`; positions_B: index in its
-        sequence of the first token that the round emits; depths: tokens that a row can gain at
-        most.
+        """Start a round.
+
+        request_keys_B: `noise.key(seed, request)`. positions_B: index in its sequence of the first
+        token that the round emits. depths: maximum number of tokens that a row can gain.
         """
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
@@ -96,50 +96,42 @@ class TokenChooser:
 
     @property
     def tests_q(self) -> bool:
-        """Whether the rule tests sampled tokens by p / q, with numbers that are new every round."""
+        """Whether the rule tests sampled tokens by p / q, with new random numbers every round."""
         return self.rule in FRESH
 
     @property
     def depths(self) -> int:
-        """Depths of this round that have shared noise."""
+        """Number of depths that have shared noise in this round."""
         return self._keys_BW.shape[1]
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        """The uniform of (seed, request, round, position, purpose), and of the node where a
-        position has several.
-        """
+        """Return the uniform of (seed, request, round, position, purpose) and, if given, node."""
         state = noise.extend(
             noise.extend(self._round_keys_B[row], self._positions_B[row] + depth), purpose
         )
         return noise.uniform(state if node is None else noise.extend(state, node))
 
     def draft_key(self, row: int, depth: int) -> int:
-        """The key of (seed, request, round, position) for a drafter that makes its own numbers of
-        it (`noise.exponentials`).
-        """
+        """Return the key of (seed, request, round, position) for a drafter's own noise."""
         state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
         return noise.signed(noise.extend(state, noise.DRAFT))
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """A drafter's next token at this depth (0 is the first): tokens_B, and probs_BV where the
-        rule tests them.
-        """
+        """Return a drafter's next tokens (B,) at this depth, and q (B, V) if the rule tests it."""
         if self.rule in ("greedy", *LOSSY):
             return logits_BV.argmax(-1), None
         if self.rule == "coupled":
             return self.race(logits_BV[:, None], depth).squeeze(1), None
         probs_BV = self.warper.probs(logits_BV)
         uniforms_B = [self.uniform(row, depth, noise.DRAFT) for row in range(len(probs_BV))]
-        # NaN has no weight, and no weight draws past the end: the round refuses it, if the drafter
-        # comes so far.
+        # NaN has no weight and would sample past the vocabulary; the round rejects NaN later.
         return draw(probs_BV, uniforms_B).clamp_(max=probs_BV.shape[-1] - 1), probs_BV
 
     def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """`count` different next tokens (B, P, count) of each of the P nodes of a depth, and their
-        probs_BPV where the rule tests them.
+        """Return `count` distinct children (B, P, count) of each node, and q (B, P, V) if tested.
 
-        Drawn without replacement; the likeliest ones where decoding is greedy, the first ones of
-        the race where noise is shared.
+        They are sampled without replacement. Greedy decoding takes the top-k tokens, and shared
+        noise the tokens with the highest p / E.
         """
         if self.rule in ("greedy", *LOSSY):
             return logits_BPV.topk(count, dim=-1).indices, None
@@ -149,9 +141,7 @@ class TokenChooser:
         return self.draw_children(probs_BPV, count, depth)[0], probs_BPV
 
     def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
-        """The keys (B, P) of (seed, request, round, position, node) for the children of these
-        nodes.
-        """
+        """Return the keys (B, P) of (seed, request, round, position, node) for nodes' children."""
         states_B = [
             noise.extend(noise.extend(key, position + depth), noise.DRAFT)
             for key, position in zip(self._round_keys_B, self._positions_B, strict=True)
@@ -161,20 +151,22 @@ class TokenChooser:
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """`draw_different` at the P nodes of a depth, which are numbered from `first` on."""
+        """Sample distinct children at P nodes of a depth, numbered from `first`.
+
+        See `draw_different`.
+        """
         keys = self.node_keys(depth, range(first, first + q_BPV.shape[1]))
         keys_BP1 = devices.tensor(keys, q_BPV.device)[:, :, None]
         scaled_M = noise.scaled_ids(
-            torch.arange(1 if count == 1 else TRIES * count, device=q_BPV.device)
+            torch.arange(1 if count == 1 else SAMPLES_PER_CHILD * count, device=q_BPV.device)
         )
         return draw_different(q_BPV, noise.uniforms(keys_BP1, scaled_M), count)
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
-        """Log probabilities (B, P, V) by which a drafter ranks the next tokens of P nodes at this
-        depth: how likely each is to pass.
+        """Return the log probabilities (B, P, V) of acceptance by which a drafter ranks tokens.
 
-        The warped distribution where tokens are drawn, the model's own where decoding is greedy;
-        under the shared noise, the shares of the race.
+        These are the warped probabilities when sampling, the model's own when decoding greedily,
+        and the normalised p / E under shared noise.
         """
         if self.rule == "greedy":
             return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(
@@ -186,22 +178,20 @@ class TokenChooser:
         return self.warper.probs(logits_BPV).log()
 
     def _race_at(self, logits_BPV: Tensor, depth: int) -> Tensor:
-        """`race_scores` of nodes that all stand at one depth."""
+        """Return `race_scores` of nodes at one depth."""
         return self.warper.probs(logits_BPV) / self._shared(depth, 1)
 
     def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
-        """p / E over the vocabulary under the shared noise of these depths; its largest entry is
-        the target's choice.
-        """
+        """Return p / E over the vocabulary at these depths; the target chooses the largest."""
         return self.warper.probs(logits_BNV) / self._at_depths(depths_BN)
 
     def race(
         self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
     ) -> Tensor:
-        """Tokens (B, N) with the highest p / E under the shared noise.
+        """Return the tokens (B, N) with the highest p / E under the shared noise.
 
-        Node n stands at depth first_depth + n, or at depths_BN[:, n]. Noise is made for the tokens
-        that survive the warpers, or for the whole vocabulary where none are removed.
+        Node n is at depth first_depth + n, or at depths_BN[:, n]. Noise is made only for tokens
+        that survive the warpers.
         """
         keys_BN = self._keys_BW[:, first_depth : first_depth + logits_BNV.shape[1]]
         if depths_BN is not None:
@@ -218,8 +208,9 @@ class TokenChooser:
         return (self.warper.probs(logits_BNV) / race_BNV).argmax(-1)
 
     def _at_depths(self, depths_BN: Tensor) -> Tensor:
-        """The noise (B, N, V) of nodes at these depths: made once a depth where more nodes than
-        depths ask.
+        """Return the noise (B, N, V) of nodes at these depths.
+
+        It is made once for each depth if there are more nodes than depths.
         """
         assert self._scaled_V is not None
         if depths_BN.shape[1] <= self.depths:
@@ -230,11 +221,11 @@ class TokenChooser:
         return self._shared(0, self.depths)[rows_B1, depths_BN]
 
     def _shared(self, first: int, count: int) -> Tensor:
-        """The noise (B, count, V) of a round's depths from `first` on.
+        """Return the noise (B, count, V) of the round's depths from `first`.
 
-        Draft and target meet the same noise, and so does the next round wherever it comes to a
-        position again (what was drafted behind a failure; under an overlapped schedule every
-        chunk): it is made once. A GPU makes a whole round's in one go.
+        Draft and target use the same noise, and so does the next round if it returns to a position
+        (after a rejection, or in every chunk of an overlapped schedule), so the noise is cached. A
+        GPU makes the noise of a whole round at once.
         """
         assert self._scaled_V is not None
         if devices.runs_ahead(self.device):
@@ -255,7 +246,7 @@ class TokenChooser:
         return torch.stack([self._known[key] for key in wanted]).view(len(self._keys), count, -1)
 
     def _forget(self, most: int) -> None:
-        """Drop the oldest half of the noise when there is more than a few rounds can use."""
+        """Drop the oldest half of the noise if there is more than a few rounds can use."""
         if len(self._known) > most:
             for key in list(self._known)[: -most // 2]:
                 del self._known[key]

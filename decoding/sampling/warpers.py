@@ -1,11 +1,10 @@
-"""From logits to the probabilities that are sampled: temperature -> top-k -> top-p -> min-p ->
-softmax.
+"""From logits to sampling probabilities: temperature -> top-k -> top-p -> min-p -> softmax.
 
-Row functions: each row of the last dimension is warped on its own. Ties are broken by token id (the
+Row functions: each row of the last dimension is warped separately. Ties are broken by token id (the
 lower one stays), so equal logits give equal choices on every device. A warper that is off costs
 nothing.
 
-Shapes: R rows (any leading dimensions), V vocabulary.
+Shapes: R rows (any leading dimensions), V vocabulary, K most likely tokens, P nodes, M samples.
 """
 
 from dataclasses import dataclass
@@ -18,15 +17,15 @@ from torch import Tensor
 from decoding import devices
 from decoding.values import check_values
 
-# draws for each of a node's children: one of them that has been drawn already counts once
-TRIES = 16
-# survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
-GUESSES = (128, 1024)
+# samples for each child of a node, since a token that was sampled before does not count again
+SAMPLES_PER_CHILD = 16
+# sizes of partial sorts, tried in turn before a full sort (40x the cost of 128)
+PARTIAL_SORT_SIZES = (128, 1024)
 
 
 @dataclass(frozen=True)
 class Warper:
-    """Sampling settings. temperature 0 means greedy, top_k 0, top_p 1 and min_p 0 mean off."""
+    """Sampling settings. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -38,7 +37,7 @@ class Warper:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
     @property
@@ -47,8 +46,9 @@ class Warper:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def probs(self, logits_RV: Tensor) -> Tensor:
-        """Warped probabilities, (R, V), float32 or the float64 of the logits. Not for temperature
-        0.
+        """Return the warped probabilities (R, V), float32 or the logits' float64.
+
+        The temperature must not be 0.
         """
         if not self.truncates:
             return self._tempered(logits_RV).softmax(-1)
@@ -57,18 +57,17 @@ class Warper:
         return dense_RV.scatter_(-1, ids_RK, probs_RK)
 
     def survivors(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Warped probabilities and ids (R, K) of the tokens that stay, likeliest first; shorter
-        rows are filled with 0.
+        """Return warped probabilities and ids (R, K) of the tokens that remain, likeliest first.
 
-        Every warper keeps a beginning of the row in the order (likelier first, then lower id). A
-        partial sort finds it unless it is long, or ends between equal logits, whose order a partial
-        sort leaves open.
+        Shorter rows are padded with 0. Every warper keeps a prefix of the row in the order likelier
+        first, then lower id. A partial sort finds it unless it is long or ends between equal
+        logits, whose order a partial sort leaves undefined.
         """
         logits_RV = self._tempered(logits_RV)
         V = logits_RV.shape[-1]
-        for guess in GUESSES:
+        for guess in PARTIAL_SORT_SIZES:
             guess = max(guess, self.top_k + 1)
-            # On a GPU a full sort costs less than asking whether it was needed.
+            # On a GPU a full sort costs less than waiting to learn whether it was needed.
             if guess < V and not devices.runs_ahead(logits_RV.device):
                 found = self._beginning(logits_RV, *logits_RV.topk(guess, dim=-1))
                 if found is not None:
@@ -78,14 +77,15 @@ class Warper:
         return found
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
-        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as
-        if there were no other tokens: in few operations of fixed shape, for drafts, which need not
-        say exactly what the target's warpers would leave. Of the token that brings the sum to top_p
-        only its share below top_p stays, and min_p takes its threshold off all that stay.
+        """Return unnormalised warped probabilities of each row's K highest logits, highest first.
+
+        All other tokens are ignored. Drafts need not match the target's warpers exactly, so this
+        takes a few operations of fixed shape: the token that brings the sum to top_p keeps only its
+        share below top_p, and min_p subtracts its threshold from all tokens.
         """
         if logits_RK.dtype != torch.float64:
             logits_RK = logits_RK.float()
-        cut = cuts(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
+        cut = warp_constants(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
         if self.top_k or self.temperature != 1:
             logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
         probs_RK = logits_RK.softmax(-1)
@@ -101,13 +101,13 @@ class Warper:
             return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
         if logits_RV.dtype in (torch.float32, torch.float64):
             return logits_RV / self.temperature
-        # which makes them float32 in the same operation
+        # makes 16-bit logits float32 in the same operation
         return logits_RV / _single(self.temperature, logits_RV.device)
 
     def _beginning(
         self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """`survivors` from the K highest logits, or None if K < V is too few to tell."""
+        """Return `survivors` from the K highest logits, or None if K < V is too few to decide."""
         K, partial = sorted_RK.shape[-1], sorted_RK.shape[-1] < logits_RV.shape[-1]
         if 0 < self.top_k < K:
             counts_R1 = torch.full_like(ids_RK[..., :1], self.top_k)
@@ -122,7 +122,7 @@ class Warper:
             counts_R1 = torch.minimum(
                 counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True)
             )
-        # then rows of zeros cost less than asking how long the longest is
+        # asynchronous devices: padding with zeros costs less than reading the longest row
         ahead = devices.runs_ahead(ids_RK.device)
         longest = probs_RK.shape[-1] if ahead else int(counts_R1.max())
         if partial and longest >= K:
@@ -138,8 +138,8 @@ class Warper:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """What `Warper.of_likeliest` adds and multiplies by."""
+class WarpConstants:
+    """The constants of `Warper.of_likeliest`."""
 
     top_k_K: Tensor  # 0, and -inf from top_k on
     before_KK: Tensor  # probabilities times this: less the sum of those before
@@ -148,28 +148,29 @@ class Cuts:
 
 
 @lru_cache
-def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -> Cuts:
-    """For so many logits; made once, as each is an operation."""
+def warp_constants(
+    warper: Warper, count: int, dtype: torch.dtype, device: torch.device
+) -> WarpConstants:
+    """Return the constants for this number of logits; cached, as each takes an operation."""
     with torch.inference_mode(False):
         top_k_K = torch.zeros(count, dtype=dtype, device=device)
         top_k_K[warper.top_k or count :] = float("-inf")
         before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
         top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
-        return Cuts(top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device))
+        return WarpConstants(
+            top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device)
+        )
 
 
 @lru_cache
 def _single(value: float, device: torch.device) -> Tensor:
-    """A float32 tensor of one element, which has a say in the dtype of results as a
-    number has not.
-    """
+    """Return a float32 tensor of one element, which promotes the dtype unlike a Python number."""
     with torch.inference_mode(False):
         return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
-    """One token a row, (R,), from weights that need not sum to one, by inverting the cumulative
-    sum.
+    """Sample one token (R,) a row from unnormalised weights by inverting the cumulative sum.
 
     uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
     the total, so the first sum above it belongs to a token of positive weight.
@@ -180,28 +181,27 @@ def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
 
 
 def draw_at(weights_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
-    """`draw` with float64 uniforms that are on the device already."""
+    """Sample like `draw`, with float64 uniforms on the device."""
     return draw_from(weights_RV.cumsum(-1, dtype=torch.float64), uniforms_R1)
 
 
 def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
-    """`draw_at` from cumulative sums; V where a row has no weight."""
+    """Sample like `draw_at` from cumulative sums; return V for a row without weight."""
     points_R1 = uniforms_R1 * cumulative_RV[..., -1:]
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)
 
 
 def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` different ones of M tokens that are drawn alike at each of P nodes: tokens
-    and probabilities (B, P, count).
+    """Return the first `count` distinct tokens of M independent samples at each of P nodes.
 
-    They are drawn without replacement in this order: the first draw that is none of those before it
-    is one of q without them, however many draws it took. Where M draws hold fewer different ones,
-    the last places repeat some, with probability 0: nothing was drawn there. That hangs on the ones
-    before, and not on what a further draw would have been.
+    Returns tokens and probabilities (B, P, count). The tokens are sampled without replacement, in
+    this order: the first sample that differs from all earlier ones follows q without them, however
+    many samples it took. If the M samples contain fewer distinct tokens, the last places repeat
+    some with probability 0: nothing was sampled there. This depends on the earlier samples alone.
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
-    tokens_BPM.clamp_(max=probs_BPV.shape[-1] - 1)  # of NaN, past the end
+    tokens_BPM.clamp_(max=probs_BPV.shape[-1] - 1)  # NaN samples past the end
     M = tokens_BPM.shape[-1]
     again_BPM = (tokens_BPM[..., None] == tokens_BPM[..., None, :]).tril_(-1).any(-1)
     places_M = torch.arange(M, device=again_BPM.device)

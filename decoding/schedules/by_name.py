@@ -1,4 +1,4 @@
-"""The overlapped schedules by name. `serial`, the loop's own, is none of them."""
+"""The overlapped schedules by name; `serial`, the default, is not one of them."""
 
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
@@ -21,23 +21,21 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
-UNTAUGHT = ("fixed", "confidence")  # policies that learn nothing from a round
+NON_LEARNING = ("fixed", "confidence")  # policies that learn nothing from a round
 
 
 def usual_stopping(capabilities: Capabilities, schedule: str) -> str:
-    """The policy where none is named: `cost_ratio` for tokens drawn one after the other from a
-    distribution that can be read.
+    """Return the stopping policy for a drafter when the settings name none.
 
-    Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose:
-    `fixed`.
+    It is `cost_ratio` for tokens that are sampled one by one from a known distribution, else
+    `fixed`: trees and lookups are proposed at once, and an overlapped schedule chooses the length
+    of its chunks.
     """
     return "cost_ratio" if token_by_token(capabilities) and schedule == "serial" else "fixed"
 
 
 def token_by_token(capabilities: Capabilities) -> bool:
-    """Whether a policy sees every drafted token before the next one is drawn, and can end the draft
-    there.
-    """
+    """Return whether a policy can end the draft after each sampled token."""
     return (
         capabilities.shape == "chain"
         and capabilities.has_q
@@ -47,8 +45,9 @@ def token_by_token(capabilities: Capabilities) -> bool:
 
 
 def weighs_costs(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
-    """Whether such a drafter, used so, decides by measured costs (stopping: None is the
-    usual one).
+    """Return whether the drafter or its policy decides by measured costs.
+
+    stopping: None is the usual policy.
     """
     policy = stopping or usual_stopping(capabilities, schedule)
     return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
@@ -62,8 +61,9 @@ def batch_type(
     costs: RoundCosts | None,
     num_rows: int,
 ) -> type[Batch]:
-    """The batch that runs a schedule. Raises UserError where drafter, rule, policy, costs or rows
-    do not fit it.
+    """Return the batch class of a schedule.
+
+    Raises UserError if the drafter, rule, policy, costs or number of rows do not fit it.
     """
     if schedule not in SCHEDULES:
         raise UserError(
@@ -71,8 +71,8 @@ def batch_type(
         )
     if not drafter.capabilities.can_overlap:
         raise UserError(
-            f"schedule '{schedule}' needs a drafter that can overlap: chains of a model that runs "
-            f"beside the target and forgets what it has read of a chunk that is thrown away. "
+            f"schedule '{schedule}' needs a drafter that can overlap: a chain drafter whose model "
+            f"runs beside the target and can drop a discarded chunk from its cache. "
             f"'{drafter.name}' cannot: take serial."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
@@ -82,13 +82,13 @@ def batch_type(
         )
     if verify in ("block", "typical"):
         raise UserError(
-            f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not "
+            f"schedule '{schedule}' verifies chunks in parts; take verify=token or coupled, not "
             f"{verify}."
         )
-    if stopping not in UNTAUGHT:
+    if stopping not in NON_LEARNING:
         raise UserError(
             f"schedule '{schedule}' verifies a chunk while the next one is drafted, which stopping "
-            f"'{stopping}' cannot learn from; take {' or '.join(UNTAUGHT)}."
+            f"'{stopping}' cannot learn from; take {' or '.join(NON_LEARNING)}."
         )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(

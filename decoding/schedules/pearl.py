@@ -1,23 +1,21 @@
-"""PEARL: draft the next chunk while the target verifies the last one (Liu et al. 2025, arXiv
-2408.11850).
+"""PEARL: draft the next chunk while the target verifies the last (Liu et al. 2025).
 
-A row is in one of two states. In *pre-verify* the drafter makes a chunk of gamma tokens while the
-target runs over the tip alone, which tells whether the chunk's first token passes; if so the others
-are assumed. In *post-verify* the drafter makes the next chunk while the target tests the assumed
-tokens and the first of the new chunk. A failure throws the new chunk away. There is no bonus token
-where a drafted one stands in its place. Both ablations are here: without pre-verify a fresh chunk
-is assumed whole and all of it is tested in the next round; without post-verify nothing is drafted
-while assumed tokens are tested.
+Source: arXiv 2408.11850. A row is in one of two states. In *pre-verify* the drafter makes a chunk
+of gamma tokens while the target runs over the tip alone, which tests the chunk's first token; if it
+is accepted, the row assumes the other tokens. In *post-verify* the drafter makes the next chunk
+while the target tests the assumed tokens and the first of the new chunk. A rejection discards the
+new chunk. Where a drafted token takes its place, there is no bonus token. There are two ablations:
+without pre-verify a new chunk is assumed completely and tested in the next round; without post-
+verify nothing is drafted while assumed tokens are tested.
 
-The clock is VIRTUAL: the lanes run one after the other, each on the whole machine, and a round is
-charged the longer of the two and what cannot overlap. Tokens and acceptance are real; the time is
-what two machines of this kind would take. Where the host runs ahead of the device a round waits for
-the end of each lane, or there would be nothing to time, and once for what was accepted, which
-brings the new chunk's tokens along.
+The clock is VIRTUAL: the two lanes (draft, target) run one after the other, each on the whole
+machine, and a round is charged the longer lane plus what cannot overlap. Tokens and acceptance are
+real; the time is that of two such machines. On a GPU a round waits for the end of each lane, to
+time it, and once for the outcome and the new chunk's tokens.
 
-Where the published code breaks the law, this does not: every test has a uniform of its own (keyed
-by the round, in which tests and drafts of one position never meet), no token goes untested, and a
-stop token inside the span ends the row.
+Unlike the published code, this is exact: every test has its own uniform (keyed by the round, in
+which the tests and drafts of a position never share one), every token is tested, and a stop token
+inside the span ends the row.
 
 Shapes: B running rows, A assumed tokens, N tokens of a window (the assumed ones and the new chunk's
 first), V vocabulary.
@@ -32,25 +30,22 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Observation, Outcome, Proposal, Readback, Stopping
 from decoding.rounds.batch import Batch, Row
-from decoding.sampling.readback import Reading
+from decoding.sampling.readback import DeviceReadback
 
 
 @dataclass(slots=True)
 class Lane:
-    """What a row assumes: tokens behind its tip that were drafted and not tested, and the rows they
-    were drawn from.
-    """
+    """The tokens that a row assumes: drafted after its tip, not tested yet, and their q."""
 
     tokens: list[int] = field(default_factory=list)
     q_AV: Tensor | None = None
-    turns: int = 0  # rounds of the schedule; not all run the target
+    # rounds of the schedule, of which not all run the target
+    turns: int = 0
 
 
 @dataclass(slots=True)
 class Took:
-    """Seconds of a round's two lanes, and of both together: the longer one's where they run at the
-    same time.
-    """
+    """Seconds of a round's two lanes, and of both together, at the same time or in turn."""
 
     draft: float
     target: float
@@ -62,24 +57,26 @@ class Pearl(Batch):
 
     pre_verify = True
     post_verify = True
-    one_row = False  # whether the schedule runs one prompt at a time
-    chunk: int | None = None  # tokens of the next chunk; None: gamma
+    # whether the schedule runs only one prompt at a time
+    one_row = False
+    # tokens of the next chunk; None: gamma
+    chunk: int | None = None
 
     def width(self) -> int:
-        """Assumed tokens, and a whole chunk behind them in the drafter."""
+        """Return the assumed tokens and a full chunk that the drafter adds to them."""
         return 2 * self.gamma + 1
 
     def open(self) -> None:
-        """As serial decoding; every row starts in pre-verify."""
+        """Prefill like serial decoding, and start every row in pre-verify."""
         self.lanes = [Lane() for _ in self.rows]
         super().open()
 
     def _round(self) -> None:
-        """Both lanes, one after the other; then the verdict, and the longer lane on the clock."""
+        """Run both lanes in turn, verify, and charge the longer lane."""
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
         steps = chunk.steps if chunk is not None else 0
-        # a drafter that is at the end of its context has nothing to assume
+        # a drafter at the end of its context proposes nothing to assume
         if forward is None and chunk is None:
             forward = self._verify_lane(fresh=False)
             late = perf_counter() - settled
@@ -95,9 +92,9 @@ class Pearl(Batch):
             row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
         drafted = () if chunk is None else (chunk.tokens_BN,)
-        read = Reading(*drafted, watched=self._watched(logits_BNV, window))
-        outcome = self._test(logits_BNV, window, read)
-        chunk_B = read.answers()[0] if drafted else [[]] * len(self.lanes)
+        readback = DeviceReadback(*drafted, watched=self._watched(logits_BNV, window))
+        outcome = self._test(logits_BNV, window, readback)
+        chunk_B = readback.drafter_values()[0] if drafted else [[]] * len(self.lanes)
         rows, keep = self.rows, self._settle(outcome, chunk, chunk_B, window, firsts)
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
@@ -110,8 +107,9 @@ class Pearl(Batch):
             self._select(keep)
 
     def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
-        """The next chunk, the target's forward, and what the lanes took: here one after the other,
-        charged as if at the same time.
+        """Return the next chunk, the target's forward, and the seconds of both lanes.
+
+        The lanes run in turn and are charged as if at the same time.
         """
         began = perf_counter()
         request = self._request()
@@ -130,14 +128,13 @@ class Pearl(Batch):
 
     @staticmethod
     def _kept(sequence: list[int], lane: Lane) -> int:
-        """Tokens that the drafter may keep: all but the last of what it will be asked to go on
-        from.
-        """
+        """Return the number of tokens that the drafter keeps: all but the last of its context."""
         return len(sequence) + len(lane.tokens) - 1
 
     def _request(self) -> tuple[list[list[int]], list[int], list[Stopping], Chooser] | None:
-        """What to ask of the drafter: the next chunk of every row, behind what it assumes; None
-        where no row drafts.
+        """Return the drafter's arguments for the next chunk of every row, None if no row drafts.
+
+        The chunk follows the assumed tokens.
         """
         contexts_B = [
             row.sequence + lane.tokens for row, lane in zip(self.rows, self.lanes, strict=True)
@@ -160,8 +157,9 @@ class Pearl(Batch):
         return contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser
 
     def _verify_lane(self, fresh: bool) -> tuple[Tensor, Tensor] | None:
-        """The target over every row's tip and assumed tokens, when it is done; None where, without
-        pre-verify, a chunk is fresh.
+        """Run the target over every row's tip and assumed tokens, and wait for it.
+
+        Returns None for a new chunk without pre-verify.
         """
         if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
@@ -177,8 +175,9 @@ class Pearl(Batch):
         return forward
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
-        """What this round's forward tests, as a proposal, and for each row whether it ends with a
-        new chunk's first token.
+        """Return the proposal that this round's forward tests.
+
+        Also returns for each row whether the proposal ends with a new chunk's first token.
         """
         fresh_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
         firsts = [count > 0 for count in fresh_B]
@@ -186,12 +185,11 @@ class Pearl(Batch):
             len(lane.tokens) + first for lane, first in zip(self.lanes, firsts, strict=True)
         ]
         width = max(counts_B)
-        # The new chunk is not known to the host yet: its first token is put in its place on the
-        # device.
+        # The new chunk is still on the device, where its first token is inserted.
         padded = [lane.tokens + [0] * (width + 1 - len(lane.tokens)) for lane in self.lanes]
         tokens_BX = devices.tensor(padded, self.target.device)
         if chunk is not None:
-            # A row without a new chunk has it put where nobody looks.
+            # rows without a new chunk write to the unused last column
             places = [
                 [len(lane.tokens) if first else width]
                 for lane, first in zip(self.lanes, firsts, strict=True)
@@ -204,8 +202,9 @@ class Pearl(Batch):
         ), firsts
 
     def _window_q(self, chunk: Proposal | None, firsts: list[bool], width: int) -> Tensor | None:
-        """The distributions that a window's tokens were drawn from, (B, width, V); None where the
-        rule tests none.
+        """Return the distributions (B, width, V) that the window's tokens were sampled from.
+
+        Returns None if the rule does not test q.
         """
         known = [lane.q_AV for lane in self.lanes if lane.q_AV is not None]
         fresh = chunk.q_BNV if chunk is not None else None
@@ -222,10 +221,8 @@ class Pearl(Batch):
                 q_BNV[b, len(lane.tokens)] = fresh[b, 0]
         return q_BNV
 
-    def _test(self, logits_BNV: Tensor, window: Proposal, read: Readback) -> Outcome:
-        """The rule's verdict; the row behind a window's last token may be missing, and is not used
-        then.
-        """
+    def _test(self, logits_BNV: Tensor, window: Proposal, readback: Readback) -> Outcome:
+        """Verify the window; pad the logits after its last token, which the rule does not use."""
         missing = window.tokens_BN.shape[1] + 1 - logits_BNV.shape[1]
         if missing > 0:
             logits_BNV = torch.cat((logits_BNV, logits_BNV[:, -1:].expand(-1, missing, -1)), 1)
@@ -233,7 +230,9 @@ class Pearl(Batch):
         turns_B = [lane.turns - 1 for lane in self.lanes]
         positions_B = [len(row.sequence) for row in rows]
         self.chooser.begin([row.key for row in rows], turns_B, positions_B, logits_BNV.shape[1])
-        return self.rule(logits_BNV, window if max(window.counts_B) else None, self.chooser, read)
+        return self.rule(
+            logits_BNV, window if max(window.counts_B) else None, self.chooser, readback
+        )
 
     def _settle(
         self,
@@ -243,16 +242,17 @@ class Pearl(Batch):
         window: Proposal,
         firsts: list[bool],
     ) -> list[int]:
-        """Commit and emit what passed, and set what every row assumes next. Returns the rows that
-        go on.
+        """Commit and emit the accepted tokens, and set what every row assumes next.
+
+        Returns the indices of the rows that continue.
         """
         tokens_B, kept_B = [], []
         for b, lane in enumerate(self.lanes):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))
             passed = accepted == window.counts_B[b]
-            # Behind a new chunk's first token there is no row to draw a bonus from: the chunk goes
-            # on in its place.
+            # There are no logits after a new chunk's first token, so no bonus token: the chunk
+            # continues in its place.
             tokens_B.append(
                 outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b]
             )
@@ -265,7 +265,7 @@ class Pearl(Batch):
         return self._emit(tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
 
     def _assume_whole(self, chunk: Proposal) -> None:
-        """Without pre-verify: the row takes its chunk untested; the next round tests all of it."""
+        """Assume a new chunk without a test (no pre-verify); the next round tests all of it."""
         (chunk_B,) = devices.read(chunk.tokens_BN)
         for b, (row, lane, count) in enumerate(zip(self.rows, self.lanes, chunk.counts_B)):
             lane.tokens = chunk_B[b][:count]
@@ -273,7 +273,7 @@ class Pearl(Batch):
             row.generation.drafted += count
 
     def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
-        """Put a round on the clock: its lanes, then what cannot overlap, in seconds."""
+        """Charge a round's seconds: its lanes, then what cannot overlap."""
         for row in rows:
             generation = row.generation
             generation.decode_seconds += took.both + rest
@@ -290,13 +290,13 @@ class Pearl(Batch):
 
 
 class PearlWithoutPre(Pearl):
-    """The first ablation: a fresh chunk is assumed whole."""
+    """The ablation without pre-verify: a new chunk is assumed completely."""
 
     pre_verify = False
     one_row = True
 
 
 class PearlWithoutPost(Pearl):
-    """The second ablation: nothing is drafted while assumed tokens are tested."""
+    """The ablation without post-verify: nothing is drafted while assumed tokens are tested."""
 
     post_verify = False

@@ -159,7 +159,8 @@ class Worth:
 
         It gains a token where one of the nodes that it starts from is reached and one of its own
         passes, which happens as often as in this row's steps before: how likely this step's nodes
-        are tells nothing of the next one's (LOG.md, "What drawn children are worth").
+        are tells nothing of the next one's
+        (docs/experiments/2026-11-23-acceptance-of-sampled-children.md).
         """
         most, sums = 0.0, accumulate(sorted(chances_W, reverse=True))
         self.frontier, self._best_rate = 0, rate

@@ -1,1 +1,1 @@
-"""Verification rules for chains and trees, and their twins that stay on the device."""
+"""Verification rules for chains and trees, and their device versions, which wait once a round."""

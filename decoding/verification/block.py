@@ -14,22 +14,25 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain
-from decoding.verification.nodes import at_nodes, probabilities, tested, undrafted
+from decoding.verification.nodes import at_nodes, probabilities, sample_without_draft, tested
 
 
 def block(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest beginning of the chain that passes a test of its own; never shorter on
-    average than `token`'s.
+    """Keep the longest prefix of the chain whose joint test accepts.
 
-    With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x
-    | x_1..i), 0), the first i tokens pass with probability h_i = s_i / (s_i + 1 - w_i), all of them
-    with h_gamma = w_gamma (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The longest that passes
-    is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
+    Never shorter on average than the prefix of `token`. With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) /
+    q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first i tokens are
+    accepted with probability h_i = s_i / (s_i + 1 - w_i), and all of them with h_gamma = w_gamma
+    (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The longest accepted prefix is kept; the next
+    token is sampled from max(w_i p - q, 0), or from p after the whole chain.
     """
     if proposal is None:
-        return undrafted(logits_BNV, chooser, read)
+        return sample_without_draft(logits_BNV, chooser, readback)
     if proposal.parents_BN is not None:
         raise ValueError(
             "verify=block tests chains; a tree needs a rule that updates the residual between "
@@ -38,18 +41,17 @@ def block(
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)
     if devices.runs_ahead(probs_BNV.device):
-        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, read)
+        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, readback)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     # w_0 .. w_N
     w_BN = [_running_ratios(*pair) for pair in zip(*probabilities(probs_BNV, proposal))]
     weights_BN1 = torch.tensor(w_BN, dtype=probs_BNV.dtype, device=probs_BNV.device)[:, :-1, None]
-    # of w_i p over q after i tokens, i < N
+    # max(w_i p - q, 0) after i tokens, i < N
     surplus_BNV = (weights_BN1 * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)
     s_BN = surplus_BNV.sum(-1).tolist()
     accepted_B = []
     for b, count in enumerate(counts_B):
-        # The uniforms are independent, so it does not matter that a longer beginning is asked
-        # first.
+        # The uniforms are independent, so the longest prefix may be tested first.
         passed = (
             chooser.uniform(b, i - 1, noise.ACCEPT) <= _chance(s_BN[b], w_BN[b], i, count)
             for i in range(count, 0, -1)
@@ -59,8 +61,8 @@ def block(
     failed = [b for b, count in enumerate(counts_B) if accepted_B[b] < count]
     if failed:
         residual_FV = at_nodes(surplus_BNV[failed], [accepted_B[b] for b in failed])
-        # w p = q up to rounding leaves no residual, and the failed test was one of probability
-        # zero: then p itself is right.
+        # If w p = q up to rounding, there is no residual and the rejection had probability zero:
+        # then p itself is right.
         keep_F1 = residual_FV.sum(-1, keepdim=True) > 0
         weights_BV = weights_BV.clone()
         weights_BV[failed] = torch.where(keep_F1, residual_FV, weights_BV[failed])
@@ -78,8 +80,9 @@ def block(
 
 
 def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) for i = 1 .. N. A padded node (q = 0) counts as
-    ratio 0.
+    """Return w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) for i = 1 .. N.
+
+    A padded node (q = 0) has ratio 0.
     """
     ratios = [1.0]
     for p, q in zip(p_N, q_N, strict=True):
@@ -88,7 +91,7 @@ def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:
 
 
 def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> float:
-    """h_i of `block`."""
+    """Return h_i of `block`."""
     if i == count:
         return w_N[i]
     rest = s_N[i] + 1 - w_N[i]
@@ -96,7 +99,7 @@ def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> f
 
 
 def _dense(proposal: Proposal, probs_BNV: Tensor) -> Tensor:
-    """q of every drafted token over the vocabulary; a point mass where the proposal has none."""
+    """Return q of every drafted token over the vocabulary, a point mass if there is none."""
     if proposal.q_BNV is not None:
         return proposal.q_BNV
     return torch.zeros_like(probs_BNV[:, :-1]).scatter_(-1, proposal.tokens_BN[:, :, None], 1.0)

@@ -1,9 +1,8 @@
-"""`token` and `block` verification of chains where the host runs ahead of the device: everything is
-decided there, and read back once.
+"""Device versions of `token` and `block` verification of chains: one wait a round.
 
-The eager twins are the rules of the same names in decoding/verification/rules.py, which ask for
-probabilities, decide on the host and then ask for the next token: three waits a round on a GPU, and
-fewer operations on a CPU. Same numbers, same float64 comparisons, same outcome.
+The eager versions (token.py, block.py) read probabilities, decide on the host and then read the
+next token: three waits on a GPU, but fewer operations on a CPU. Both use the same numbers and the
+same float64 comparisons, and have the same outcome.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the
 proposal: the tip comes first.
@@ -20,8 +19,8 @@ from decoding.sampling import noise
 from decoding.sampling.warpers import draw_at
 
 
-def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback) -> Outcome:
-    """Leviathan et al. 2023, Algorithm 1; see `verify.token`."""
+def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
+    """Verify like `token` (Leviathan et al. 2023, Algorithm 1)."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
@@ -33,14 +32,15 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readbac
         residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
     else:
         residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
-    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, read)
+    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, readback)
 
 
 def block(
-    probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback
+    probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback
 ) -> Outcome:
-    """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
-    proposal has none.
+    """Verify like `block` (Sun et al. 2025, Algorithm 2).
+
+    q_BNV: over the vocabulary, a point mass if the proposal has none.
     """
     accept_BN, last_BN = _uniforms(proposal, chooser)
     w_BN = _running_ratios(*_probabilities(probs_BNV, proposal))  # w_0 .. w_N
@@ -54,12 +54,16 @@ def block(
     passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
     accepted_B = (passed_BN * depths_N).amax(1)
     residual_BV = _at(surplus_BNV, _last_node(accepted_B, proposal))
-    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, read)
+    return _outcome(
+        _at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, readback
+    )
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
-    """The uniforms that test each drafted token, (B, N), infinite where a row drafted none, and
-    those that draw the token after n accepted ones, (B, N + 1): float64, in one copy.
+    """Return the uniforms that test tokens (B, N), and those that sample the next one (B, N + 1).
+
+    The first are infinite where a row drafted nothing; the second are indexed by the number of
+    accepted tokens. Both are float64, made in one copy.
     """
     N = proposal.tokens_BN.shape[1]
     numbers = [
@@ -74,7 +78,7 @@ def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """p and q of each drafted token, float64."""
+    """Return p and q of each drafted token, float64."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
     p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).double()
     if proposal.q_BNV is None:
@@ -83,8 +87,9 @@ def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tenso
 
 
 def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1). A padded node (q = 0) counts as
-    ratio 0.
+    """Return w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1).
+
+    A padded node (q = 0) has ratio 0.
     """
     ratios = [torch.ones_like(p_BN[:, 0])]
     for n in range(p_BN.shape[1]):
@@ -94,12 +99,12 @@ def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
 
 
 def _at(values_BN: Tensor, nodes_B: Tensor) -> Tensor:
-    """values_BN[b, nodes_B[b]] for each row."""
+    """Return values_BN[b, nodes_B[b]] for each row."""
     return values_BN[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B]
 
 
 def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
-    """The node whose test failed; where none did, any."""
+    """Return the node whose test failed, or any node if none did."""
     return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
 
 
@@ -109,10 +114,10 @@ def _outcome(
     accepted_B: Tensor,
     last_BN: Tensor,
     proposal: Proposal,
-    read: Readback,
+    readback: Readback,
 ) -> Outcome:
-    """Draw the token after the accepted ones and read everything back."""
-    # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
+    """Sample the token after the accepted ones and read everything back."""
+    # If p = q up to rounding, there is no residual and the rejection had probability zero: then p
     # itself is right.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     counts_B = proposal.counts_B
@@ -120,7 +125,7 @@ def _outcome(
     next_B = draw_at(
         torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
     )
-    drafted, accepted, following = read(proposal.tokens_BN, accepted_B, next_B)
+    drafted, accepted, following = readback(proposal.tokens_BN, accepted_B, next_B)
     tokens_B = [
         [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
     ]

@@ -1,27 +1,26 @@
-"""`token` verification of trees where the host runs ahead of the device: one wait a round, whatever
-the tree.
+"""Device version of `token` verification of trees: one wait a round for any tree.
 
-The eager twin is `token_tree.token`, which asks at every node. Here the device makes, for all
-nodes at once, the few numbers that a walk may need; they are read together, and the host walks. Of
-a node these are the chances of its children, each given that those before it have failed, and the
-token that follows if they all have. That token is drawn at every node before the walk, by one
-uniform a row: where the walk ends hangs on other uniforms, so one will do for all nodes.
+The eager version (token_tree.py) waits at every node. Here the device computes the numbers that a
+walk may need for all nodes at once, and the host walks with them. For each node these are the
+acceptance probability of each child, given that its earlier siblings were rejected, and the token
+that follows if all were. That token is sampled at every node before the walk by one uniform a row,
+which is valid because the end of the walk depends on other uniforms only.
 
-- Point masses: a failed child takes its own probability out of p. What is left where all have
-  failed is known before any is tested.
-- Drawn from few candidates (`Proposal.q_top`): failures change p at the candidates, and at all
-  other tokens together, by numbers that the host reads and works out where the walk comes by
-  (decoding/verification/tail_rejection.py). The device draws from all other tokens, once from p and
-  once from what p has there and q has not, and the host says whether it is one of these.
-- Drawn from the whole vocabulary (`Proposal.q_BNV`): the device works it out for all nodes at once,
-  child by child.
+- Point masses: a rejected child removes its probability from p, so the rest is known before any
+  test.
+- Children sampled from few candidates (`Proposal.q_top`): rejections change p at the candidates
+  and at all other tokens together, by numbers that the host computes along the walk
+  (decoding/verification/tail_rejection.py). The device samples from all other tokens twice, from p
+  and from the part of p that exceeds q, and the host chooses between the two.
+- Children sampled from the whole vocabulary (`Proposal.q_BNV`): the device computes all rejections
+  for all nodes at once, child by child.
 
-Same uniforms and same tests as in the twin, so the same path up to rounding; the token behind it is
-drawn by another uniform.
+Tests and uniforms are those of the eager version, so the path is equal up to rounding; the token
+after it is sampled by another uniform.
 
-Rounding never lets a token through that the target forbids: whatever is subtracted from p, only
-what p has a share of is left, and a child that failed is left with nothing. Of point masses nothing
-is subtracted at all: where siblings are all that p has, one of them passes.
+Rounding never accepts a token that the target forbids: subtraction only keeps tokens with a share
+of p, and a rejected child keeps nothing. Nothing is subtracted from point masses: if the siblings
+hold all of p, one of them is accepted.
 
 Shapes: B rows, N drafted tokens, V vocabulary, P = N + 1 nodes with the tip, K candidates, S
 children of a node, Q nodes with candidates.
@@ -39,43 +38,48 @@ from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw_at, draw_from
-from decoding.verification.tail_rejection import Symbols, share_of
+from decoding.verification.tail_rejection import TailRejection, tail_ratio
 
 
-class Stand(Protocol):
-    """A node where a walk stands."""
+class NodeTest(Protocol):
+    """The tests of one node's children, in their order."""
 
-    def chance(self, child: int) -> float:
-        """Of this child to pass, given that all before it have failed."""
+    def acceptance_probability(self, child: int) -> float:
+        """Return the probability to accept this child after its earlier siblings' rejection."""
         ...
 
-    def fail(self, child: int, uniform: float) -> bool:
-        """The child did not pass by this uniform. Whether the next one is tested."""
+    def reject(self, child: int, uniform: float) -> bool:
+        """Record that this uniform rejected the child; return whether the next one is tested."""
         ...
 
-    def following(self, uniform: float) -> int:
-        """The token that follows when no child has passed."""
+    def next_token(self, uniform: float) -> int:
+        """Return the token that follows when no child is accepted."""
         ...
 
 
-At = Callable[[int, int, list[int]], Stand]  # of (row, node, its children), the node -1 for the tip
+# (row, node, its children) -> the node's tests; node -1 is the tip
+NodeTests = Callable[[int, int, list[int]], NodeTest]
 
 
 def token(
-    logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback = devices.read
+    logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback = devices.read
 ) -> Outcome:
-    """See `verify.token`. The proposal is a tree, of point masses or with q."""
+    """Verify like `token` a tree of point masses or of children with q."""
     probs_BPV = chooser.warper.probs(logits_BPV)
-    # that of a row without a draft
+    # for rows without a draft
     ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
     ends_B11 = devices.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
     kind = (
-        _whole if proposal.q_BNV is not None else _masses if proposal.q_top is None else _candidates
+        _full_vocabulary_tests
+        if proposal.q_BNV is not None
+        else _point_mass_tests
+        if proposal.q_top is None
+        else _candidate_tests
     )
-    drafted, parents, at = kind(probs_BPV, ends_B11, proposal, read)
+    drafted, parents, node_tests = kind(probs_BPV, ends_B11, proposal, readback)
     paths_B, tokens_B, tested_B = [], [], []
     for b, count in enumerate(proposal.counts_B):
-        path, tested, following = _walk(b, parents[b][:count], at, chooser)
+        path, tested, following = _walk(b, parents[b][:count], node_tests, chooser)
         paths_B.append(path)
         tokens_B.append([*(drafted[b][node] for node in path), following])
         tested_B.append(tested)
@@ -84,9 +88,12 @@ def token(
     )
 
 
-def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[int], int, int]:
-    """From the tip to where the target goes on by itself: (the path, tokens tested along it, the
-    token that follows).
+def _walk(
+    row: int, parents: list[int], node_tests: NodeTests, chooser: Chooser
+) -> tuple[list[int], int, int]:
+    """Walk from the tip until no child is accepted.
+
+    Returns the path, the number of tokens tested along it, and the token that follows.
     """
     path: list[int] = []
     children_of: dict[int, list[int]] = {}
@@ -95,126 +102,132 @@ def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[
     while True:
         depth, here = len(path), path[-1] if path else -1
         children = children_of.get(here, [])
-        stand = at(row, here, children)
+        node_test = node_tests(row, here, children)
         for child in children:
             uniform = chooser.uniform(row, depth, noise.ACCEPT, child)
-            if uniform < stand.chance(child):
+            if uniform < node_test.acceptance_probability(child):
                 path.append(child)
                 break
-            if not stand.fail(child, uniform):
+            if not node_test.reject(child, uniform):
                 break
         if len(path) == depth:
             return (
                 path,
                 depth + bool(children),
-                stand.following(chooser.uniform(row, 0, noise.RESIDUAL)),
+                node_test.next_token(chooser.uniform(row, 0, noise.RESIDUAL)),
             )
 
 
 @dataclass(slots=True)
-class Mass:
+class PointMassNode:
     """A node whose children are point masses."""
 
-    tokens: list[int]  # of all nodes
-    untested: dict[int, float]  # token -> p of the children that have not failed
-    rest: float  # p of all other tokens
+    # tokens of all nodes
+    tokens: list[int]
+    # token -> p of the children that are not rejected yet
+    untested: dict[int, float]
+    # p of all other tokens
+    rest: float
     follows: int
 
-    def chance(self, child: int) -> float:
+    def acceptance_probability(self, child: int) -> float:
         p = self.untested.get(self.tokens[child], 0.0)
-        # A sum of what is left. One less what has failed would leave rounding behind, and the last
-        # child of all that p has could fail by it.
+        # A sum of the rest: 1 minus the rejected probabilities has rounding errors, by which the
+        # last child could be rejected although the children hold all of p.
         return p / (self.rest + sum(self.untested.values())) if p > 0 else 0.0
 
-    def fail(self, child: int, uniform: float) -> bool:
+    def reject(self, child: int, uniform: float) -> bool:
         self.untested.pop(self.tokens[child], None)
         return True
 
-    def following(self, uniform: float) -> int:
+    def next_token(self, uniform: float) -> int:
         return self.follows
 
 
-def _masses(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
-    """Tokens, parents and stands of a tree of point masses."""
+def _point_mass_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
+    """Return tokens, parents and node tests of a tree of point masses."""
     assert proposal.parents_BN is not None
-    real_BN = _real(proposal)
+    real_BN = _is_node(proposal)
     own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
-    # What is no drafted node points at its own row, which no walk looks at.
+    # a node that was not drafted points at its own row, which no walk reads
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
     flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
     left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
-    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
+    follows_BP = draw_at(
+        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
+    )
     rest_BP = left_BPV.sum(-1, dtype=torch.float64)
-    drafted, parents, p, rest, follows = read(
+    drafted, parents, p, rest, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, p_BN, rest_BP, follows_BP
     )
 
-    def at(row: int, node: int, children: list[int]) -> Stand:
+    def node_tests(row: int, node: int, children: list[int]) -> NodeTest:
         untested = {drafted[row][child]: p[row][child] for child in children}
-        return Mass(drafted[row], untested, rest[row][node + 1], follows[row][node + 1])
+        return PointMassNode(drafted[row], untested, rest[row][node + 1], follows[row][node + 1])
 
-    return drafted, parents, at
+    return drafted, parents, node_tests
 
 
 @dataclass(slots=True)
-class Known:
-    """A node of which the device has worked out everything."""
+class PrecomputedNode:
+    """A node whose tests the device has computed completely."""
 
-    chances: list[float]  # of all nodes
+    # acceptance probabilities of all nodes
+    chances: list[float]
     follows: int
 
-    def chance(self, child: int) -> float:
+    def acceptance_probability(self, child: int) -> float:
         return self.chances[child]
 
-    def fail(self, child: int, uniform: float) -> bool:
-        return True  # the next chance knows of it
+    def reject(self, child: int, uniform: float) -> bool:
+        return True  # the next sibling's probability includes this rejection
 
-    def following(self, uniform: float) -> int:
+    def next_token(self, uniform: float) -> int:
         return self.follows
 
 
 @dataclass(slots=True)
-class Candidates:
-    """A node whose children were drawn from few candidates, and perhaps from the tail of all other
-    tokens.
-    """
+class CandidateNode:
+    """A node whose children were sampled from few candidates, perhaps with a tail."""
 
-    tokens: list[int]  # of all nodes
-    symbols: Symbols
-    other: int  # drawn from what p has in the tail
-    refused: int  # drawn from what p has there and q has not
-    p: list[float]  # of the symbols before any test
+    # tokens of all nodes
+    tokens: list[int]
+    rejection: TailRejection
+    # sampled from p in the tail
+    other: int
+    # sampled from the part of p that exceeds q in the tail
+    refused: int
+    # p of the candidates and the tail before any test
+    p: list[float]
 
-    def chance(self, child: int) -> float:
-        return self.symbols.chance(self.tokens[child])
+    def acceptance_probability(self, child: int) -> float:
+        return self.rejection.acceptance_probability(self.tokens[child])
 
-    def fail(self, child: int, uniform: float) -> bool:
-        return self.symbols.fail(self.tokens[child], uniform)
+    def reject(self, child: int, uniform: float) -> bool:
+        return self.rejection.reject(self.tokens[child], uniform)
 
-    def following(self, uniform: float) -> int:
-        symbols = self.symbols
-        if symbols.refused:
+    def next_token(self, uniform: float) -> int:
+        rejection = self.rejection
+        if rejection.rejected_in_tail:
             return self.refused
-        weights = symbols.p if sum(symbols.p) > 0 else self.p  # as in `_left`
+        weights = rejection.p if sum(rejection.p) > 0 else self.p  # as in `_residual_or_p`
         point, drawn = uniform * sum(weights), self.other
-        for token, weight in zip(symbols.ids, weights[:-1], strict=False):
+        for token, weight in zip(rejection.ids, weights[:-1], strict=False):
             point -= weight
             if point < 0:
                 return token
             if weights[-1] == 0 and weight > 0:
-                drawn = token  # the last one, if rounding goes past it
+                drawn = token  # the last one, if rounding exceeds it
         return drawn
 
 
-def _candidates(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
-    """Tokens, parents and stands of a tree whose children were drawn from few candidates, and
-    perhaps from the tail of all other tokens.
-    """
+def _candidate_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
+    """Return tokens, parents and node tests of a tree whose children have few candidates."""
     assert proposal.parents_BN is not None and proposal.q_top is not None
     P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
     ids_BQK, q_BQK, tail_BPV = (
@@ -222,10 +235,10 @@ def _candidates(
         proposal.q_top.probs_BPK[:, :P],
         proposal.q_top.tail_BPV,
     )
-    Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes behind these have no children
+    Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes past Q have no children
     p_BQK = probs_BPV.gather(2, ids_BQK)
-    # A node without children is drawn from as if it had no candidates: whether it has any may hang
-    # on how deep its row's neighbours draft.
+    # A node without children ignores its candidates, since it may only have some because another
+    # row of the batch drafts deeper.
     any_BP = draw_at(probs_BPV, ends_B11.expand(-1, P, 1))
     others_BQV = probs_BPV[:, :Q].scatter_(2, ids_BQK[:, :, :-1] if has_tail else ids_BQK, 0.0)
     cumulative_BQV = others_BQV.cumsum(-1, dtype=torch.float64)
@@ -244,42 +257,43 @@ def _candidates(
             sum_BQ1.squeeze(2),
             refused_BQ,
         ]
-    drafted, parents, ids, q, p, others, other, any_, *of_tail = read(
+    drafted, parents, ids, q, p, others, other, any_, *of_tail = readback(
         proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
-    def at(row: int, node: int, children: list[int]) -> Stand:
+    def node_tests(row: int, node: int, children: list[int]) -> NodeTest:
         place = node + 1
         if not children:
-            return Known([], any_[row][place])
+            return PrecomputedNode([], any_[row][place])
         own, shares, all_others = (
             p[row][place],
             [max(share, 0.0) for share in q[row][place]],
             others[row][place],
         )
-        # of no weight at all, past the end, and then nobody asks for it
+        # past the end if it has no weight, and then it is not used
         drawn = refused = min(other[row][place], last)
         within = 0.0
         if has_tail:
             drawn_q, sum_q, left = (each[row][place] for each in of_tail)
-            within = share_of(own.pop(), all_others, drawn_q, sum_q)
-            refused = left if left <= last else drawn  # p = q up to rounding has left nothing
+            within = tail_ratio(own.pop(), all_others, drawn_q, sum_q)
+            refused = left if left <= last else drawn  # p = q up to rounding leaves nothing
         else:
             shares.append(0.0)
-        symbols = Symbols(ids[row][place], [*own, all_others], shares, within)
-        return Candidates(drafted[row], symbols, drawn, refused, symbols.p)
+        rejection = TailRejection(ids[row][place], [*own, all_others], shares, within)
+        return CandidateNode(drafted[row], rejection, drawn, refused, rejection.p)
 
-    return drafted, parents, at
+    return drafted, parents, node_tests
 
 
-def _whole(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
-    """Tokens, parents and stands of a tree whose children were drawn from the whole vocabulary, in
-    as many steps as a node has children.
+def _full_vocabulary_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
+    """Return tokens, parents and node tests of a tree sampled from the whole vocabulary.
+
+    Takes as many steps as a node has children.
     """
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
-    children_BPS, ranks_BN = _children(proposal)
+    children_BPS, ranks_BN = _children_by_node(proposal)
     N = ranks_BN.shape[1]
     first_BP1 = children_BPS[:, :, :1].clamp(max=N - 1)
     left_BPV = probs_BPV.double()
@@ -287,7 +301,7 @@ def _whole(
     tokens_BPS = (
         F.pad(proposal.tokens_BN, (0, 1)).gather(1, children_BPS.flatten(1)).view_as(children_BPS)
     )
-    # Where a sibling repeats an earlier one nothing was drawn (`sampling.draw_different`).
+    # nothing was sampled where a sibling repeats an earlier one (`draw_different`)
     again_BPS = (tokens_BPS[..., None] == tokens_BPS[..., None, :]).tril_(-1).any(-1)
     has_BPS = (children_BPS < N) & ~again_BPS
     chances = []
@@ -296,7 +310,7 @@ def _whole(
         scale_BP1 = left_BPV.sum(-1, keepdim=True) / q_BPV.sum(-1, keepdim=True)
         chance_BP1 = left_BPV.gather(2, token_BP1) / (scale_BP1 * q_BPV.gather(2, token_BP1))
         has_BP1 = has_BPS[:, :, s : s + 1]
-        # what has no q was not drawn
+        # a token without q was not sampled
         chances.append(chance_BP1.nan_to_num(nan=0.0, posinf=0.0) * has_BP1)
         scale_BP1 = torch.where(has_BP1, scale_BP1, 0.0).nan_to_num(nan=0.0, posinf=0.0)
         left_BPV = torch.addcmul(left_BPV, scale_BP1, q_BPV, value=-1).clamp_(min=0)
@@ -304,22 +318,29 @@ def _whole(
     above_BN1 = (proposal.parents_BN + 1).clamp(min=0)[:, :, None]
     chance_BNS = torch.cat(chances, 2).gather(1, above_BN1.expand(-1, -1, len(chances)))
     chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
-    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
-    drafted, parents, chance, follows = read(
+    follows_BP = draw_at(
+        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
+    )
+    drafted, parents, chance, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP
     )
-    return drafted, parents, lambda row, node, children: Known(chance[row], follows[row][node + 1])
+    return (
+        drafted,
+        parents,
+        lambda row, node, children: PrecomputedNode(chance[row], follows[row][node + 1]),
+    )
 
 
-def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """The children (B, P, S) of every node, N where there is none, and each node's place (B, N)
-    among its siblings.
+def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """Return the children (B, P, S) of every node and each node's index (B, N) among its siblings.
+
+    Missing children are N.
     """
     assert proposal.parents_BN is not None
     B, N = proposal.parents_BN.shape
     device, S = proposal.parents_BN.device, min(proposal.siblings or N, N)
-    real_BN = _real(proposal)
-    # a place more, for what is no node
+    real_BN = _is_node(proposal)
+    # one more place, for what is not a node
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, N + 1)
     earlier_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     ranks_BN = ((above_BN[:, :, None] == above_BN[:, None]) & earlier_NN).sum(-1).clamp_(max=S - 1)
@@ -328,16 +349,14 @@ def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:
     return children_BX.view(B, N + 2, S)[:, : N + 1], ranks_BN
 
 
-def _real(proposal: Proposal) -> Tensor:
-    """Which nodes (B, N) were drafted and are verified."""
+def _is_node(proposal: Proposal) -> Tensor:
+    """Return which nodes (B, N) were drafted and are verified."""
     assert proposal.parents_BN is not None
     counts_B1 = devices.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
     places_N = torch.arange(proposal.parents_BN.shape[1], device=proposal.parents_BN.device)
     return (places_N < counts_B1) & (proposal.parents_BN > NO_NODE)
 
 
-def _left(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
-    """What is left of p; where p = q up to rounding left nothing, and the failed test was one of
-    probability zero, p itself.
-    """
+def _residual_or_p(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
+    """Return the weights, or p where p = q up to rounding leaves no residual."""
     return torch.where(weights_BPV.sum(-1, keepdim=True) > 0, weights_BPV, probs_BPV)

@@ -1,7 +1,7 @@
-"""Follow the target's choices: the rules `greedy` and `coupled`, on chains and trees.
+"""The rules `greedy` and `coupled`, on chains and trees: accept what equals the target's choice.
 
-The target chooses a token at every node, and the walk goes on through the child that equals it.
-Both rules keep the target's distribution; `coupled` also keeps its very tokens.
+The target chooses a token at every node, and the walk continues through the child that equals it.
+Both rules keep the target's distribution; `coupled` also emits the same tokens for the same seed.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.
@@ -16,32 +16,38 @@ from decoding.verification.nodes import tested
 
 
 def greedy(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep drafted tokens that are the target's argmax."""
-    return follow(logits_BNV.argmax(-1), proposal, read)
+    """Accept drafted tokens that are the target's argmax."""
+    return follow(logits_BNV.argmax(-1), proposal, readback)
 
 
 def coupled(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep drafted tokens that are the target's own sample under the shared noise."""
+    """Accept drafted tokens that equal the target's sample under the shared noise."""
     depths_BN = None
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
-        depths_BN.clamp_(max=chooser.depths - 1)  # what lies deeper rides along and is not verified
-    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, read)
+        depths_BN.clamp_(max=chooser.depths - 1)  # deeper nodes are not verified
+    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, readback)
 
 
-def follow(choices_BN: Tensor, proposal: Proposal | None, read: Readback) -> Outcome:
-    """Walk from the tip to the child that equals the target's choice, as long as there is one."""
+def follow(choices_BN: Tensor, proposal: Proposal | None, readback: Readback) -> Outcome:
+    """Walk from the tip through children that equal the target's choices."""
     if proposal is None:
-        (choices,) = read(choices_BN)
+        (choices,) = readback(choices_BN)
         return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
     if proposal.parents_BN is not None:
-        choices, drafted, parents = read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
+        choices, drafted, parents = readback(choices_BN, proposal.tokens_BN, proposal.parents_BN)
         return _follow_tree(choices, drafted, parents, proposal)
-    choices, drafted = read(choices_BN, proposal.tokens_BN)
+    choices, drafted = readback(choices_BN, proposal.tokens_BN)
     accepted_B = [
         next((n for n in range(count) if row[n] != wanted[n]), count)
         for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)

@@ -1,4 +1,4 @@
-"""What the rules that test p / q share: the numbers of nodes, and a round without a draft.
+"""Helpers of the rules that test p / q: values at nodes, and rounds without a draft.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ from decoding.sampling.warpers import draw
 def probabilities(
     probs_BNV: Tensor, proposal: Proposal
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """p and q of each drafted token."""
+    """Return p and q of each drafted token."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
     p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).tolist()
     if proposal.q_BNV is None:
@@ -26,7 +26,7 @@ def probabilities(
 
 
 def at_nodes(values_BN: Tensor, nodes_B: list[int]) -> Tensor:
-    """values_BN[b, nodes_B[b]] for each row; a view for one row."""
+    """Return values_BN[b, nodes_B[b]] for each row; a view if there is one row."""
     if len(nodes_B) == 1:
         return values_BN[:, nodes_B[0]]
     index_B = devices.tensor(nodes_B, values_BN.device)
@@ -39,9 +39,9 @@ def tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
     ]
 
 
-def undrafted(logits_BNV: Tensor, chooser: Chooser, read: Readback) -> Outcome:
-    """Return the outcome of a round without a draft: a token sampled from p behind each tip."""
+def sample_without_draft(logits_BNV: Tensor, chooser: Chooser, readback: Readback) -> Outcome:
+    """Return the outcome of a round without a draft: a token sampled from p after each tip."""
     p_BV = chooser.warper.probs(logits_BNV)[:, 0]
     uniforms_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(p_BV))]
-    (next_B,) = read(draw(p_BV, uniforms_B))
+    (next_B,) = readback(draw(p_BV, uniforms_B))
     return Outcome([[token] for token in next_B], None, [0] * len(p_BV), [0] * len(p_BV))

@@ -1,12 +1,11 @@
-"""The verification rules by name: which drafted tokens are kept, and which token follows them.
+"""The verification rules by name: which drafted tokens are accepted, and which token follows.
 
-Each rule is one function (target logits, proposal, chooser, readback) -> Outcome, batched over rows
-with their own draft counts. `greedy` and `coupled` follow the tokens that the target chooses
-(follow.py), `token` tests sampled tokens one by one by p / q (token.py, token_tree.py), `block` all
-of a chain together (block.py); both take q for a point mass where the proposal has none. All keep
-the target's distribution; `typical` alone does not (typical.py). On a GPU a round waits once for
-what they decided: `greedy` and `coupled` read the target's choices, `token` and `block` have twins
-that do (device_chain.py, device_tree.py).
+A rule is one function (target logits, proposal, chooser, readback) -> Outcome, batched over rows
+with different draft counts. `greedy` and `coupled` follow the target's choices (follow.py); `token`
+tests sampled tokens one by one by p / q (token.py, token_tree.py); `block` tests a chain jointly
+(block.py). The last two treat a proposal without q as point masses. All keep the target's
+distribution except `typical` (typical.py). On a GPU each waits once a round: `token` and `block`
+have device versions for that (device_chain.py, device_tree.py).
 """
 
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from decoding.verification.follow import coupled, greedy
 from decoding.verification.token import token
 from decoding.verification.typical import typical
 
-Rule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
+VerificationRule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
 
 
 def check_rule(verify: str, temperature: float, capabilities: Capabilities, name: str) -> None:
-    """Raise UserError for a rule that cannot verify what a drafter of this name proposes; greedy
-    decoding follows trees whatever `verify` is.
+    """Raise UserError for a rule that cannot verify the proposals of this drafter.
+
+    Greedy decoding follows trees for every `verify`.
     """
     if verify == "block" and temperature > 0 and capabilities.shape == "tree":
         raise UserError(
@@ -34,7 +34,7 @@ def check_rule(verify: str, temperature: float, capabilities: Capabilities, name
         )
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, VerificationRule] = {
     "greedy": greedy,
     "token": token,
     "block": block,

@@ -1,9 +1,9 @@
-"""A node whose children were drawn from few candidates, in host numbers: what each failed child
-leaves of p and of q.
+"""Rejection at a node whose children were sampled from few candidates, in host numbers.
 
-Failures change p at the candidates and, all together, at the tokens that are none: the *tail*, one
-more symbol. Where a child was drawn from the tail it is tested twice (why that is exact stands in
-decoding/drafters/trees/sampled_children.py). What is left is not normalised.
+A rejected child changes p and q at the candidates and, together, at all other tokens: the *tail*,
+which counts as one more symbol. A child sampled from the tail is tested twice
+(decoding/drafters/trees/sampled_children.py proves that this is exact). The residual is not
+normalised.
 
 Shapes: K candidates, V vocabulary.
 """
@@ -16,55 +16,56 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Symbols:
-    """A node where a walk stands, and its tests in their order."""
+class TailRejection:
+    """The residual of p and q at one node, updated by each rejected child."""
 
-    ids: list[int]  # the candidates', and that of the token drawn from the tail, if q has one
-    p: list[float]  # of the candidates, and of the tail
-    q: list[float]  # that the next child is drawn from, in proportion; of the tail 0 if it has none
-    # what p has of the tail's drawn token over what q has of it, both as shares of their tails
-    within: float
-    failed: bool = False
-    # the tail passed, and its drawn token did not: another token of the tail follows
-    refused: bool = False
+    # the candidates, and the token sampled from the tail if q has a tail
+    ids: list[int]
+    # p of the candidates, then of the tail
+    p: list[float]
+    # unnormalised q of the next child, at the candidates, then the tail (0 if there is none)
+    q: list[float]
+    # p / q of the token sampled from the tail, both as shares of their tails
+    within_tail: float
+    rejected: bool = False
+    # The tail was accepted but its sampled token was not: another token of the tail follows.
+    rejected_in_tail: bool = False
 
-    def chance(self, token: int) -> float:
-        """Of a child with this token to pass, given that those before it have failed."""
-        # A token that is there twice was not drawn the second time, and has failed before.
+    def acceptance_probability(self, token: int) -> float:
+        """Return the probability to accept this token after its earlier siblings' rejection."""
+        # The second copy of a token was not sampled, and the first was rejected before.
         place = self.ids.index(token)
-        return self._of_symbol(place) * (min(self.within, 1.0) if self._is_tail(place) else 1.0)
+        return self._ratio_at(place) * (min(self.within_tail, 1.0) if self._is_tail(place) else 1.0)
 
-    def fail(self, token: int, uniform: float) -> bool:
-        """The child did not pass by this uniform. Whether there is anything left to test."""
+    def reject(self, token: int, uniform: float) -> bool:
+        """Record that this uniform rejected the token; return whether more is left to test."""
         place = self.ids.index(token)
-        if self._is_tail(place) and uniform < self._of_symbol(place):
-            self.refused = True
+        if self._is_tail(place) and uniform < self._ratio_at(place):
+            self.rejected_in_tail = True
             return False
         total, shares = sum(self.p), sum(self.q)
         if shares > 0:
             self.p = [max(p - total * q / shares, 0.0) for p, q in zip(self.p, self.q, strict=True)]
         self.q[place] = 0.0
-        self.failed = True
+        self.rejected = True
         return True
 
     def _is_tail(self, place: int) -> bool:
         return place == len(self.p) - 1
 
-    def _of_symbol(self, place: int) -> float:
-        """min(1, p / q) of a symbol."""
+    def _ratio_at(self, place: int) -> float:
+        """Return min(1, p / q) of a symbol."""
         total, q = sum(self.p), self.q[place]
         return min((self.p[place] / total) / (q / sum(self.q)), 1.0) if total > 0 and q > 0 else 0.0
 
 
-def share_of(p: float, p_of_tail: float, q: float, q_of_tail: float) -> float:
-    """(p / p_of_tail) / (q / q_of_tail), of a token of the tail; 0 where one of the two has none of
-    it.
-    """
-    # products of the two may underflow
+def tail_ratio(p: float, p_of_tail: float, q: float, q_of_tail: float) -> float:
+    """Return (p / p_of_tail) / (q / q_of_tail) of a token of the tail, 0 if p or q is 0."""
+    # the products of two probabilities may underflow
     return (p / p_of_tail) / (q / q_of_tail) if q > 0 and p_of_tail > 0 else 0.0
 
 
-def among_candidates(
+def verify_children(
     children: list[int],
     tokens: list[int],
     p_V: Tensor,
@@ -73,9 +74,10 @@ def among_candidates(
     tail_V: Tensor | None,
     uniform: Callable[[int], float],
 ) -> tuple[int | None, Tensor]:
-    """The first child that passes, and weights (V,) of the token that follows if none does: what is
-    done for every token is done once where a walk comes by, and once where it ends. ids_K, q_K,
-    tail_V: a row of `TopRows`; uniform: of a child's test.
+    """Return the first accepted child, and the weights (V,) of the next token if there is none.
+
+    Whole-vocabulary work is done once when the walk reaches the node and once where it ends. ids_K,
+    q_K, tail_V: a row of `TopRows`. uniform: the uniform that tests a child.
     """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)
@@ -84,25 +86,25 @@ def among_candidates(
         p_V[ids_K].tolist(),
         [max(share, 0.0) for share in q_K.tolist()],
     )
-    within = 0.0
+    within_tail = 0.0
     if tail_V is None:
         q.append(0.0)
     else:
-        within = share_of(own.pop(), others, tail_V[ids_K[-1]].item(), tail_V.sum().item())
-    symbols = Symbols(ids_K.tolist(), [*own, others], q, within)
+        within_tail = tail_ratio(own.pop(), others, tail_V[ids_K[-1]].item(), tail_V.sum().item())
+    rejection = TailRejection(ids_K.tolist(), [*own, others], q, within_tail)
     for child in children:
         number = uniform(child)
-        if number < symbols.chance(tokens[child]):
+        if number < rejection.acceptance_probability(tokens[child]):
             return child, p_V
-        if not symbols.fail(tokens[child], number):
+        if not rejection.reject(tokens[child], number):
             break
-    if symbols.refused and tail_V is not None:
+    if rejection.rejected_in_tail and tail_V is not None:
         surplus_V = (others_V / others - tail_V / tail_V.sum()).clamp_(min=0)
-        # nothing is left where p = q up to rounding
+        # p = q up to rounding leaves nothing
         return None, surplus_V if surplus_V.sum() > 0 else others_V
-    if not symbols.failed or sum(symbols.p) <= 0:
+    if not rejection.rejected or sum(rejection.p) <= 0:
         return None, p_V
-    weights_V = others_V * (symbols.p[-1] / others if others > 0 else 0.0)
+    weights_V = others_V * (rejection.p[-1] / others if others > 0 else 0.0)
     return None, weights_V.index_copy_(
-        0, candidates_K, torch.tensor(symbols.p[:-1], dtype=weights_V.dtype)
+        0, candidates_K, torch.tensor(rejection.p[:-1], dtype=weights_V.dtype)
     )

@@ -1,9 +1,9 @@
-"""Token verification on trees: recursive rejection among siblings (Yang et al. 2024, arXiv
-2401.06706, section 3.2).
+"""Token verification of trees: recursive rejection among siblings.
 
-The eager reference; its twin that stays on the device is decoding/verification/device_tree.py.
+Yang et al. 2024, arXiv 2401.06706, section 3.2. This is the eager reference; its device version is
+decoding/verification/device_tree.py.
 
-Shapes: B rows, N drafted tokens, R rows that go on, V vocabulary.
+Shapes: B rows, N drafted tokens, R rows that continue, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,13 @@ from torch import Tensor
 from decoding.interfaces import Chooser, Outcome, Proposal
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
-from decoding.verification.tail_rejection import among_candidates
+from decoding.verification.tail_rejection import verify_children
 
 
 def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
-    """`token` on a tree whose siblings were drawn without replacement, or are point masses. Logits
-    are warped where the walk comes by.
+    """Verify a tree of point masses, or of siblings sampled without replacement, like `token`.
+
+    Logits are only warped at nodes that the walk reaches.
     """
     assert proposal.parents_BN is not None
     drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()
@@ -33,9 +34,9 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
         ended, weights = [], []
         for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
             children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
-            uniform = partial(_test_number, chooser, b, depth)
+            uniform = partial(_accept_uniform, chooser, b, depth)
             if proposal.q_top is not None and children:
-                passed, left_V = among_candidates(
+                passed, left_V = verify_children(
                     children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform
                 )
             else:
@@ -44,7 +45,7 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
                     if children and proposal.q_BNV is not None
                     else None
                 )
-                passed, left_V = _one_by_one(children, drafted[b], p_V, q_V, uniform)
+                passed, left_V = _verify_siblings(children, drafted[b], p_V, q_V, uniform)
             tested_B[b] += bool(children)
             if passed is None:
                 ended.append((b, noise.RESIDUAL if children else noise.BONUS))
@@ -62,37 +63,38 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
     return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
 
 
-def _test_number(chooser: Chooser, row: int, depth: int, node: int) -> float:
+def _accept_uniform(chooser: Chooser, row: int, depth: int, node: int) -> float:
     return chooser.uniform(row, depth, noise.ACCEPT, node)
 
 
-def _one_by_one(
+def _verify_siblings(
     children: list[int],
     tokens: list[int],
     p_V: Tensor,
     q_V: Tensor | None,
     uniform: Callable[[int], float],
 ) -> tuple[int | None, Tensor]:
-    """The first child that passes, and what those before it left of p: p and q are made anew after
-    every failure. q_V: None for point masses.
+    """Return the first accepted child, and the residual of p after the children before it.
+
+    p and q are recomputed after every rejection. q_V: None for point masses.
     """
     failed: set[int] = set()
     for child in children:
         token = tokens[child]
-        if token in failed:  # nothing was drawn there (`sampling.draw_different`)
+        if token in failed:  # nothing was sampled there (`draw_different`)
             continue
         p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
         if uniform(child) * q < p and q > 0:
             return child, p_V
-        p_V, q_V = after_failure(p_V, q_V, token)
+        p_V, q_V = residual_after_rejection(p_V, q_V, token)
         failed.add(token)
     return None, p_V
 
 
-def after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
-    """p and q that the next sibling is tested by: what q left of p, and q without the
-    failed token.
-    """
+def residual_after_rejection(
+    p_V: Tensor, q_V: Tensor | None, token: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return p and q for the next sibling: the residual max(p - q, 0), and q without the token."""
     without_V = p_V.clone() if q_V is None else q_V.clone()
     without_V[token] = 0.0
     residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)

@@ -1,9 +1,9 @@
-"""Typical acceptance: keep what is likely enough for the target (Cai et al. 2024, arXiv 2401.10774,
-section 2.3.2). LOSSY: the output does not have the target's distribution.
+"""Typical acceptance: keep tokens that are likely enough for the target. LOSSY.
 
-A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), p being the target's warped
-distribution there and H its entropy in nats. The longest accepted path is kept, among equals the
-first; then a token is sampled from p.
+Cai et al. 2024, arXiv 2401.10774, section 2.3.2. The output does not have the target's
+distribution. A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), where p is the
+target's warped distribution and H its entropy in nats. The longest accepted path is kept (the first
+of equals); then a token is sampled from p.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.
@@ -16,27 +16,30 @@ from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
-from decoding.verification.nodes import at_nodes, undrafted
+from decoding.verification.nodes import at_nodes, sample_without_draft
 
 EPSILON, DELTA = 0.09, 0.3  # as published
 
 
 def typical(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest path of typical tokens. Not lossless."""
+    """Keep the longest path of typical tokens (lossy)."""
     if proposal is None:
-        return undrafted(logits_BNV, chooser, read)
+        return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B, N = proposal.tokens_BN.shape
     chain_BN = torch.arange(-1, N - 1, device=probs_BNV.device).expand(B, -1)
     parents_BN = chain_BN if proposal.parents_BN is None else proposal.parents_BN
-    above_BN = parents_BN.clamp(min=-1) + 1  # padding is never looked at
+    above_BN = parents_BN.clamp(min=-1) + 1  # padding is not used
     entropy_BN = torch.special.entr(probs_BNV).sum(-1)
     least_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON).gather(1, above_BN)
     rows_B1 = torch.arange(B, device=probs_BNV.device)[:, None]
     passes_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
-    drafted, parents, passes = read(proposal.tokens_BN, parents_BN, passes_BN)
+    drafted, parents, passes = readback(proposal.tokens_BN, parents_BN, passes_BN)
     walks = [_longest(parents[b][:count], passes[b]) for b, count in enumerate(proposal.counts_B)]
     ends_B = [path[-1] + 1 if path else 0 for path, _ in walks]
     uniforms_B = [chooser.uniform(b, len(path), noise.BONUS) for b, (path, _) in enumerate(walks)]
@@ -55,10 +58,10 @@ def typical(
 
 
 def _longest(parents: list[int], passes: list[bool]) -> tuple[list[int], int]:
-    """The longest path of accepted nodes, and the tokens tested along it."""
+    """Return the longest path of accepted nodes, and the number of tokens tested along it."""
     best: list[int] = []
     path_to: dict[int, list[int]] = {-1: []}
-    for node, parent in enumerate(parents):  # parents come first
+    for node, parent in enumerate(parents):  # parents precede their children
         if parent in path_to and passes[node]:
             path_to[node] = [*path_to[parent], node]
             if len(path_to[node]) > len(best):

@@ -1,1 +1,1 @@
-"""Prune a target to a smaller LLaMA: scores, masks, the choice of layers, cuts in stages."""
+"""Prune a target to a smaller LLaMA in stages, by importance scores or learned masks."""

@@ -1,4 +1,4 @@
-"""`python -m distill.prune`: cut a target down to a smaller LLaMA."""
+"""`python -m distill.prune`: prune a target to a smaller LLaMA."""
 
 from distill.config import PruneConfig
 from distill.prune.job import run

@@ -1,11 +1,10 @@
-"""Cutting a target down: which layers, residual channels, heads and MLP units stay, and the student
-that they make.
+"""Cut of a target: the kept layers, channels, heads and MLP units, and the resulting student.
 
-A cut is exact: the student computes what the target would with everything else masked to zero
-(tests/distill/test_cut.py). RMS norms then see fewer channels, as the masked target's do.
+A cut is exact: the student computes what the target would compute with everything else masked to
+zero (tests/distill/test_cut.py). The RMS norms of both see only the kept channels.
 
-Shapes: L kept layers, C hidden size, H key/value heads, G query heads a group, D head width, F MLP
-width; K what is kept of each.
+Shapes: L kept layers, C hidden size, H key/value heads, G query heads per group, Q query heads, D
+head width, F MLP width; K kept units of a dimension.
 """
 
 import json
@@ -22,32 +21,37 @@ from decoding.errors import UserError
 from jobs.files import disk_error, save_tensors
 from training.models.build import random_model
 from training.models.shapes import target_widths
-from training.parallel.fsdp import Wholes
+from training.parallel.fsdp import GatheredState
 
-FORM = 1  # of a cut's file
+FORM = 1  # version of the file format
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays, as rising indices into the target."""
+    """Kept units as ascending indices into the target."""
 
     layers: tuple[int, ...]
-    hidden_K: Tensor  # residual channels, the same in all layers
-    groups_LK: Tensor  # key/value heads
-    queries_LKG: Tensor  # query heads inside the groups that stay, from 0
-    units_LK: Tensor  # MLP units
-    # What stays of each layer's two norms, and of the last norm, is multiplied by these [2 L + 1].
+    # residual channels, the same in all layers
+    hidden_K: Tensor
+    # key/value heads
+    groups_LK: Tensor
+    # query heads within the kept groups, from 0
+    queries_LKG: Tensor
+    # MLP units
+    units_LK: Tensor
+    # factors for the weights of each layer's two norms and of the last norm [2 L + 1]
     norm_scale: Tensor
-    a_group: int  # query heads a group of the target
+    # number of query heads per group of the target
+    a_group: int
 
     @property
     def heads_LQ(self) -> Tensor:
-        """Query heads that stay, numbered over the whole layer."""
+        """Kept query heads, numbered within the complete layer."""
         return self.groups_LK[:, :, None].mul(self.a_group).add(self.queries_LKG).flatten(1)
 
 
-def whole(config: Any) -> Cut:
-    """The cut that keeps everything."""
+def keep_everything(config: Any) -> Cut:
+    """Return the cut that keeps everything."""
     widths, layers = target_widths(config), config.num_hidden_layers
     groups, heads = widths["num_key_value_heads"], widths["num_attention_heads"]
     return Cut(
@@ -64,9 +68,7 @@ def whole(config: Any) -> Cut:
 def cut_state(
     state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True
 ) -> dict[str, Tensor]:
-    """The student's weights out of the target's, by Hugging Face names; tensors are copies. What
-    goes is not read.
-    """
+    """Return copies of the student's weights by Hugging Face name; reads only the kept layers."""
     hidden = cut.hidden_K
     kept = {"model.embed_tokens.weight": state["model.embed_tokens.weight"][:, hidden].clone()}
     for new, old in enumerate(cut.layers):
@@ -104,33 +106,33 @@ def _cut_layer(layer: Mapping[str, Tensor], cut: Cut, new: int, head_dim: int) -
         elif module in ("input_layernorm", "post_attention_layernorm"):
             kept[name] = tensor[hidden] * cut.norm_scale[2 * new + (module != "input_layernorm")]
         elif module in ("self_attn.q_norm", "self_attn.k_norm"):
-            kept[name] = tensor.clone()  # of one head's width, the same for all
+            kept[name] = tensor.clone()  # as wide as a head, shared by all heads
         else:
             raise UserError(
-                f"the target's layers hold '{name}', which no known family has: it cannot be cut"
+                f"the target has the weight '{name}', which no supported family has. It cannot be "
+                f"cut; choose another target"
             )
     return kept
 
 
 def _channels(heads_K: Tensor, head_dim: int) -> Tensor:
-    """The rows of a projection that belong to these heads."""
+    """Return the rows of a projection that belong to these heads."""
     return (heads_K[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
 def cut_model(model: Any, cut: Cut, config: Any) -> Any:
-    """A student of `config` (distill.shapes.student_config), cut out of the Hugging Face model
-    `model`, in its dtype and on its device.
+    """Cut a student out of a Hugging Face model, with its dtype and device.
 
-    Ranks that hold `model` in shares must all ask; each gets a whole student, and one layer of the
-    model is whole at a time.
+    `config` comes from distill.shapes.student_config. If `model` is sharded, all ranks must call
+    this: each gets the complete student, and only one layer of the model is gathered at a time.
     """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
-    state, head_dim = Wholes(model.state_dict()), target_widths(config)["head_dim"]
+    state, head_dim = GatheredState(model.state_dict()), target_widths(config)["head_dim"]
     kept = cut_state(state, cut, head_dim, head=not config.tie_word_embeddings)
     kept = {name: tensor.to(weight.dtype) for name, tensor in kept.items()}
     for name, wanted in student.state_dict().items():
-        # a LLaMA with biases has one more than Qwen2
+        # A LLaMA with biases has this bias, Qwen2 does not.
         if name.endswith("o_proj.bias") and name not in kept:
             kept[name] = torch.zeros(wanted.shape, dtype=weight.dtype, device=weight.device)
     kept = {name: tensor.to(weight.device) for name, tensor in kept.items()}
@@ -140,7 +142,7 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
 
 
 def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> None:
-    """Write a cut with the hash of its target; notes: how it was found, as JSON."""
+    """Write a cut with the hash of its target and JSON notes on how it was found."""
     tensors = {
         "layers": torch.tensor(cut.layers),
         "hidden": cut.hidden_K,
@@ -163,13 +165,13 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
 
 
 def load_cut(path: Path, target_hash: str) -> Cut:
-    """Inverse of `save_cut`. Raises UserError for a missing or damaged file, and for the cut of
-    another target.
+    """Read a cut that `save_cut` wrote.
+
+    Raises UserError for a missing or damaged file, and for the cut of another target.
     """
     if not path.is_file():
         raise UserError(
-            f"{path}: there is no such file; expected the masks.safetensors of a finished "
-            f"distill.prune"
+            f"{path} does not exist, expected the masks.safetensors of a finished distill.prune run"
         )
     try:
         with safe_open(path, "pt") as file:
@@ -177,19 +179,18 @@ def load_cut(path: Path, target_hash: str) -> Cut:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise UserError(
-            f"{path}: is no whole safetensors file ({error}). Copy it again, or prune again"
+            f"{path} is not a complete safetensors file ({error}). Copy it again, or prune again"
         ) from error
     if head.get("form") != str(FORM):
         raise UserError(
-            f"{path}: is no cut of form {FORM} (found {head.get('form')}); expected what "
-            f"distill.prune saved"
+            f"{path} has cut format {head.get('form')}, expected {FORM}: use a file that "
+            f"distill.prune wrote"
         )
     if head["target"] != target_hash:
         raise UserError(
-            f"{path}: was made for another target ({_source(head)}hash {head['target'][:12]}, this "
-            f"one has {target_hash[:12]}): masks choose among the weights of one model and mean "
-            f"nothing for another. Prune this target anew, or give the target that they were made "
-            f"for; those of a prune in stages were made for the model of the stage before"
+            f"{path} was made for another target ({_source(head)}hash {head['target'][:12]}), "
+            f"this one has hash {target_hash[:12]}. Prune this target, or use the model that the "
+            f"masks were made for; in a staged run that is the model of the previous stage"
         )
     layers = tuple(int(layer) for layer in found["layers"])
     hidden_K, groups_LK, queries_LKG = found["hidden"], found["groups"], found["queries"]
@@ -205,13 +206,13 @@ def load_cut(path: Path, target_hash: str) -> Cut:
 
 
 def _source(head: dict[str, str]) -> str:
-    """The folder that a cut was made for, in front of its hash; empty where it was not noted."""
+    """Return the folder that a cut was made for, as a prefix, or an empty string if unknown."""
     folder = json.loads(head.get("notes", "{}")).get("source")
     return f"{folder}, " if folder else ""
 
 
 def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
-    """Raise UserError where a saved cut does not make this configuration."""
+    """Raise UserError if a saved cut does not have the student's shape."""
     widths = target_widths(student)
     asked = {"num_hidden_layers": student.num_hidden_layers} | {
         name: widths[name] for name in widths if name != "head_dim"
@@ -226,6 +227,6 @@ def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
     for name, size in asked.items():
         if held[name] != size:
             raise UserError(
-                f"{path} keeps {held[name]} of {name}, student.{name} is {size}: give the shape "
+                f"{path} keeps {held[name]} of {name}, student.{name} is {size}: set the shape "
                 f"that the masks were made for"
             )

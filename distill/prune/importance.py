@@ -1,16 +1,15 @@
-"""What each part of a target contributes, by forward passes alone, kept on the disk: every shape
-after the first is free.
+"""Importance scores of a target's parts from forward passes alone, cached for later shapes.
 
-Scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2), the mean over a
-row's tokens first, then the root of the sum of squares over rows: an MLP unit by what it hands to
-the down projection, a head by the norm of what it hands to the output projection (a group by all
-its heads together), a residual channel by the norms' outputs, summed over layers. A layer's block
-influence is 1 - cos(what goes in, what comes out) (ShortGPT, Men et al. 2024, arXiv 2403.03853).
-And the mean square of every residual channel before each norm, from which a cut norm gets its scale
-back.
+The scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2): the mean over
+the tokens of a row, then the root of the sum of squares over rows. An MLP unit is scored by its
+input to the down projection, a head by the norm of its input to the output projection, a group by
+all of its heads together, and a residual channel by the outputs of the norms, summed over layers.
+The block influence of a layer is 1 - cos(input, output) (ShortGPT, Men et al. 2024, arXiv
+2403.03853). The mean square of every residual channel before each norm is recorded to rescale cut
+norms.
 
-Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, D head width, F
-MLP width.
+Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, G query heads
+per group, D head width, F MLP width, N norms, X any width.
 """
 
 import contextlib
@@ -32,35 +31,39 @@ from torch import Tensor
 from distill.prune.cut import Cut
 from jobs.files import disk_error, save_tensors, write_text
 from jobs.progress import ProgressBar
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.models.shapes import target_widths
 from training.objectives import hidden_states
 
 
 @dataclass
-class Scores:
-    """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the
-    sums of squares into roots.
+class ImportanceScores:
+    """Sums over rows; `finished` turns the sums of squares into roots.
+
+    They are float64 so that the sums of several ranks can be added.
     """
 
     units_LF: Tensor
     heads_LQ: Tensor
     groups_LH: Tensor
-    hidden_NC: Tensor  # by norm: two a layer, then the last one
-    square_NC: Tensor  # mean square before each norm
+    # by norm: two per layer, then the last one
+    hidden_NC: Tensor
+    # mean square before each norm
+    square_NC: Tensor
     influence_L: Tensor
-    rows: Tensor  # that were read [1]
+    # number of rows [1]
+    rows: Tensor
 
     @staticmethod
-    def zeros(config: Any) -> "Scores":
-        """Before the first row."""
+    def zeros(config: Any) -> "ImportanceScores":
+        """Return the scores before the first row."""
         widths, layers = target_widths(config), config.num_hidden_layers
         norms = (2 * layers + 1, widths["hidden_size"])
 
         def sums(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
 
-        return Scores(
+        return ImportanceScores(
             units_LF=sums(layers, widths["intermediate_size"]),
             heads_LQ=sums(layers, widths["num_attention_heads"]),
             groups_LH=sums(layers, widths["num_key_value_heads"]),
@@ -70,9 +73,9 @@ class Scores:
             rows=sums(1),
         )
 
-    def finished(self) -> "Scores":
-        """Roots of the sums of squares, means of the others."""
-        return Scores(
+    def finished(self) -> "ImportanceScores":
+        """Return the roots of the sums of squares and the means of the other sums."""
+        return ImportanceScores(
             self.units_LF.sqrt(),
             self.heads_LQ.sqrt(),
             self.groups_LH.sqrt(),
@@ -83,15 +86,17 @@ class Scores:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for a file."""
+        """Return the fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, float]]:
-    """A rank's batches, every `ranks`-th, and what each counts: 1.
+def rank_batches(
+    batches: Sequence[PackedBatch], rank: int, ranks: int
+) -> list[tuple[PackedBatch, float]]:
+    """Return every `ranks`-th batch from `rank` on with its weight.
 
-    All ranks get as many, as a model in shares is run by all of them together: where one would have
-    fewer, a batch more that counts 0.
+    A sharded model needs the same number of forward passes on every rank. Ranks with too few
+    batches get one more with weight 0; all others have weight 1.
     """
     places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
     return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
@@ -99,12 +104,10 @@ def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, 
 
 @torch.no_grad()
 def collect(
-    model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1
-) -> Scores:
-    """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with
-    packed attention; ranks' sums add up.
-    """
-    scores, mine = Scores.zeros(model.config), dealt(batches, rank, ranks)
+    model: Any, batches: Sequence[PackedBatch], show: bool = True, rank: int = 0, ranks: int = 1
+) -> ImportanceScores:
+    """Return the sums over this rank's rows of `batches` for a model with packed attention."""
+    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, rank, ranks)
     with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
         for number, (batch, counts) in enumerate(mine, start=1):
             watch.weights_RT = (batch.documents_RT > 0).float()
@@ -116,11 +119,9 @@ def collect(
 
 
 class _Watch:
-    """Hooks that add what passes by to the scores, rows weighted so that each counts the same
-    whatever its padding.
-    """
+    """Hooks that add activations to the scores; every row has the same weight despite padding."""
 
-    def __init__(self, scores: Scores) -> None:
+    def __init__(self, scores: ImportanceScores) -> None:
         self.scores = scores
         self.weights_RT = torch.empty(0)
 
@@ -147,8 +148,8 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
-    """The model with hooks; they are taken off again."""
+def _watched(model: Any, scores: ImportanceScores) -> Iterator[_Watch]:
+    """Add hooks to the model and remove them at the end."""
     watch, handles = _Watch(scores), []
 
     def norm(module: Any, number: int) -> None:
@@ -181,14 +182,14 @@ def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
             handle.remove()
 
 
-def strongest(
-    scores: Scores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
+def cut_by_scores(
+    scores: ImportanceScores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
 ) -> Cut:
-    """The cut to `student`'s widths that keeps these layers, and in them what scores highest.
+    """Return the cut to `student`'s widths that keeps these layers and their highest scores.
 
-    student, target: Hugging Face configurations, checked with distill.shapes.refuse_wider. rescale:
-    give every norm the factor that its output had before channels went: a norm divides by the root
-    mean square of what it sees, and what stays is the loudest part.
+    student, target: Hugging Face configurations that distill.shapes.refuse_wider accepted. rescale:
+    scale every norm to the output it had before channels were removed. A norm divides by the root
+    mean square of its input, and the kept channels are the largest ones.
     """
     ours, theirs = target_widths(student), target_widths(target)
     kept = torch.tensor(list(layers))
@@ -219,30 +220,29 @@ def strongest(
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    """Rising indices of the `count` highest along the last dimension; ties by the lower index."""
+    """Return ascending indices of the `count` highest scores; ties go to the lower index."""
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values
 
 
 def cache_key(target_hash: str, samples_hash: str) -> str:
-    """Names the scores of one target on one set of samples."""
+    """Return the name of the cache entry for one target and one set of samples."""
     return hashlib.sha256(f"{target_hash} {samples_hash}".encode()).hexdigest()[:16]
 
 
-def read_scores(path: Path) -> Scores | None:
-    """Scores that `write_scores` left; None where there are none, or not whole ones (they are made
-    again).
-    """
+def read_scores(path: Path) -> ImportanceScores | None:
+    """Read the scores that `write_scores` wrote; None if they are missing or damaged."""
     try:
-        return Scores(**load_file(path)) if path.is_file() else None
+        return ImportanceScores(**load_file(path)) if path.is_file() else None
     except (SafetensorError, TypeError):
-        print(f"{path} is damaged: its scores are collected again")
+        print(f"{path} is damaged: the scores are collected again")
         return None
 
 
-def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
-    """Written to a temporary name of its own first, so that what is there is whole: the members of
-    a sweep may find the same scores at once.
+def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
+    """Write the scores to a unique temporary file and rename it.
+
+    The members of a sweep may write the same scores at the same time.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -254,9 +254,7 @@ def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
 
 
 def read_order(path: Path, layers: int) -> list[int]:
-    """The order that `write_order` left, as far as it came; empty where there is none, or none of
-    so many layers.
-    """
+    """Read the order that `write_order` wrote, complete or partial; empty if missing or damaged."""
     try:
         found: Any = (
             json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
@@ -271,6 +269,6 @@ def read_order(path: Path, layers: int) -> list[int]:
 
 
 def write_order(path: Path, removed: list[int], layers: int) -> None:
-    """Keep the first layers that were taken away, of so many, beside the scores."""
+    """Write the layers removed so far, in order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({"layers": layers, "removed": removed}))

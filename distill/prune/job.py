@@ -1,8 +1,7 @@
-"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder
-for `distill.train` to go on from.
+"""`python -m distill.prune`: prune a target and write a student folder for `distill.train`.
 
-Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is
-not done again.
+Severe cuts are made in stages (`depths`) with a short distillation in between. Finished stages are
+not repeated.
 """
 
 import dataclasses
@@ -21,13 +20,18 @@ from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune, wide_dtype
+from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
 from distill.prune.masks import BETA, Masks
 from distill.prune.modes import MODES, record_stages
-from distill.prune.workbench import Source, Workbench, read_source
-from distill.shapes import odd_widths, other_size, refuse_wider, student_config
-from distill.student import chosen_layers
+from distill.shapes import (
+    describe_size_mismatch,
+    refuse_wider,
+    student_config,
+    warn_unaligned_widths,
+)
+from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
 from jobs.launch import is_worker
@@ -35,7 +39,7 @@ from jobs.paths import resolve
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
-from jobs.tracker import Recording
+from jobs.tracker import TrackedRun
 from training.config import DataConfig, check_values
 from training.data.from_config import (
     data_files,
@@ -46,7 +50,7 @@ from training.data.from_config import (
 )
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
-from training.drafter_folder import Origin, write_model
+from training.drafter_folder import Provenance, write_model
 from training.job import TargetJob
 from training.models.build import (
     dtype_of,
@@ -58,11 +62,12 @@ from training.parallel.strategy import Parallel
 
 CHOICES = ("probe", *CRITERIA)
 MASKS = "masks.safetensors"
-_MODEL = "model_hash"  # of a stage, in its done.json
+# Key of a stage's done.json.
+_MODEL = "model_hash"
 
 
 class Prune(TargetJob[PruneConfig]):
-    """One run of distill.prune, which leaves a student folder and the masks of its last cut."""
+    """Run of distill.prune, which writes a student folder and the masks of the last cut."""
 
     artefact, also = "student", (MASKS,)
 
@@ -77,7 +82,7 @@ class Prune(TargetJob[PruneConfig]):
     def dry_run(self, run: Run) -> float | None:
         known = self.target, self.shapes, self.target_folder
         planned = dry_prune(self.config, *known, run.artefact, run.folder.was_dry)
-        return planned or None  # with saved masks, or at random, it is nothing
+        return planned or None  # saved masks and random weights cost nothing
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
@@ -89,7 +94,7 @@ class Prune(TargetJob[PruneConfig]):
 
 
 def run(config: PruneConfig) -> Path:
-    """Prune, and write the student to output_dir/student. Returns that folder."""
+    """Prune the target and return the student folder, output_dir/student."""
     return Prune(config).run()
 
 
@@ -121,8 +126,8 @@ def check(config: PruneConfig) -> None:
                 config.mode != "l0"
                 or config.l0.train_weights
                 or config.parallel.kind in ("single", "ddp"),
-                "true with zero kinds and fsdp, which share what is trained: masks alone are few "
-                "(parallel=ddp trains them)",
+                "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
+                "to train masks alone",
             ),
             "loop.max_steps": (
                 config.mode != "l0" or config.loop.max_steps > 0,
@@ -131,19 +136,19 @@ def check(config: PruneConfig) -> None:
             "loop.optimizer.warmup_steps": (
                 config.mode != "l0"
                 or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
-                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their "
-                f"learning rate has come up",
+                f"less than loop.max_steps={config.loop.max_steps}, so that the masks reach their "
+                f"peak learning rate",
             ),
             "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
             "masks": (
                 not config.masks or not config.depths,
-                "empty where depths are given: a file holds one cut",
+                "empty if depths is set: a file holds one cut",
             ),
             "cache_mb": (
                 config.cache_mb == 0
                 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
-                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all "
-                "ranks together, so none can skip its forward",
+                "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
+                "together, so none can skip its forward pass",
             ),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
@@ -151,20 +156,18 @@ def check(config: PruneConfig) -> None:
 
 
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """The configuration of the student after each stage, checked against the target and
-    each other.
-    """
+    """Return the student's configuration after each stage, checked against the target."""
     final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
-        depths = between_depths(
+        depths = intermediate_depths(
             target.num_hidden_layers, final.num_hidden_layers, config.largest_cut
         )
     deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
     if config.depths and any(later >= before for before, later in pairwise(deeper)):
         raise UserError(
-            f"depths is {config.depths}: expected falling numbers of layers between the target's "
-            f"{deeper[0]} and the student's {deeper[-1]}"
+            f"depths is {config.depths}, expected decreasing numbers of layers between the "
+            f"target's {deeper[0]} and the student's {deeper[-1]}"
         )
     shapes = []
     for depth in deeper[1:]:
@@ -174,17 +177,19 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
         return shapes[-1:]
     refuse_wider(final, target)
     if config.student.layers:
-        chosen_layers(config.student, deeper[-2])
+        choose_layers(config.student, deeper[-2])
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
-                Masks(after, before, BETA[config.l0.beta], 0)  # refuses what it cannot reach
+                Masks(after, before, BETA[config.l0.beta], 0)  # rejects unreachable sparsities
     return shapes
 
 
-def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one
-    layer: 32, 3, 0.625 -> [12, 5].
+def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
+    """Return the numbers of layers between `layers` and `final`.
+
+    Each stage removes at most the share `largest_cut`, but at least one layer: 32, 3, 0.625 -> [12,
+    5].
     """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
@@ -193,41 +198,44 @@ def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
 
 
 def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
-    """The work of one rank."""
+    """Prune on one rank."""
     torch.manual_seed(config.seed)
-    bench = workbench(config, target_folder)
-    describe(config, bench, shapes[-1])
-    refuse_early(config, bench, shapes[-1], target_folder)
-    if bench.parallel.is_main:
+    context = build_context(config, target_folder)
+    describe(config, context, shapes[-1])
+    refuse_early(config, context, shapes[-1], target_folder)
+    if context.parallel.is_main:
         run.folder.write_manifest(run.inputs, {}, finished=False)
-    source, told = Source(bench.teacher, target_folder), []
+    source, told = SourceModel(context.teacher, target_folder), []
     for number, shape in enumerate(shapes, start=1):
         last = number == len(shapes)
         between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
         place, work = run.artefact if last else between, run.path / "work" / str(number)
-        notes = stage(bench, source, shape, place, work, distil=not last)
+        notes = run_stage(context, source, shape, place, work, distil=not last)
         told.append(notes)
         if not last:
-            source = read_source(config, place, bench.parallel)
-    if bench.parallel.is_main:
-        finish(config, run, bench, told)
-    bench.parallel.close()
+            source = read_source(config, place, context.parallel)
+    if context.parallel.is_main:
+        finish(config, run, context, told)
+    context.parallel.close()
 
 
-def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folder: Path) -> None:
-    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the
-    mended command takes the same one.
+def refuse_early(
+    config: PruneConfig, context: PruneContext, shape: Any, target_folder: Path
+) -> None:
+    """Raise UserError for unsuitable masks or texts before the run claims its folder.
+
+    The corrected command can then use the same folder.
     """
     if config.masks:
         refuse_other_shape(
             load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
         )
     elif config.mode != "random":
-        bench.data(1)
+        context.data(1)
 
 
-def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
-    """The target, the text and the processes."""
+def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
+    """Load the target and the text and set up the processes."""
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
     texts = training_texts(tokenizer, config.data, parallel.is_main)
@@ -238,13 +246,13 @@ def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
         for step in range(min(config.importance.probe_sequences, len(packed.rows)))
     ]
     teacher = read_source(config, target_folder, parallel).model
-    return Workbench(
+    return PruneContext(
         config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
     )
 
 
 def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
-    """The held-out split, of domains all together. Raises UserError where there is none."""
+    """Return the held-out samples of all domains; raises UserError if there are none."""
     if not data.domains:
         return read_samples(tokenizer, data, "held_out", show)
     found = [
@@ -252,20 +260,21 @@ def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]
     ]
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): give at least one "
-            f"held_out_chats or held_out_texts"
+            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
+            f"held_out_texts for at least one domain"
         )
     return found
 
 
-def stage(
-    bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool
+def run_stage(
+    context: PruneContext, source: SourceModel, shape: Any, place: Path, work: Path, distil: bool
 ) -> dict[str, Any]:
-    """One cut, and the distillation behind it where another cut follows; the model is written to
-    `place`. Returns notes.
+    """Cut the source, distil the student if another cut follows, and write it to `place`.
+
+    Returns notes on the stage.
     """
-    config, parallel, done = bench.config, bench.parallel, work / "done.json"
-    # Rank 0 looks for all: it may end the stage before another one has looked.
+    config, parallel, done = context.config, context.parallel, work / "done.json"
+    # Rank 0 checks for all ranks: it could finish the stage before another rank checks.
     before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
         return before
@@ -275,96 +284,99 @@ def stage(
         student = cut_model(source.model, cut, shape).requires_grad_(True)
         notes: dict[str, Any] = {"layers": list(cut.layers), "masks": config.masks}
     else:
-        student, notes, cut = MODES[config.mode](bench, source, shape, work)
-    notes["acceptance_before_distillation"] = bench.acceptance(student)["acceptance"]
+        student, notes, cut = MODES[config.mode](context, source, shape, work)
+    notes["acceptance_before_distillation"] = context.acceptance(student)["acceptance"]
     if distil:
         title = f"distil {shape.num_hidden_layers} layers"
-        tracker = bench.recording(title, work / "between")
-        progress = bench.distil(title, student, config.between, work / "distil", tracker)
+        tracker = context.recording(title, work / "between")
+        progress = context.distil(title, student, config.between, work / "distil", tracker)
         if tracker is not None:
             tracker.close()
         notes["acceptance"] = progress.best["acceptance"]
-    notes |= {"seconds": dict(bench.seconds), "flops": dict(bench.flops)}
-    bench.seconds.clear()
-    bench.flops.clear()
+    notes |= {"seconds": dict(context.seconds), "flops": dict(context.flops)}
+    context.seconds.clear()
+    context.flops.clear()
     if parallel.is_main:
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
             save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
         write_model(student, source.folder, place, stored_dtype(config))
         write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
-        for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now
+        for checkpoints in ("probe", "distil", "checkpoints"):
             shutil.rmtree(work / checkpoints, ignore_errors=True)
     parallel.wait()
     return notes
 
 
 def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
-    """The notes of a stage that has ended; None where it has not, or where its model is not what it
-    left, and is made again.
+    """Return the notes of a finished stage, or None if it must run (again).
+
+    A stage runs again if its model has changed since it was written.
     """
     if not done.is_file() or not (place / WEIGHTS).is_file():
         return None
-    notes = read_object(done, "Delete it: the stage is made again", _notes_of)
-    # stages of earlier versions have no hash
+    notes = read_object(done, "Delete it to run the stage again", _notes_of)
+    # Stages of earlier versions have no hash.
     if notes.pop(_MODEL, None) in (None, hash_input(place)):
         return notes
-    print(f"{place} has changed since its stage was finished: it is made again")
+    print(f"{place} has changed since its stage finished: the stage runs again")
     return None
 
 
 def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The notes of a stage. Raises ValueError where some are missing."""
+    """Return the notes of a stage; raises ValueError if some are missing."""
     if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
         raise ValueError(f"{', '.join(sorted(missing))} is missing")
     return values
 
 
 def stored_dtype(config: PruneConfig) -> torch.dtype:
-    """Of the student's weights on the disk: the target's, as it is run here."""
+    """Return the dtype of the student's weights on disk, the dtype in which the target runs."""
     return dtype_of(config.target.dtype)
 
 
-def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
-    """What is cut to what, before anything starts."""
-    if not bench.parallel.is_main:
+def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
+    """Print the shapes before the first stage."""
+    if not context.parallel.is_main:
         return
-    counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
+    counts = [parameter_counts(model)["all"] for model in (context.teacher.config, shape)]
+    print(f"target: {millions(counts[0])} parameters, {layers_of(context.teacher.config)}")
     print(
         f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
-        f"{bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+        f"{bytes_a_step(shape) / 1e6:,.1f} MB per draft step in 16 bits"
     )
-    for warning in odd_widths(shape):
+    for warning in warn_unaligned_widths(shape):
         print(f"warning: {warning}")
-    if note := other_size(config.student.name, shape):
+    if note := describe_size_mismatch(config.student.name, shape):
         print(note)
 
 
-def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str, Any]]) -> None:
-    """The student's card, the masks beside it, and the manifest with what every part cost."""
+def finish(
+    config: PruneConfig, run: Run, context: PruneContext, told: list[dict[str, Any]]
+) -> None:
+    """Write the student's card, the masks, and the manifest with the cost of every part."""
     folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
     if last.is_file():
         shutil.copyfile(last, run.path / MASKS)
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
-    origin = Origin(
+    origin = Provenance(
         config.student.name,
         config.target.path,
         resolve(config.target.path),
         {"sources": sources(config.data)},
         {
             "name": None,
-            "note": "random weights, not trained yet"
+            "note": "random weights, not trained"
             if config.mode == "random"
-            else "cut out of it, not distilled yet",
+            else "pruned, not distilled",
         },
         acceptance,
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
-    tracked = dataclasses.replace(config, tracker=bench.tracked())
-    with Recording(run.folder, tracked, run.inputs, is_main=True) as tracker:
-        assert tracker is not None, "only rank 0 comes here"
+    tracked = dataclasses.replace(config, tracker=context.tracked())
+    with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
+        assert tracker is not None, "only rank 0 runs this"
         record_stages(tracker, told)
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
@@ -379,7 +391,7 @@ def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str,
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
     if seconds:
         spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
-        print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
+        print(f"time: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in total")
     print(f"student: {folder}")
 
 

@@ -1,13 +1,13 @@
-"""Mode `l0`: learn what to keep together with the weights, under masks that a constraint drives to
-the student's shape.
+"""Mode `l0`: learn what to keep together with the weights, constrained to the student's shape.
 
-The masked model is the target's own modules with hooks: the residual stream's masks stand where
-something is written to it (embedding, attention, MLP) and at the norms' outputs, whose variance
-counts the channels that are left; a group's and a head's before the output projection, a unit's
-before the down projection, a layer's on all that it writes. With binary masks this computes what
-the cut student computes.
+The masked model consists of the target's modules with hooks. Masks of the residual stream apply
+wherever something is written to it (embedding, attention, MLP) and to the outputs of the norms,
+whose variance counts only the remaining channels. Masks of groups and heads apply before the output
+projection, those of units before the down projection, and a layer's mask to everything it writes.
+With binary masks this equals the cut student.
 
-Shapes: R rows, T tokens, C hidden size, D head width; masks as in distill/prune/masks.py.
+Shapes: R rows, T tokens, N supervised tokens, C hidden size, D head width; masks as in
+distill/prune/masks.py.
 """
 
 import contextlib
@@ -19,16 +19,14 @@ from torch import Tensor, nn
 
 from distill.prune.masks import Masks
 from training.bounds import Place
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.losses.chunked import chunked_cross_entropy
 from training.objectives import hidden_states
 from training.optimizer import Rate
 
 
 class MaskedModel(nn.Module):
-    """Cross-entropy under sampled masks, and the Lagrangian of their constraint: the objective of
-    mode=l0.
-    """
+    """Objective of mode=l0: cross-entropy under sampled masks plus the Lagrangian penalty."""
 
     metric_names = ("accuracy",)
 
@@ -41,8 +39,10 @@ class MaskedModel(nn.Module):
         lr: float,
         train_weights: bool,
     ) -> None:
-        """warmup_share: of the whole run, over which the target sparsity grows; mask_lr beside the
-        weights' lr: of logits and multipliers.
+        """Prepare the model and the learning rates of its masks.
+
+        warmup_share: share of the run over which the target sparsity grows. mask_lr: learning rate
+        of logits and multipliers; lr: learning rate of the weights.
         """
         super().__init__()
         self.model, self.masks = model, masks
@@ -58,24 +58,23 @@ class MaskedModel(nn.Module):
         self._hooks = contextlib.ExitStack()
 
     def begin(self, step: int, place: Place) -> None:
-        """The target sparsity of this step: t times what lies behind of the warm-up."""
+        """Set the step and the share of the target sparsity, which grows during the warm-up."""
         self.step = step
         for _, masks in self.masks.each():
             masks.bound()
         self._warm = place.share(of=self._warmup_share)
 
     def unmask(self) -> None:
-        """Take the masks of the last forward off the model."""
+        """Remove the masks of the last forward pass from the model."""
         self._hooks.close()
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of -log q in nats and of the penalty, number of right argmaxes [1]) over supervised
-        tokens.
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss (summed, in nats) and the number of correct argmaxes [1].
 
-        The penalty is counted once a supervised token, so that after the loop's division by their
-        global count it stands there once. A mask is drawn for every forward, by its rows: whichever
-        rank runs them. It stays on through the backward pass, which may run layers again
-        (loop.activation_checkpointing), until the next forward or `unmask`.
+        Both are taken over supervised tokens. The penalty is added once per supervised token
+        because the loop divides by their global count. The masks of a forward pass depend on its
+        rows and not on the rank. They stay until the next forward pass or `unmask`, because the
+        backward pass may run layers again (loop.activation_checkpointing).
         """
         self.unmask()
         z = self.masks.sample(self.step, *(index for row in batch.rows for index in row))
@@ -88,8 +87,9 @@ class MaskedModel(nn.Module):
 
 @contextlib.contextmanager
 def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
-    """The Hugging Face model with these masks (layers [1, L], hidden [1, C], groups [L, H], queries
-    [L H, G], units [L, F]) while inside.
+    """Apply masks to the Hugging Face model inside the block.
+
+    Their shapes are layers [1, L], hidden [1, C], groups [L, H], queries [L H, G] and units [L, F].
     """
     hidden_C = z["hidden"][0].to(model.dtype)
     layers = model.model.layers
@@ -126,13 +126,11 @@ def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _masked_norm(hidden_C: Tensor) -> Any:
-    """A hook in place of an RMS norm: its variance is over the channels that are not masked to
-    zero.
-    """
+    """Return a hook that replaces an RMS norm by one over the channels that are not masked."""
     left = (hidden_C > 0).sum().clamp(min=1)
 
     def hook(module: Any, given: tuple[Tensor], out: Tensor) -> Tensor:
-        # masked channels are zero: all that is written to them is masked
+        # Masked channels are zero because every write to them is masked.
         incoming_RTC = given[0].float()
         variance = incoming_RTC.square().sum(-1, keepdim=True) / left
         normed = (incoming_RTC * torch.rsqrt(variance + module.variance_epsilon)).to(out.dtype)

@@ -1,14 +1,14 @@
-"""Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are
-held against each other by acceptance.
+"""Choice of the layers to keep.
 
-Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers
-of the largest block influence; what is left when the layer whose absence moves the target least (by
-KL of the next token) is taken away again and again; the first ones and the last; the first ones
-(early exit). Influence and greedy KL are free to drop any layer, but they look at the target before
-any distillation, where a student without the last layer drafts worse; a few steps may turn that
-round, as for learned masks, so two candidates leave it out.
+No one-shot criterion is reliable at severe cuts, so sets of layers are compared by acceptance. The
+sets are: evenly spaced layers from the first to the last; the same without the last layer; the
+layers with the largest block influence; the layers left by a greedy removal that minimizes the
+change of the target (KL divergence of the next token); the first layers and the last; the first
+layers (early exit). Influence and greedy KL may drop any layer, but they measure the target before
+distillation, when a student without the last layer drafts worse. A few training steps can reverse
+this, as learned masks show, so two sets leave it out.
 
-Shapes: N supervised tokens, C hidden size, V vocabulary.
+Shapes: N supervised tokens, R rows, T tokens, C hidden size, V vocabulary, L layers.
 """
 
 import math
@@ -19,23 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.prune.importance import dealt
+from distill.prune.importance import rank_batches
 from distill.student import evenly_spaced
 from jobs.progress import ProgressBar
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import hidden_states
 
 CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
 
 
-def candidates(
+def propose_layer_sets(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
-    """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a
-    set that was proposed before.
+    """Return sets of `count` of `layers` layers by the criterion that proposes them.
 
-    removal: layers in the order in which `removal_order` takes them away.
+    removal: order of `removal_order`. distinct: omit sets that an earlier criterion proposed.
     """
     by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
     proposed = _by_place(count, layers) | {
@@ -49,16 +48,14 @@ def candidates(
     return found
 
 
-def most_candidates(count: int, layers: int) -> int:
-    """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one
-    by influence and one by greedy KL.
-    """
+def max_layer_sets(count: int, layers: int) -> int:
+    """Return the maximum number of distinct sets that `propose_layer_sets` proposes."""
     by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
     return min(len(by_place) + 2, math.comb(layers, count))
 
 
 def _by_place(count: int, layers: int) -> dict[str, list[int]]:
-    """The sets that need no look at the model. Where all layers stay, the last one does too."""
+    """Return the sets that do not depend on the model; the last layer stays if all layers do."""
     return {
         "even": evenly_spaced(count, layers),
         "even_without_last": evenly_spaced(count, max(count, layers - 1)),
@@ -70,7 +67,7 @@ def _by_place(count: int, layers: int) -> dict[str, list[int]]:
 @torch.no_grad()
 def removal_order(
     model: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[PackedBatch],
     show: bool = True,
     rank: int = 0,
     ranks: int = 1,
@@ -78,16 +75,18 @@ def removal_order(
     begun: Sequence[int] = (),
     keep: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
-    """All layers but one, in the order in which they are taken from a Hugging Face model: each time
-    the one whose absence leaves the next token's distribution nearest (forward KL) to the whole
-    model's. Ties go to the later layer.
+    """Return all layers but one in the order of their greedy removal from a Hugging Face model.
 
-    What lies before a candidate is run once for all of them, so a step over k layers costs about
-    k^2 / 2 layers of forward. Ranks share the batches; add: the sum over them. begun: layers that
-    an interrupted search took away; keep: is told them all after each.
+    Each step removes the layer whose absence changes the next-token distribution least, by the
+    forward KL divergence from the complete model. Ties go to the later layer. All candidates of a
+    step share the layers before them, so a step over k layers costs about k^2 / 2 layers of forward
+    passes.
+
+    Ranks share the batches, and `add` sums over them. begun: layers that an interrupted search
+    removed. keep: called with all removed layers after each step.
     """
     layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
-    mine = dealt(batches, rank, ranks)
+    mine = rank_batches(batches, rank, ranks)
     whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
     order = list(begun)
     with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
@@ -104,8 +103,10 @@ def removal_order(
     return order
 
 
-def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: Tensor) -> Tensor:
-    """Sums of KL over the supervised tokens, without each of the layers in turn."""
+def _kl_without_each(
+    model: Any, batch: PackedBatch, layers: Sequence[int], whole_NV: Tensor
+) -> Tensor:
+    """Return the KL sums over the supervised tokens without each of the layers, [L]."""
     found = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)
     seen = {
@@ -124,13 +125,11 @@ def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: 
 
 
 def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
-    """These layers, one after the other, without the final norm; seen: where tokens stand and what
-    they attend to.
-    """
+    """Run these layers in order without the final norm. seen: positions and attention bias."""
     for layer in layers:
         hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
     return hidden_RTC
 
 
-def _logits(model: Any, hidden_RTC: Tensor, batch: Batch) -> Tensor:
+def _logits(model: Any, hidden_RTC: Tensor, batch: PackedBatch) -> Tensor:
     return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)

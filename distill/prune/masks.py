@@ -1,13 +1,13 @@
-"""Hard-concrete masks over the parts of a target, and the constraint that drives them to a shape
-(Sheared-LLaMA, arXiv 2310.06694).
+"""Hard-concrete masks over the parts of a target, constrained to the student's shape.
 
-A mask z in [0, 1] a unit: sampled while training (Louizos et al. 2018, arXiv 1712.01312), and in
-the end the units with the highest logits. Of each kind of mask the expected share of zeros is held
-to the target share by a quadratic Lagrangian whose two multipliers ascend. Heads and MLP units are
-held layer by layer, so that all layers come out alike. Key/value groups have masks of their own,
-and query heads inside them only where a shape has fewer of them a group.
+The method is Sheared-LLaMA's (arXiv 2310.06694). Every unit has a mask z in [0, 1]. It is sampled
+during training (Louizos et al. 2018, arXiv 1712.01312); at the end the units with the highest
+logits are kept. A quadratic Lagrangian with two ascending multipliers holds the expected share of
+zeros of each kind of mask at its target. Heads and MLP units are constrained per layer, so that all
+layers get the same shape. Key/value groups have masks, and query heads within them only if the
+student has fewer per group.
 
-Shapes: W rows of a mask (1, or one a layer or group), U units of a row.
+Shapes: W rows of a mask (1, or one per layer or group), U units of a row.
 """
 
 import math
@@ -22,19 +22,23 @@ from decoding.errors import UserError
 from distill.prune.cut import Cut
 from training.models.shapes import target_widths
 
-BETA = {"code": 2 / 3, "paper": 0.83}  # of the published code, and of the paper's appendix
-LOW, HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is clamped to [0, 1]
+# Published code, and appendix of the paper.
+BETA = {"code": 2 / 3, "paper": 0.83}
+# The sigmoid is stretched to this range before it is clamped to [0, 1].
+LOW, HIGH = -0.1, 1.1
 EPSILON = 1e-6
-BOUND = math.log(100)  # of the logits, either way
+# Maximum absolute value of a logit.
+BOUND = math.log(100)
+# Mean and standard deviation of the initial logits.
 START, SPREAD = 5.0, 0.01
-# Sparsity beyond which no kind is driven: at 95.29 %, with the code's beta, all logits lie on their
-# bound.
+# Maximum target sparsity. At 95.29 % and the code's beta, all logits reach their bound.
 REACHABLE = 0.95
-NEAR = 0.02  # of a target sparsity: masks that end farther off have not been trained to their end
+# A larger gap from the target sparsity means that the masks are not fully trained.
+NEAR = 0.02
 
 
 class HardConcrete(nn.Module):
-    """Masks of one kind, [W, U], of which `keep` units a row shall stay."""
+    """Masks of one kind, [W, U], which keep `keep` units per row."""
 
     def __init__(self, rows: int, units: int, keep: int, beta: float) -> None:
         super().__init__()
@@ -46,45 +50,43 @@ class HardConcrete(nn.Module):
 
     @property
     def target_sparsity(self) -> float:
-        """Share of the units that shall go."""
+        """Share of the units to remove."""
         return 1 - self.keep / self.logit_WU.shape[1]
 
     def sample(self, uniform_WU: Tensor) -> Tensor:
-        """Masks in [0, 1] from numbers that are uniform in (0, 1)."""
+        """Return masks in [0, 1] from uniform numbers in (0, 1)."""
         uniform_WU = uniform_WU.clamp(EPSILON, 1 - EPSILON)
         soft_WU = torch.sigmoid((torch.logit(uniform_WU) + self.logit_WU) / self.beta)
         return (soft_WU * (HIGH - LOW) + LOW).clamp(0, 1)
 
     @torch.no_grad()
     def bound(self) -> None:
-        """Put logits that an update took past their bound back on it; in place, as a clamp in the
-        graph would end their gradient for good.
-        """
+        """Clamp the logits in place; a clamp in the graph would stop their gradients for good."""
         self.logit_WU.clamp_(-BOUND, BOUND)
 
     def sparsity_W(self) -> Tensor:
-        """Expected share of zeros in each row: 1 - mean P(z > 0)."""
+        """Return the expected share of zeros in each row: 1 - mean P(z > 0)."""
         edge = self.beta * math.log(-LOW / HIGH)
         nonzero_WU = torch.sigmoid(self.logit_WU - edge).clamp(EPSILON, 1 - EPSILON)
         return 1 - nonzero_WU.mean(1)
 
     def penalty(self, warm: float) -> Tensor:
-        """The Lagrangian: mean over rows of l1 (s - t) + l2 (s - t)^2, the target t grown to `warm`
-        of itself.
+        """Return the Lagrangian, the mean over rows of l1 (s - t) + l2 (s - t)^2.
+
+        s is the sparsity and t the target sparsity times `warm`.
         """
         gap_W = self.sparsity_W() - self.target_sparsity * warm
         return (self.multipliers[0] * gap_W + self.multipliers[1] * gap_W.square()).mean()
 
     def binary(self) -> Tensor:
-        """1 for the `keep` highest logits of each row, 0 for the others; ties go to the lower
-        index.
-        """
+        """Return 1 for the `keep` highest logits of each row, else 0; lower indices win ties."""
         order_WU = torch.argsort(self.logit_WU.detach(), dim=1, descending=True, stable=True)
         return torch.zeros_like(self.logit_WU).scatter_(1, order_WU[:, : self.keep], 1.0)
 
     def margin(self) -> float:
-        """The smallest gap, over rows, between the last logit that stays and the first that goes;
-        0: an arbitrary choice.
+        """Return the smallest gap over rows between the last kept and the first removed logit.
+
+        A gap of 0 means that the choice is arbitrary.
         """
         if self.keep == self.logit_WU.shape[1]:
             return math.inf
@@ -93,11 +95,12 @@ class HardConcrete(nn.Module):
 
 
 class Masks(nn.Module):
-    """All kinds of masks of one target; kinds that nothing is taken of have none."""
+    """All kinds of masks of one target; kinds that are not cut have none."""
 
     def __init__(self, student: Any, target: Any, beta: float, seed: int) -> None:
-        """student, target: Hugging Face configurations. Raises UserError for a sparsity that the
-        masks cannot reach.
+        """Create the masks for two Hugging Face configurations.
+
+        Raises UserError for a sparsity that the masks cannot reach.
         """
         super().__init__()
         ours, theirs = target_widths(student), target_widths(target)
@@ -123,14 +126,16 @@ class Masks(nn.Module):
             refuse_unreachable(kind, masks.target_sparsity, layers, beta)
 
     def each(self) -> Iterator[tuple[str, HardConcrete]]:
-        """Kind and masks."""
+        """Yield each kind with its masks."""
         for kind, masks in self.kinds.items():
             assert isinstance(masks, HardConcrete)
             yield kind, masks
 
     def sample(self, *place: int) -> dict[str, Tensor]:
-        """A fresh mask of every kind; its numbers hang on (seed, *place) alone, so that a resumed
-        run draws the same, on any ranks.
+        """Sample a mask of every kind.
+
+        The numbers depend only on (seed, *place), so a resumed run samples the same masks on any
+        ranks.
         """
         mixed = np.random.SeedSequence([self.seed, *place]).generate_state(2)
         generator = torch.Generator().manual_seed(int(mixed[0]) << 31 | int(mixed[1]) >> 1)
@@ -141,7 +146,7 @@ class Masks(nn.Module):
         return self._with_ones(found)
 
     def binary(self) -> dict[str, Tensor]:
-        """The masks that the cut will have."""
+        """Return the masks of the cut."""
         return self._with_ones({kind: masks.binary() for kind, masks in self.each()})
 
     def _with_ones(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,14 +157,14 @@ class Masks(nn.Module):
         }
 
     def penalty(self, warm: float) -> Tensor:
-        """Sum over the kinds."""
+        """Return the sum of the penalties of all kinds."""
         total = torch.zeros(())
         for _, masks in self.each():
             total = total.to(masks.logit_WU.device) + masks.penalty(warm)
         return total
 
     def figures(self) -> dict[str, float]:
-        """Expected sparsity less its target, and the margin at the cut, by kind."""
+        """Return by kind the largest sparsity gap and the margin of the cut."""
         found = {}
         for kind, masks in self.each():
             found[f"sparsity_gap/{kind}"] = float(
@@ -169,7 +174,7 @@ class Masks(nn.Module):
         return found
 
     def cut(self) -> Cut:
-        """What the binary masks keep."""
+        """Return the cut that the binary masks make."""
         z = {kind: mask.bool().cpu() for kind, mask in self.binary().items()}
         layers = z["layers"][0].nonzero().flatten()
         groups_LK = _kept(z["groups"][layers])
@@ -186,10 +191,8 @@ class Masks(nn.Module):
         )
 
 
-def in_words(figures: Mapping[str, float]) -> list[str]:
-    """Of `Masks.figures`: how near every kind came to its sparsity and how clear its choice is, and
-    warnings where the cut is not to be trusted.
-    """
+def describe_masks(figures: Mapping[str, float]) -> list[str]:
+    """Return lines that report `Masks.figures`, with warnings for unreliable cuts."""
     gaps, margins = (
         {
             key.removeprefix(prefix): value
@@ -202,7 +205,7 @@ def in_words(figures: Mapping[str, float]) -> list[str]:
         f"{kind} {gap:.2%} off, margin {margins[kind]:.2g}" for kind, gap in gaps.items()
     )
     lines = (
-        [f"masks, expected sparsity against its target and margin of the logits at the cut: {told}"]
+        [f"masks (gap from the target sparsity, margin of the logits at the cut): {told}"]
         if told
         else []
     )
@@ -210,45 +213,42 @@ def in_words(figures: Mapping[str, float]) -> list[str]:
     if off:
         lines.append(
             f"warning: masks of {', '.join(off)} are more than {NEAR:.0%} off their sparsity, so "
-            f"the cut takes away what the model still used: train them longer (loop.max_steps, or "
-            f"what else bounds the loop)"
+            f"the cut removes units that the model still uses. Train longer (loop.max_steps, or "
+            f"another limit of the loop)"
         )
     tied = [kind for kind, margin in margins.items() if margin == 0]
     if tied:
         lines.append(
-            f"warning: of {', '.join(tied)} the last that stays and the first that goes have equal "
-            f"logits, so which one stays is arbitrary"
+            f"warning: the choice among {', '.join(tied)} is arbitrary because the last kept and "
+            f"the first removed have equal logits"
         )
     return lines
 
 
-def reachable(beta: float) -> float:
-    """The largest expected sparsity that masks are driven to: REACHABLE, or what the bound of the
-    logits allows where that is less.
-    """
+def max_sparsity(beta: float) -> float:
+    """Return the largest allowed sparsity: REACHABLE, or less if the logits' bound requires it."""
     edge = beta * math.log(-LOW / HIGH)
     return min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
 
 
 def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> None:
-    """Raise UserError where the relaxation cannot take away as much as asked."""
-    most = reachable(beta)
+    """Raise UserError if the masks cannot reach a sparsity."""
+    most = max_sparsity(beta)
     if sparsity <= most:
         return
     between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
     stages = (
-        f"prune in stages (distill.prune: such as depths=[{between}]; a recipe: a smaller "
-        f"prune_largest_cut)"
+        f"prune in stages (for example depths=[{between}] in distill.prune, or a smaller "
+        f"prune_largest_cut in an experiment)"
     )
-    remedy = stages if kind == "layers" else "take a wider shape"
+    remedy = stages if kind == "layers" else "use a wider shape"
     raise UserError(
-        f"mode=l0 is asked to take {sparsity:.1%} of the {kind}, but its masks reach {most:.1%} at "
-        f"most (their logits are bounded; beyond, all lie on the bound and the choice is "
-        f"arbitrary): {remedy}, or take mode=importance"
+        f"mode=l0 must remove {sparsity:.1%} of the {kind}, but its masks can remove {most:.1%} at "
+        f"most because their logits are bounded: {remedy}, or use mode=importance"
     )
 
 
 def _kept(mask: Tensor) -> Tensor:
-    """Indices of the ones along the last dimension, where every row has as many."""
+    """Return the indices of the ones along the last dimension; all rows have equally many."""
     count = int(mask.sum(-1).flatten()[0])
     return mask.nonzero()[:, -1].view(*mask.shape[:-1], count)

@@ -1,8 +1,7 @@
-"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and
-what there is to tell of it.
+"""Modes of pruning: functions (context, source model, shape, folder) -> (student, notes, cut).
 
-The source is the target, or the student of the stage before; what acceptance is measured against is
-the target in every stage.
+The source is the target or the student of the previous stage. Acceptance is always measured against
+the target.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from decoding.models.folder import hash_input
 from distill.prune import importance
+from distill.prune.context import PruneContext, SourceModel
 from distill.prune.cut import Cut, cut_model
 from distill.prune.l0 import MaskedModel, masked
-from distill.prune.layer_choice import candidates, removal_order
-from distill.prune.masks import BETA, Masks, in_words
-from distill.prune.workbench import Source, Workbench
+from distill.prune.layer_choice import propose_layer_sets, removal_order
+from distill.prune.masks import BETA, Masks, describe_masks
 from distill.shapes import removal_flops
 from jobs.files import write_text
 from jobs.tracker import Tracker
@@ -34,16 +33,19 @@ from training.models.build import dtype_of, load_causal_lm, random_model
 from training.models.shapes import forward_flops, parameter_counts
 
 
-def by_importance(
-    bench: Workbench, source: Source, shape: Any, folder: Path
+def prune_by_importance(
+    context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """The strongest widths, and the layers that draft best. Returns (student, notes, cut)."""
-    settings, layers = bench.config.importance, shape.num_hidden_layers
-    scores = _scores(bench, source)
-    proposed = _proposed(bench, source, scores, layers)
+    """Keep the units with the highest scores and the layers that draft best.
+
+    Returns (student, notes, cut).
+    """
+    settings, layers = context.config.importance, shape.num_hidden_layers
+    scores = _scores(context, source)
+    proposed = _proposed(context, source, scores, layers)
 
     def cut_to(name: str) -> tuple[Any, Cut]:
-        cut = importance.strongest(
+        cut = importance.cut_by_scores(
             scores, proposed[name], shape, source.model.config, settings.rescale_norms
         )
         return cut_model(source.model, cut, shape).requires_grad_(True), cut
@@ -52,18 +54,17 @@ def by_importance(
     distilled: dict[str, float] = {}
     if len(proposed) > 1:
         as_cut = _as_cut(
-            bench, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
+            context, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
         )
         if settings.probe_steps:
-            # A distillation costs dozens of such looks, so that sets which are far behind as cut
-            # get none.
+            # A distillation costs far more than an evaluation, so only the best sets get one.
             for name in sorted(proposed, key=lambda name: -as_cut[name])[
                 : settings.probe_candidates
             ]:
-                distilled[name] = _probe(bench, cut_to(name)[0], name, folder / "probe" / name)
+                distilled[name] = _probe(context, cut_to(name)[0], name, folder / "probe" / name)
     found = distilled or as_cut
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
-    best = bench.parallel.broadcast(best)  # where ranks' last digits differ
+    best = context.parallel.broadcast(best)  # the figures of the ranks may differ slightly
     notes = {
         "layers": proposed[best],
         "proposed_by": best,
@@ -75,20 +76,20 @@ def by_importance(
     return student, notes, cut
 
 
-def _scores(bench: Workbench, source: Source) -> importance.Scores:
-    """The source's scores: from the cache, else collected and put there."""
-    settings = bench.config.importance
-    path = _cached(bench, source, settings.sequences) / "scores.safetensors"
-    scores = importance.read_scores(path) if bench.parallel.is_main else None
-    scores = bench.parallel.broadcast(scores)
+def _scores(context: PruneContext, source: SourceModel) -> importance.ImportanceScores:
+    """Return the source's scores from the cache, or collect and cache them."""
+    settings = context.config.importance
+    path = _cached(context, source, settings.sequences) / "scores.safetensors"
+    scores = importance.read_scores(path) if context.parallel.is_main else None
+    scores = context.parallel.broadcast(scores)
     if scores is not None:
-        if bench.parallel.is_main:
+        if context.parallel.is_main:
             print(f"scores of {source.folder} were collected before: {path}")
         return scores
-    batches = bench.rows(settings.sequences)
-    tokens = len(batches) * bench.config.data.max_length
-    parallel = bench.parallel
-    with bench.account("scores", forward_flops(source.model.config) * tokens):
+    batches = context.rows(settings.sequences)
+    tokens = len(batches) * context.config.data.max_length
+    parallel = context.parallel
+    with context.account("scores", forward_flops(source.model.config) * tokens):
         mine = importance.collect(
             source.model, batches, parallel.is_main, parallel.rank, parallel.world_size
         )
@@ -96,18 +97,23 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
             name: parallel.sum(tensor.to(parallel.device)).cpu()
             for name, tensor in mine.tensors().items()
         }
-        scores = importance.Scores(**summed).finished()
+        scores = importance.ImportanceScores(**summed).finished()
     if parallel.is_main:
         importance.write_scores(path, scores, {"target": str(source.folder), "rows": len(batches)})
     return scores
 
 
-def _cached(bench: Workbench, source: Source, rows: int) -> Path:
-    """Where what was found out about a source on so many rows of this text is kept."""
-    shares = {name: domain.share for name, domain in bench.config.data.domains.items()}
-    settings = (rows, bench.config.data.max_length, bench.config.seed, bench.config.target.dtype)
-    data = [*settings, _samples_hash(bench.texts), shares]
-    return Path(bench.config.importance.cache_dir) / importance.cache_key(
+def _cached(context: PruneContext, source: SourceModel, rows: int) -> Path:
+    """Return the cache folder for a source and a number of rows of this text."""
+    shares = {name: domain.share for name, domain in context.config.data.domains.items()}
+    settings = (
+        rows,
+        context.config.data.max_length,
+        context.config.seed,
+        context.config.target.dtype,
+    )
+    data = [*settings, _samples_hash(context.texts), shares]
+    return Path(context.config.importance.cache_dir) / importance.cache_key(
         hash_input(source.folder), str(data)
     )
 
@@ -122,31 +128,32 @@ def _samples_hash(texts: dict[str, list[Sample]]) -> str:
 
 
 def _proposed(
-    bench: Workbench, source: Source, scores: importance.Scores, count: int
+    context: PruneContext, source: SourceModel, scores: importance.ImportanceScores, count: int
 ) -> dict[str, list[int]]:
-    """The sets of layers to hold against each other; one, where the configuration names it."""
-    settings, layers = bench.config.importance, source.model.config.num_hidden_layers
-    given = bench.config.student.layers
+    """Return the sets of layers to compare, or the single set that the configuration names."""
+    settings, layers = context.config.importance, source.model.config.num_hidden_layers
+    given = context.config.student.layers
     if given and len(given) == count:
         return {"given": list(given)}
     asked = count < layers and settings.choice in ("probe", "greedy")
-    # else it is not looked at
-    removal = _removal(bench, source) if asked else list(range(layers - 1, 0, -1))
+    # Otherwise the order is not used.
+    removal = _removal(context, source) if asked else list(range(layers - 1, 0, -1))
     probing = settings.choice == "probe"
-    found = candidates(count, layers, scores.influence_L, removal, distinct=probing)
+    found = propose_layer_sets(count, layers, scores.influence_L, removal, distinct=probing)
     return found if probing else {settings.choice: found[settings.choice]}
 
 
-def _removal(bench: Workbench, source: Source) -> list[int]:
-    """Layers in the order in which the greedy search takes them away, by all ranks together; each
-    is kept beside the scores as it is found.
+def _removal(context: PruneContext, source: SourceModel) -> list[int]:
+    """Return the layers in the order of their greedy removal, found by all ranks together.
+
+    The order is saved next to the scores after each step.
     """
     settings, parallel, layers = (
-        bench.config.importance,
-        bench.parallel,
+        context.config.importance,
+        context.parallel,
         source.model.config.num_hidden_layers,
     )
-    path = _cached(bench, source, settings.greedy_sequences) / "removal.json"
+    path = _cached(context, source, settings.greedy_sequences) / "removal.json"
     begun = parallel.broadcast(importance.read_order(path, layers) if parallel.is_main else None)
     if len(begun) == layers - 1:
         return list(begun)
@@ -158,9 +165,9 @@ def _removal(bench: Workbench, source: Source) -> list[int]:
         if parallel.is_main:
             importance.write_order(path, removed, layers)
 
-    batches = bench.rows(settings.greedy_sequences)
-    tokens = len(batches) * bench.config.data.max_length
-    with bench.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
+    batches = context.rows(settings.greedy_sequences)
+    tokens = len(batches) * context.config.data.max_length
+    with context.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
         return removal_order(
             source.model,
             batches,
@@ -174,56 +181,55 @@ def _removal(bench: Workbench, source: Source) -> list[int]:
 
 
 def _as_cut(
-    bench: Workbench,
+    context: PruneContext,
     proposed: Mapping[str, list[int]],
     shape: Any,
     student_of: Callable[[str], Any],
     known: Path,
 ) -> dict[str, float]:
-    """Acceptance of every candidate before any distillation: a forward over the held-out text each,
-    and one of the target for all.
+    """Return the acceptance of every candidate before distillation.
 
-    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file
-    `known`.
+    This takes one forward pass over the held-out text per candidate and one of the target. All
+    ranks use the figures of rank 0, which are cached in `known`, so that they compare the same
+    candidates.
     """
-    here = bench.parallel.is_main and known.is_file()
-    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+    here = context.parallel.is_main and known.is_file()
+    found = context.parallel.broadcast(json.loads(known.read_text()) if here else None)
     if found is not None:
         return dict(found)
-    tokens = sum(len(sample.ids) for sample in bench.held_out)
-    flops = (len(proposed) * forward_flops(shape) + forward_flops(bench.teacher.config)) * tokens
-    with bench.account("probes", flops):
-        found = {name: bench.acceptance(student_of(name))["acceptance"] for name in proposed}
-    if bench.parallel.is_main:
+    tokens = sum(len(sample.ids) for sample in context.held_out)
+    flops = (len(proposed) * forward_flops(shape) + forward_flops(context.teacher.config)) * tokens
+    with context.account("probes", flops):
+        found = {name: context.acceptance(student_of(name))["acceptance"] for name in proposed}
+    if context.parallel.is_main:
         for name, chosen in proposed.items():
             print(f"probe: {name} {chosen} acceptance {found[name]:.3f} as cut")
         known.parent.mkdir(parents=True, exist_ok=True)
         write_text(known, json.dumps(found))
-    return dict(bench.parallel.broadcast(found))
+    return dict(context.parallel.broadcast(found))
 
 
-def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
-    """Acceptance of a candidate after a short distillation; found once, and kept in `place`."""
-    known, steps = place / "acceptance.json", bench.config.importance.probe_steps
-    here = bench.parallel.is_main and known.is_file()
-    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+def _probe(context: PruneContext, student: Any, name: str, place: Path) -> float:
+    """Return the acceptance of a candidate after a short distillation, cached in `place`."""
+    known, steps = place / "acceptance.json", context.config.importance.probe_steps
+    here = context.parallel.is_main and known.is_file()
+    found = context.parallel.broadcast(json.loads(known.read_text()) if here else None)
     if found is None:
-        loop = _in_small(bench.config.between, steps)
-        found = bench.distil(f"probe {name}", student, loop, place).best["acceptance"]
-    if bench.parallel.is_main:
+        loop = _in_small(context.config.between, steps)
+        found = context.distil(f"probe {name}", student, loop, place).best["acceptance"]
+    if context.parallel.is_main:
         place.mkdir(parents=True, exist_ok=True)
         write_text(known, json.dumps(found))
         print(f"probe: {name} acceptance {found:.3f} after {steps} steps")
-        # Of a large student it is large, and there are several.
+        # Checkpoints of large students fill the disk.
         shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return found
 
 
 def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
-    """The distillation between stages in `steps` steps, alike for all candidates, whatever else
-    bounds it.
+    """Return the distillation between stages shortened to `steps` steps, without other limits.
 
-    Its warm-up is the same share of them, so that the learning rate comes to its peak.
+    The warm-up keeps its share of the steps, so the learning rate reaches its peak.
     """
     warmup = round(between.optimizer.warmup_steps * steps / between.max_steps)
     optimizer = dataclasses.replace(between.optimizer, warmup_steps=warmup)
@@ -239,15 +245,15 @@ def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
     )
 
 
-def by_masks(
-    bench: Workbench, source: Source, shape: Any, folder: Path
+def prune_by_masks(
+    context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Masks and weights learned together. Returns (student, notes, cut)."""
-    config = bench.config
+    """Learn masks and weights together; returns (student, notes, cut)."""
+    config = context.config
     masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(
-        bench.parallel.device
+        context.parallel.device
     )
-    # A model of its own: the target stays what acceptance is measured against.
+    # Train a copy, because acceptance is measured against the unchanged target.
     model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
     settings, lr = config.l0, config.loop.optimizer.lr
     objective = MaskedModel(
@@ -257,54 +263,56 @@ def by_masks(
     def evaluate() -> dict[str, float]:
         objective.unmask()
         with masked(model, masks.binary()):
-            figures = bench.acceptance(model)
-        # The last masks are the ones that count.
-        return figures | masks.figures() | {"score": float(bench.parallel.inner.step)}
+            figures = context.acceptance(model)
+        # The last masks are used, so the score is the step.
+        return figures | masks.figures() | {"score": float(context.parallel.inner.step)}
 
-    data = bench.data(rows_of_step(config.data, config.loop))
+    data = context.data(rows_of_step(config.data, config.loop))
     a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
-    tracker = bench.recording(f"masks of {shape.num_hidden_layers} layers", folder)
-    with bench.account("masks", 0.0):
+    tracker = context.recording(f"masks of {shape.num_hidden_layers} layers", folder)
+    with context.account("masks", 0.0):
         progress = fit(
             "masks",
             objective,
             objective,
             data,
             config.loop,
-            bench.parallel,
+            context.parallel,
             folder,
             tracker,
             evaluate,
         )
-    bench.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
+    context.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
     if tracker is not None:
         tracker.close()
     figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
-    for line in in_words(figures) if bench.parallel.is_main else []:
+    for line in describe_masks(figures) if context.parallel.is_main else []:
         print(line)
-    cut = bench.parallel.broadcast(masks.cut())
+    cut = context.parallel.broadcast(masks.cut())
     notes = {"layers": list(cut.layers), "steps": progress.step, "masks": figures}
     return cut_model(model, cut, shape).requires_grad_(True), notes, cut
 
 
-def at_random(
-    bench: Workbench, source: Source, shape: Any, folder: Path
+def init_randomly(
+    context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], None]:
-    """The same shape with random weights: the control. Returns (student, notes, None)."""
-    torch.manual_seed(bench.config.seed)
-    return random_model(shape, source.model.dtype).to(bench.parallel.device), {"layers": None}, None
+    """Build the control, the same shape with random weights; returns (student, notes, None)."""
+    torch.manual_seed(context.config.seed)
+    return (
+        random_model(shape, source.model.dtype).to(context.parallel.device),
+        {"layers": None},
+        None,
+    )
 
 
 def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
-    """Record each stage's figures at its number, and a table of the sets of layers that were
-    compared.
-    """
+    """Record each stage's figures at its number, and a table of the compared sets of layers."""
     tracker.rewind(0)
     rows = []
     for number, notes in enumerate(told, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in ("acceptance_as_cut", "probe_acceptance", "masks", "seconds", "flops"):
-            # `masks` may be the file that the cut was read from
+            # `masks` may also be the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
         tracker.log(
@@ -318,5 +326,9 @@ def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
     tracker.show({"candidates": rows} if rows else {}, [], {})
 
 
-Mode = Callable[[Workbench, Source, Any, Path], tuple[Any, dict[str, Any], Any]]
-MODES: dict[str, Mode] = {"importance": by_importance, "l0": by_masks, "random": at_random}
+Mode = Callable[[PruneContext, SourceModel, Any, Path], tuple[Any, dict[str, Any], Any]]
+MODES: dict[str, Mode] = {
+    "importance": prune_by_importance,
+    "l0": prune_by_masks,
+    "random": init_randomly,
+}

@@ -1,1 +1,1 @@
-"""Regenerate chats: the target's own answers to their requests."""
+"""Replace the answers in chats with the target's own answers."""

@@ -1,9 +1,8 @@
-"""Chats on their way to new answers: what is asked, what is fed on, why a chat ends, and the
-account of it all. Nothing here decodes.
+"""Dialogues with new answers: the requests, the reasons that a chat ends, and the account.
 
-A chat's system and human turns are kept and its assistant turns are left out; the target answers in
-their place, and sees its own earlier answers, never those that were found. An answer that did not
-end by itself is not fed on as if it had.
+A chat keeps its system and human turns. The target answers in place of the assistant turns and is
+given its own earlier answers, never the original ones. By default a chat does not continue after an
+incomplete answer. Nothing here decodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,13 @@ from training.data.counts import SHOWN_PLACES
 from training.data.readers import Chat
 
 Message = dict[str, str]
-Key = tuple[int, int, int]  # number of the chat in the input, sample, turn
+# (number of the chat in the input, sample, turn)
+Key = tuple[int, int, int]
 
 ON_LENGTH = ("end", "drop", "go_on")
-COMPLETE = "complete"  # every request was answered
-# Why a chat ends before its last request, or is not asked at all.
+# Every request was answered.
+COMPLETE = "complete"
+# Reasons to end a chat before its last request, or to skip it.
 CUT, EMPTY, LOOP, FULL = (
     "answer cut at max_new_tokens",
     "empty answer",
@@ -38,18 +39,25 @@ _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target: a line of the journal."""
+    """Answer of the target, a line of the journal."""
 
-    chat: int  # number of the chat in the input
+    # number of the chat in the input
+    chat: int
     sample: int
-    turn: int  # number of the request in its chat
+    # number of the request in the chat
+    turn: int
     prompt_tokens: int
-    read_tokens: int  # of the prompt; the rest but its last stood in the cache
-    tokens: list[int]  # the stop token included
-    finish: str  # stop | length
+    # prompt tokens that were read; the others except the last one were cached
+    read_tokens: int
+    # including the stop token
+    tokens: list[int]
+    # stop | length
+    finish: str
     text: str
-    rounds: int  # target forwards, prefill excluded
-    seconds: float  # of its batch, by its part of the batch's tokens
+    # number of target forwards, prefill excluded
+    rounds: int
+    # the batch's seconds times the share of its tokens
+    seconds: float
 
     @property
     def key(self) -> Key:
@@ -57,7 +65,7 @@ class Answer:
 
     @property
     def body(self) -> list[int]:
-        """The tokens of the text: without the stop token."""
+        """Tokens of the text, without the stop token."""
         return self.tokens[:-1] if self.finish == "stop" else self.tokens
 
     @property
@@ -69,53 +77,54 @@ class Answer:
         return self.distinct_4 < LOOPING_BELOW
 
 
-def answer_of(values: Mapping[str, Any]) -> Answer:
-    """The answer in a record of the journal. Raises TypeError for one of other fields."""
+def make_answer(values: Mapping[str, Any]) -> Answer:
+    """Convert a record of the journal to an answer; raises TypeError for unknown fields."""
     return Answer(**values)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What becomes of answers that are no good end of a turn."""
+class EndingRules:
+    """Rules for answers that are incomplete or loop."""
 
-    # cut at max_new_tokens: end (kept, the last one) | drop (left out) | go_on (fed on)
+    # cut at max_new_tokens: end (kept, ends the chat) | drop (discarded) | go_on (kept)
     on_length: str = "end"
-    drop_loops: bool = False  # an answer that loops is left out, and ends its chat
+    # discard answers that loop and end their chat
+    drop_loops: bool = False
 
 
 class Dialogue:
-    """One chat, for one of its samples: the messages so far, and whether another
-    request follows.
-    """
+    """One sample of a chat: its messages so far and its remaining requests."""
 
     def __init__(self, chat: int, sample: int, found: Chat) -> None:
         self.chat, self.sample, self.source = chat, sample, found.source
-        # A chat without an id is called by its place, and no artefact names a folder of this
-        # machine.
+        # A chat without an id is named by its place, without the folder.
         self.id = found.id if found.id != found.source else Path(found.source).name
-        self.requests = requests_of(found.messages)
+        self.requests = split_requests(found.messages)
         self.messages: list[Message] = []
-        self.drawn: list[Answer] = []  # all answers, one left out at the end among them
-        self.kept = 0  # answers among the messages
-        self.ended = "" if self.requests else NO_REQUEST  # why no request follows; empty: one does
+        # All answers; the last one may be discarded.
+        self.drawn: list[Answer] = []
+        # Number of answers among the messages.
+        self.kept = 0
+        # Reason that the dialogue ended; empty: another request follows.
+        self.ended = "" if self.requests else NO_REQUEST
 
     @property
     def key(self) -> Key:
-        """Of the next answer."""
+        """Key of the next answer."""
         return self.chat, self.sample, len(self.drawn)
 
     @property
     def history(self) -> list[Message]:
-        """The messages up to the next request, which the target is to answer."""
+        """Messages up to and including the next request."""
         return [*self.messages, *self.requests[len(self.drawn)]]
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that are kept."""
+        """Kept answers."""
         return self.drawn[: self.kept]
 
-    def take(self, answer: Answer, rules: Rules) -> None:
-        """The answer to the next request."""
+    def take(self, answer: Answer, rules: EndingRules) -> None:
+        """Add the answer to the next request, and end the dialogue if a rule requires it."""
         history = self.history
         self.drawn.append(answer)
         cut = answer.finish == "length" and rules.on_length != "go_on"
@@ -134,7 +143,7 @@ class Dialogue:
                 self.ended = CUT
 
     def record(self, samples: int) -> dict[str, Any]:
-        """In ShareGPT form, each answer with its number of tokens and how it ended."""
+        """Return the chat in ShareGPT form with the token count and ending of each answer."""
         answers = iter(self.answers)
         turns: list[dict[str, Any]] = []
         for message in self.messages:
@@ -146,11 +155,11 @@ class Dialogue:
         return {"id": self.id, **which, "ended": self.ended, "conversations": turns}
 
 
-def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
-    """What stands before each answer: a run of system and human turns that holds a human one.
+def split_requests(messages: Sequence[Message]) -> list[list[Message]]:
+    """Split messages into requests: runs of system and human turns with at least one human turn.
 
-    A last human turn that nobody answered is a request too. Answers that nobody asked for (at the
-    start, or two in a row) are passed over.
+    A last human turn without an answer is a request too. Answers without a request (at the start,
+    or two in a row) are ignored.
     """
     requests: list[list[Message]] = []
     run: list[Message] = []
@@ -163,13 +172,12 @@ def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
     return requests
 
 
-def dialogues_of(
+def build_dialogues(
     chats: Sequence[Chat], samples: int, limit: int, drop_duplicates: bool
 ) -> list[Dialogue]:
-    """A dialogue for every sample of every chat, in input order; those that are not to be asked
-    have ended already.
+    """Return a dialogue for every sample of every chat, in input order.
 
-    limit: chats that are asked at most, 0 for all.
+    Duplicates and chats beyond `limit` (0: no limit) have already ended.
     """
     found: list[Dialogue] = []
     seen: set[tuple[str, ...]] = set()
@@ -196,20 +204,21 @@ def dialogues_of(
 
 @dataclass
 class Account:
-    """What became of the input: success + skipped (never asked) + failed (asked, nothing usable
-    came) = input.
-    """
+    """Account of the input: success + skipped (never asked) + failed (no usable answer) = input."""
 
-    input: int  # records of the files x samples
+    # records of the files x samples
+    input: int
     success: int = 0
-    skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> places ("file:line")
+    # places ("file:line") by reason
+    skipped: dict[str, list[str]] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)
-    # of the successes: reason -> how many
+    # number of successes by reason
     ended_early: dict[str, int] = field(default_factory=dict)
 
     def add(self, dialogue: Dialogue, unreadable: str = "") -> bool:
-        """Count a dialogue that has ended; unreadable: why training cannot read it. Returns whether
-        it is a success.
+        """Count an ended dialogue and return whether it is a success.
+
+        unreadable: reason that training cannot read it, or an empty string.
         """
         if dialogue.kept and not unreadable:
             self.success += 1
@@ -221,20 +230,18 @@ class Account:
         return False
 
     def check(self) -> None:
-        """Raise RuntimeError where the books do not balance: then this program is wrong, and says
-        so under `python -O` too.
-        """
+        """Raise RuntimeError if the account does not balance, which is a bug in this program."""
         skipped, failed = (
             sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed)
         )
         if self.success + skipped + failed != self.input:
             raise RuntimeError(
                 f"the account does not balance: {self.success} answered + {skipped} skipped + "
-                f"{failed} failed, expected {self.input} in all"
+                f"{failed} failed, expected {self.input} in total. This is a bug, please report it"
             )
 
     def figures(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the counts for the manifest."""
         return {
             "input": self.input,
             "success": self.success,
@@ -244,7 +251,7 @@ class Account:
         }
 
     def lines(self) -> Iterator[str]:
-        """For the terminal, the first places of every reason among them."""
+        """Yield lines for the terminal with the first places of every reason."""
         yield (
             f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} "
             f"skipped, {_total(self.failed)} failed"
@@ -254,11 +261,11 @@ class Account:
                 shown = ", ".join(places[:SHOWN_PLACES]) + (
                     ", ..." if len(places) > SHOWN_PLACES else ""
                 )
-                # which ones those are is known
+                # The places of chats over the limit are obvious.
                 where = f" ({shown})" if reason != OVER_LIMIT else ""
                 yield f"  {len(places):,} {word}: {reason}{where}"
         for reason, count in self.ended_early.items():
-            yield f"  {count:,} of the answered end before their last request: {reason}"
+            yield f"  {count:,} answered chats end before their last request: {reason}"
 
 
 def _total(reasons: dict[str, list[str]]) -> str:

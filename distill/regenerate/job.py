@@ -1,11 +1,9 @@
-"""`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to
-train a drafter on.
+"""`python -m distill.regenerate`: build training chats from the target's own answers.
 
-A drafter is accepted for saying what the target would say, so the target's own words teach it more
-than those that were found. Chats are answered turn by turn, each turn on the target's earlier
-answers, in batches whose caches stay from turn to turn (distill/regenerate/turns.py). Every answer
-goes to a journal, so that a run that was killed goes on with the same batches and ends in the same
-bytes.
+A drafter's token is accepted if the target would choose it, so the target's own answers are better
+training data than the original ones. Chats are answered turn by turn, each turn after the target's
+earlier answers, in batches that keep their caches between turns (distill.regenerate.batches). Every
+answer is journaled, so an interrupted run resumes with the same batches and writes the same bytes.
 """
 
 import dataclasses
@@ -19,24 +17,32 @@ from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_settings
 from distill.config import RegenerateConfig
-from distill.regenerate.answering import Local, Request, drafter_mapping
-from distill.regenerate.artefact import FILE, Regenerated, broken, chats_text, figures, gather, show
+from distill.regenerate.batches import answer_all, next_request, next_requests
 from distill.regenerate.dialogues import (
     ON_LENGTH,
     Account,
     Answer,
     Dialogue,
-    answer_of,
-    dialogues_of,
+    build_dialogues,
+    make_answer,
 )
-from distill.regenerate.journal import Journal, read_journal
-from distill.regenerate.turns import answer_all, asked_now, next_request
+from distill.regenerate.generate import AnswerGenerator, Request, describe_drafter
+from distill.regenerate.resume import Journal, read_journal
+from distill.regenerate.writer import (
+    FILE,
+    RegeneratedChats,
+    broken_records,
+    chats_text,
+    collect_chats,
+    compute_figures,
+    print_figures,
+)
 from jobs import ranks
 from jobs.amounts import hours
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.files import write_text
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import count_processes, is_worker, launch
 from jobs.paths import resolve
 from jobs.run_folder import RunFolder
 from training.config import data_rules
@@ -44,14 +50,12 @@ from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
 from training.models.build import dtype_of, folder_of, target_config, target_is_here
 
-# of parallelism: each rank answers chats of its own with a target of its own
+# Supported kinds of parallelism; each rank loads the target and answers a part of the chats.
 KINDS = ("single", "ddp")
 
 
 def run(config: RegenerateConfig) -> Path:
-    """Answer the chats and write output_dir/chats.json. Returns that file. Takes up an interrupted
-    run where it stopped.
-    """
+    """Answer the chats, or resume, and return output_dir/chats.json."""
     check(config)
     artefact = Path(config.output_dir) / FILE
     if config.dry_run:
@@ -59,7 +63,7 @@ def run(config: RegenerateConfig) -> Path:
         return artefact
     target_folder = folder_of(config.target, dry_run=False)
     check_model(target_folder)
-    processes = processes_wanted(config.parallel)
+    processes = count_processes(config.parallel)
     if processes > 1:
         refuse_parallel(config.target)
     run_folder = RunFolder(config)
@@ -74,7 +78,7 @@ def run(config: RegenerateConfig) -> Path:
 
 
 def check(config: RegenerateConfig) -> None:
-    """Raise UserError for what would fail, or mislead, only after the target is loaded."""
+    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
     target_config(config.target)
     dtype_of(config.target.dtype)
     check_settings(config, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
@@ -88,12 +92,12 @@ def check(config: RegenerateConfig) -> None:
             " or ".join(BACKENDS),
         ),
         ("data.chats", data.chats, bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
-        ("data.texts", data.texts, not data.texts, "[]: a text makes no request"),
+        ("data.texts", data.texts, not data.texts, "[]: a text has no requests"),
         (
             "data.domains",
             list(data.domains),
             not data.domains,
-            "none: run this job once for the chats of each domain",
+            "none; run this job once for each domain",
         ),
         ("num_draft_tokens", config.num_draft_tokens, config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size, config.batch_size >= 1, "1 or more"),
@@ -102,7 +106,7 @@ def check(config: RegenerateConfig) -> None:
             "samples",
             config.samples,
             not alike,
-            "1 where temperature is 0: greedy answers are all alike",
+            "1 at temperature 0, because greedy answers are identical",
         ),
         ("on_length", config.on_length, config.on_length in ON_LENGTH, ", ".join(ON_LENGTH)),
         ("parallel.kind", config.parallel.kind, config.parallel.kind in KINDS, " or ".join(KINDS)),
@@ -110,32 +114,30 @@ def check(config: RegenerateConfig) -> None:
             "max_new_tokens",
             config.max_new_tokens,
             config.max_new_tokens < data.max_length,
-            f"less than data.max_length ({data.max_length}), which holds requests and answers",
+            f"less than data.max_length ({data.max_length}), which covers requests and answers",
         ),
     ):
         if not fine:
             raise UserError(f"{key} is {found}, expected {expected}")
-    drafter_mapping(config)
+    describe_drafter(config)
     chat_files(config)
     _check_context(config)
 
 
 def _check_context(config: RegenerateConfig) -> None:
-    """Raise UserError when a chat may grow longer than the target's context."""
+    """Raise UserError if a chat may exceed the target's context."""
     context = config.target.max_length or getattr(
         target_config(config.target), "max_position_embeddings", None
     )
     if context is not None and config.data.max_length > context:
         raise UserError(
-            f"data.max_length is {config.data.max_length}, the context of {config.target.path} is "
-            f"{context} tokens: lower data.max_length"
+            f"data.max_length is {config.data.max_length}, but the context of "
+            f"{config.target.path} is {context} tokens: lower data.max_length"
         )
 
 
 class Regeneration:
-    """One rank's part of a run, and for rank 0 the end of it: chats are dealt to ranks by their
-    number.
-    """
+    """Work of one rank on the chats with its numbers; rank 0 also writes the result."""
 
     def __init__(
         self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path
@@ -144,19 +146,19 @@ class Regeneration:
         self.tokenizer = load_tokenizer(target_folder, config.target.trust_remote_code)
         self.rank, self.world_size = ranks.rank(), ranks.world_size()
         self.answers = run_folder.path / "answers"
-        self.local = Local(
+        self.local = AnswerGenerator(
             config, target_folder, self.tokenizer, self.answers / f"rank_{self.rank}.costs.json"
         )
         folders = [
-            Path(one["folder"]) for one in drafter_mapping(config).values() if "folder" in one
+            Path(one["folder"]) for one in describe_drafter(config).values() if "folder" in one
         ]
         self.inputs = list(dict.fromkeys([target_folder, *chat_files(config), *folders]))
         self.dialogues, self.counts = read_dialogues(config)
 
     def run(self) -> None:
-        meeting = ranks.Meeting()
+        barrier = ranks.RankBarrier()
         known = {answer.key: answer for answers in self._drawn().values() for answer in answers}
-        # What cannot be answered is refused before the folder belongs to this configuration.
+        # Reject unanswerable input before the folder is claimed for this configuration.
         if not any(next_request(one, self.tokenizer, self.config) for one in self.dialogues):
             self._gather()
         if not known:
@@ -164,10 +166,10 @@ class Regeneration:
         if self.rank == 0:
             _refuse_changed(self.run_folder)
             self.run_folder.write_manifest(self.inputs, {}, finished=False)
-        with Journal(self.answers / f"rank_{self.rank}.jsonl", answer_of) as journal:
+        with Journal(self.answers / f"rank_{self.rank}.jsonl", make_answer) as journal:
 
-            def journaled(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
-                answers = self.local(requests, goes_on)
+            def journaled(requests: Sequence[Request], continues: bool) -> list[Answer]:
+                answers = self.local(requests, continues)
                 journal.append(
                     dataclasses.asdict(answer) for answer in answers if answer.key not in known
                 )
@@ -175,83 +177,81 @@ class Regeneration:
 
             mine = [one for one in self.dialogues if one.chat % self.world_size == self.rank]
             answer_all(mine, known, journaled, self.tokenizer, self.config, show=self.rank == 0)
-        meeting.wait("the end of its answers")
+        barrier.wait("the end of its answers")
         if self.rank == 0:
             self._finish()
 
     def _finish(self) -> None:
-        """Put the answers of all ranks together, in input order."""
+        """Write the answers of all ranks in input order."""
         drawn = self._drawn()
         known = {answer.key: answer for answers in drawn.values() for answer in answers}
         others = [one for one in self.dialogues if one.chat % self.world_size != self.rank]
         answer_all(others, known, self._absent, self.tokenizer, self.config, show=False)
         found = self._gather()
         write_text(self.run_folder.path / FILE, chats_text(found.records))
-        metrics = figures(found, drawn)
+        metrics = compute_figures(found, drawn)
         self.run_folder.write_manifest(self.inputs, metrics, finished=True)
-        show(found, metrics, self.config.temperature, self.config.drop_loops)
+        print_figures(found, metrics, self.config.temperature, self.config.drop_loops)
         print(f"{len(found.records):,} chats: {self.run_folder.path / FILE}")
 
-    def _gather(self) -> Regenerated:
+    def _gather(self) -> RegeneratedChats:
         config = self.config
-        return gather(
+        return collect_chats(
             self.dialogues, self.counts, config.samples, self.tokenizer, config.data.template
         )
 
     def _drawn(self) -> dict[Path, list[Answer]]:
-        """The answers of every rank's journal."""
+        """Return the answers in every rank's journal."""
         files = sorted(self.answers.glob("rank_*.jsonl"))
-        return {file: read_journal(file, answer_of) for file in files}
+        return {file: read_journal(file, make_answer) for file in files}
 
-    def _absent(self, requests: Sequence[Request], goes_on: bool) -> list[Answer]:
+    def _absent(self, requests: Sequence[Request], continues: bool) -> list[Answer]:
         raise UserError(
             f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to "
-            f"chat {requests[0].key[0]}: all ranks must share output_dir on one file system. Run "
-            f"the same command there"
+            f"chat {requests[0].key[0]}. All ranks must share output_dir; run the same command on "
+            f"a shared file system"
         )
 
 
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
-    """The chats of the input that are to be answered, and what became of its records."""
+    """Return the chats to answer and the counts of the input records."""
     chats, counts = split_chats(config.data, "train")
-    return dialogues_of(
+    return build_dialogues(
         chats, config.samples, config.data.max_samples, config.drop_duplicates
     ), counts
 
 
 def chat_files(config: RegenerateConfig) -> list[Path]:
-    """The files that are answered anew. Raises UserError for one that is not there."""
+    """Return the chat files to answer; raises UserError for a missing file."""
     return data_files(dataclasses.replace(config.data, held_out_chats=[], held_out_texts=[]))
 
 
 def _refuse_changed(run_folder: RunFolder) -> None:
-    """Raise UserError where an interrupted run read something else: its answers would be to other
-    requests, or another target's.
-    """
+    """Raise UserError if an input has changed since the interrupted run started."""
     for path, digest in run_folder.manifest.get("inputs", {}).items():
         if hash_input(Path(path)) != digest:
             raise UserError(
-                f"{path} has changed since {run_folder.path} was begun with it. Give another "
+                f"{path} has changed since the run in {run_folder.path} started. Set another "
                 f"output_dir=, or delete the folder to start over"
             )
 
 
 def dry_run(config: RegenerateConfig) -> None:
-    """Say what would be asked, and how long that takes at most; nothing is written."""
+    """Print what would be answered and the maximum time; writes nothing."""
     dialogues, counts = read_dialogues(config)
     if not target_is_here(config.target):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)
         print(
-            f"would ask {requests:,} requests of {len(dialogues):,} chats; their tokens are not "
-            f"known:"
+            f"would answer {requests:,} requests of {len(dialogues):,} chats; the number of tokens "
+            f"is unknown"
         )
-        print(f"note: {config.target.path} is not there, and so neither is its tokenizer")
+        print(f"note: {config.target.path} does not exist, so its tokenizer is missing")
         return
     folder = resolve(config.target.path)
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
-    asked = asked_now(dialogues, tokenizer, config)
+    asked = next_requests(dialogues, tokenizer, config)
     account = Account(counts.read * config.samples)
-    account.skipped = broken(counts, config.samples)
+    account.skipped = broken_records(counts, config.samples)
     for dialogue in dialogues:
         if dialogue.ended:
             account.add(dialogue)
@@ -265,22 +265,22 @@ def dry_run(config: RegenerateConfig) -> None:
             config.data.max_length - len(request.ids),
         )
     print(
-        f"would ask {requests:,} requests of {len(asked):,} chats (of {account.input:,}, samples "
-        f"counted)"
+        f"would answer {requests:,} requests of {len(asked):,} chats (of {account.input:,}, "
+        f"including samples)"
     )
     for line in list(account.lines())[1:]:
         print(line)
-    print(f"tokens: {tokens_in:,} in (the chats' own turns), at most {tokens_out:,} out")
+    print(f"tokens: {tokens_in:,} in (turns of the chats), at most {tokens_out:,} out")
     if not asked:
         return
     pace, how = config.assumed_tokens_per_second, "as assumed"
     if not pace:
         batch = asked[len(asked) // 2 :][: config.batch_size]
         pace, how = (
-            Local(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
-            "timed on a batch",
+            AnswerGenerator(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
+            "measured on one batch",
         )
     print(
-        f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, into "
+        f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, written to "
         f"{config.output_dir}"
     )

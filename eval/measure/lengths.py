@@ -12,7 +12,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
 from eval.config import EvalConfig
 from eval.statistics.schema import DrafterFacts
-from jobs.drafter_use import ALONE, Use
+from jobs.drafter_use import ALONE, DrafterUse
 
 # Rule -> how the table describes it.
 RULES: dict[str, str] = {
@@ -50,7 +50,7 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
 
 
 def own_cap_of(
-    name: str, use: Use, capabilities: Capabilities, target: Target, usual: int
+    name: str, use: DrafterUse, capabilities: Capabilities, target: Target, usual: int
 ) -> int | None:
     """Return the longest draft of a drafter whose stopping rule ends drafts itself, else None.
 

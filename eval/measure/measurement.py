@@ -24,7 +24,7 @@ from eval.measure.benchmarks import Benchmark, render_turns
 from eval.measure.cpu_contention import UndisturbedClock
 from eval.measure.records import BASELINE, COUPLED, Arm, Condition, Record
 from eval.statistics.lossless import is_compared
-from jobs.drafter_use import ALONE, Use
+from jobs.drafter_use import ALONE, DrafterUse
 from training.data.readers import Prompt
 
 # What a generation says of itself, and its record keeps.
@@ -43,7 +43,7 @@ class Bench:
     benchmark: Benchmark
     settings: Settings
     verify: str  # the rule where temperature > 0, of the baseline and of drafters that name none
-    uses: dict[str, Use]  # how the loop uses each drafter
+    uses: dict[str, DrafterUse]  # how the loop uses each drafter
     samples: int = 1  # generations of a prompt where temperature > 0
     repeats: int = 1  # times that each is run; the fastest counts
     # of a drafter, frozen first
@@ -56,7 +56,7 @@ class Bench:
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.rule_of(arm),
-            **self.uses.get(arm.drafter, Use()).settings,
+            **self.uses.get(arm.drafter, DrafterUse()).settings,
             costs=self.costs.get((arm.drafter, condition)),
         )
 
@@ -78,12 +78,14 @@ class Bench:
 
     def is_alone(self, arm: Arm) -> bool:
         """Return whether the arm is another model than the target."""
-        return self.uses.get(arm.drafter, Use()).schedule == ALONE
+        return self.uses.get(arm.drafter, DrafterUse()).schedule == ALONE
 
     def rule_of(self, arm: Arm) -> str:
         """Return the rule by which an arm decodes where temperature > 0."""
         return (
-            "coupled" if arm == COUPLED else self.uses.get(arm.drafter, Use()).verify or self.verify
+            "coupled"
+            if arm == COUPLED
+            else self.uses.get(arm.drafter, DrafterUse()).verify or self.verify
         )
 
     def baselines(self, condition: Condition) -> list[Arm]:

@@ -26,7 +26,7 @@ from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes
 from jobs.aliases import current_costs
 from jobs.files import write_text
-from jobs.run_files import lines_of, read_lines, read_object
+from jobs.run_files import journal_bytes, read_journal_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
@@ -189,7 +189,7 @@ def median_parts(
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:
     """Add one line for each slice, in one write."""
     with path.open("ab") as file:
-        file.write(lines_of(map(dataclasses.asdict, slices)))
+        file.write(journal_bytes(map(dataclasses.asdict, slices)))
 
 
 def slice_from(values: dict[str, Any]) -> Slice:
@@ -204,6 +204,6 @@ def slice_from(values: dict[str, Any]) -> Slice:
 
 def read_slices(path: Path) -> list[Slice]:
     """Read the slices of a run; torn lines (of a killed run) and damaged ones are skipped."""
-    lines = read_lines(path, slice_from)
+    lines = read_journal_lines(path, slice_from)
     lines.report(path, "its parts are timed again where no others are left")
     return lines.records

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from decoding.errors import UserError
-from jobs.run_files import lines_of, read_lines
+from jobs.run_files import journal_bytes, read_journal_lines
 
 STALL = 3.0
 AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
@@ -121,7 +121,7 @@ def record_from(values: dict[str, Any]) -> Record:
 def append_records(path: Path, records: Iterable[Record]) -> None:
     """Add lines in one write, so that a killed run leaves at most one torn line, at the end."""
     with path.open("ab") as file:
-        file.write(lines_of(map(dataclasses.asdict, records)))
+        file.write(journal_bytes(map(dataclasses.asdict, records)))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -129,7 +129,7 @@ def read_records(path: Path) -> list[Record]:
 
     Raises UserError for any other damage.
     """
-    lines = read_lines(path, record_from)
+    lines = read_journal_lines(path, record_from)
     if lines.wrong:
         raise UserError(
             f"{path}, {lines.wrong[0]}: not a record of eval.run. Remove the output folder, or "

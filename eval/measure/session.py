@@ -43,7 +43,7 @@ from eval.statistics.prediction import predicted_speedup
 from eval.statistics.rows import pool_of
 from jobs.drafter_use import ALONE
 from jobs.progress import ProgressBar
-from jobs.run_files import read_lines
+from jobs.run_files import read_journal_lines
 from training.data.readers import Prompt
 
 ATTEMPTS = 3  # at a unit during which the machine stands still
@@ -68,7 +68,7 @@ class Session:
         self.cfg, self.loaded, self.deadline = cfg, loaded, deadline
         self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
         self._costs_file = folder / "costs.json"
-        found = read_lines(self.records_file, record_from)
+        found = read_journal_lines(self.records_file, record_from)
         found.report(self.records_file, "its unit is measured again")
         self.records: list[Record] = found.records
         self.slices: list[Slice] = read_slices(self.slices_file)

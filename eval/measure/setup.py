@@ -158,7 +158,7 @@ def load(cfg: EvalConfig) -> Loaded:
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
     uses = drafter_list.uses(
-        mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
+        mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
     )
     target = load_target(
         folder,
@@ -176,7 +176,9 @@ def load(cfg: EvalConfig) -> Loaded:
     drafters = drafter_list.build(
         mappings, uses, folder, {device: _worker_device(target, uses.values())}
     )
-    uses = {name: use.settled(drafters[name].capabilities) for name, use in uses.items()}
+    uses = {
+        name: use.with_default_stopping(drafters[name].capabilities) for name, use in uses.items()
+    }
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
@@ -250,7 +252,7 @@ def _sweep_file(cfg: EvalConfig) -> Path | None:
     )
 
 
-def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:
+def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:
     """Return the device for drafters in workers; note it if it is the target's own card."""
     device = device_beside(target)
     overlapping = any(use.schedule in WALL for use in uses)
@@ -320,7 +322,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
 def facts_of(
     name: str,
     drafter: Any,
-    use: drafter_list.Use,
+    use: drafter_list.DrafterUse,
     lengths_given: bool,
     own_cap: int | None,
     dtype: str,

@@ -1,15 +1,16 @@
 """Head folders in the two published layouts: vLLM's, which we write, and the original one.
 
 vLLM: config.json with `model_type: medusa`, tensors `blocks.{i}.layers.{j}.weight|bias` and
-`lm_heads.{i}.weight` (one, with `original_lm_head`, where heads share it), and `token_map` for a
-draft vocabulary of `truncated_vocab_size` tokens. The biases want `medusa_fc_bias: true`, which its
-loader takes for false where the key is missing. It drafts chains of best tokens, no trees.
+`lm_heads.{i}.weight` (one, with `original_lm_head`, if heads share it), and `token_map` for a draft
+vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since its
+loader defaults to false. It drafts chains of best tokens, no trees.
 
 Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medusa_num_layers`,
-`medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its own
-loader takes five heads whatever the file holds, and older files are pickles, which are refused.
+`medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its loader
+always builds five heads, and older files are pickles, which are refused.
 
-`medusa_accuracy` in config.json is ours and unknown to other readers: trees are chosen from it.
+`medusa_accuracy` in config.json is our extension, ignored by other readers: trees are chosen from
+it.
 """
 
 import json
@@ -86,9 +87,9 @@ def _to_original(name: str, layers: int) -> str:
 
 
 def save_original(heads: MedusaHeads, folder: Path, base_model: str) -> None:
-    """Write the heads in the original layout, in float32. base_model: the target's name.
+    """Write the heads in the original layout, in float32; base_model: the target's name.
 
-    Raises UserError for heads that it cannot carry, and when a write fails.
+    Raises UserError for heads that the layout cannot hold, and if a write fails.
     """
     config = heads.config
     if config.shared or config.draft_vocab_size:
@@ -116,8 +117,10 @@ def save_original(heads: MedusaHeads, folder: Path, base_model: str) -> None:
 def load_heads(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> MedusaHeads:
-    """Return the heads of a folder of either layout. Raises UserError naming every tensor that is
-    missing, unknown, of another shape than config.json says, or not finite.
+    """Load the heads of a folder in either layout.
+
+    Raises UserError naming every tensor that is missing, unknown, of another shape than in
+    config.json, or not finite.
     """
     original = _is_original(read_json(folder / "config.json"))
     heads = _load_original(folder) if original else _load_vllm(folder)
@@ -125,8 +128,9 @@ def load_heads(
 
 
 def read_heads_config(folder: Path) -> MedusaConfig:
-    """Return the shape of a folder in vLLM's layout. Raises UserError for a folder of another kind
-    and for missing or wrong keys.
+    """Read the shape of a folder in vLLM's layout.
+
+    Raises UserError for a folder of another kind and for missing or wrong keys.
     """
     file = folder / "config.json"
     values = read_json(file)
@@ -166,7 +170,7 @@ def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
     if not fine:
         raise UserError(
             f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
-            "every head. Take the key out to draft a tree without them"
+            "every head. Remove the key to draft a tree without them"
         )
     return tuple(tuple(map(float, row)) for row in found)
 
@@ -188,7 +192,7 @@ def _is_original(values: dict[str, Any]) -> bool:
 
 
 def _load_original(folder: Path) -> MedusaHeads:
-    """The heads that the file holds, which may be more or fewer than config.json says."""
+    """Load the heads in the file, which may be more or fewer than config.json names."""
     file = folder / ORIGINAL_WEIGHTS
     layers: Any = read_json(folder / "config.json").get("medusa_num_layers")
     checkpoint.check_size(folder / "config.json", "medusa_num_layers", layers, 1)
@@ -212,8 +216,8 @@ def _load_original(folder: Path) -> MedusaHeads:
     if projection is None or projection.ndim != 2:
         raise UserError(
             f"{file}: expected the tensor '0.{layers}.weight', the projection of a head with "
-            f"{layers} residual blocks, found {', '.join(sorted(found)[:4])}. Take config.json and "
-            "weights from one model"
+            f"{layers} residual blocks, found {', '.join(sorted(found)[:4])}. Use config.json and "
+            "weights of one model"
         )
     V, H = projection.shape
     heads = MedusaHeads(MedusaConfig(V, H, count, layers))
@@ -221,8 +225,8 @@ def _load_original(folder: Path) -> MedusaHeads:
     wrong = sorted(set(wanted) ^ set(found))
     if wrong:
         raise UserError(
-            f"{file}: tensors that are missing or unknown for {count} heads of {layers} residual "
-            f"blocks: {', '.join(wrong)}. Copy the folder again"
+            f"{file}: missing or unknown tensors for {count} heads of {layers} residual blocks: "
+            f"{', '.join(wrong)}. Copy the folder again"
         )
     refuse_nonfinite(folder, found)
     try:

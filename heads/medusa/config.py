@@ -9,12 +9,16 @@ from training.heads.config import HeadJobConfig, HeadOptions
 class MedusaOptions(HeadOptions):
     """Shape of the heads; their number is loss.predict_n_tokens."""
 
-    name: str = "medusa"  # name in tables and in the heads' card
-    num_layers: int = 1  # residual blocks of a head
-    shared: bool = False  # one projection to the vocabulary for all heads
+    # name in tables and in the heads' card
+    name: str = "medusa"
+    # residual blocks of a head
+    num_layers: int = 1
+    # one projection to the vocabulary for all heads
+    shared: bool = False
     # tokens of the draft vocabulary, the most frequent ones of the training answers; 0: all
     draft_vocab_size: int = 0
-    start: str = "lm_head"  # projections begin as the target's lm_head, or at random
+    # initial projections: lm_head (the target's) | random
+    start: str = "lm_head"
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Medusa's heads as a drafter: one pass of all heads gives every depth of a static tree or a chain.
 
-The heads read the target's state before the tip, which the last round left; nothing is cached. All
-nodes of a depth have the same distribution, since a head does not see which tokens stand before
-its own. Where tokens are sampled the children of a node are sampled without replacement and tested
-by p / q, or the likeliest are taken as point masses (decoding/drafters/trees/sampled_children.py).
+The heads read the target's state before the last token, left by the previous round; nothing is
+cached. All nodes of a depth share one distribution, since a head does not see the tokens before its
+own. When sampling, the children of a node are sampled without replacement and tested by p / q, or
+the top-k are taken as point masses (decoding/drafters/trees/sampled_children.py).
 
 Shapes: B rows, K heads, N nodes, P parents of a depth, H hidden size, V vocabulary.
 """
@@ -35,13 +35,12 @@ from heads.medusa.model import MedusaHeads
 
 
 class MedusaDrafter:
-    """Draft a static tree, or a chain, from Medusa heads.
+    """Drafter of a static tree, or a chain, from Medusa heads.
 
-    choices: the tree's nodes as paths of ranks; None takes the tree that the heads' measured
-    accuracies give (heads/medusa/tree.py), or a default one where the folder has none. shape:
-    `tree`, or `chain` for the best token of each depth. by_cost: choose the tree's size by the
-    measured costs of a round. children: `sampled` or
-    `top_k`, where tokens are sampled.
+    choices: the tree's nodes as paths of ranks; None selects the tree for the heads' measured
+    accuracies (heads/medusa/tree.py), or a default one without accuracies. shape: `tree`, or
+    `chain` for the best token of each depth. by_cost: choose the tree's size by the measured costs
+    of a round. children: `sampled` or `top_k`, for temperatures above 0.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class MedusaDrafter:
         name: str | None = None,
     ) -> None:
         if (folder is None) == (heads is None):
-            raise ValueError("give either a folder of heads or the heads")
+            raise ValueError("pass either a folder of heads or the heads")
         if heads is None:
             assert folder is not None
             if dtype not in DTYPES:
@@ -92,7 +91,7 @@ class MedusaDrafter:
         self._hidden_BH = torch.empty(0)
 
     def _given(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
-        """The tree that the caller fixed, with the beginnings of its paths; None: none."""
+        """Return the given tree, completed by the prefixes of its paths; None if none is given."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
         if choices is None:
@@ -109,7 +108,7 @@ class MedusaDrafter:
         return list(paths)
 
     def _set_tree(self, costs: RoundCosts | None) -> None:
-        """Take the tree that these costs give; None: the largest."""
+        """Choose the tree for these costs; None: the largest."""
         paths = self._fixed
         if paths is None and self.config.accuracy:
             paths = tree.choose_tree(self.config.accuracy, costs, self._max_nodes)
@@ -118,12 +117,12 @@ class MedusaDrafter:
         self._paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: node for node, path in enumerate(self._paths)}
         parents = [path[:-1] for path in self._paths]
-        # among its siblings: sampled children are taken in their order, whatever their ranks
+        # index among its siblings: sampled children are taken in order, regardless of rank
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self._paths)}
 
     @property
     def depth(self) -> int:
-        """The depth of the tree."""
+        """Depth of the tree."""
         return len(self._paths[-1]) if self._paths else 0
 
     def width(self, gamma: int) -> int:
@@ -132,14 +131,14 @@ class MedusaDrafter:
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Choose the tree by the costs. Raises UserError for a target of other sizes."""
-        for what, own, other in (
+        for what, ours, other in (
             ("hidden size", self.config.hidden_size, target.hidden_size),
             ("vocabulary", self.config.vocab_size, target.vocab_size),
         ):
-            if own != other:
+            if ours != other:
                 raise UserError(
-                    f"drafter '{self.name}': its heads were trained for a {what} of {own}, but "
-                    f"'{target.name}' has {other}: take the heads of this target."
+                    f"drafter '{self.name}': its heads were trained for a {what} of {ours}, but "
+                    f"'{target.name}' has {other}: use heads trained for this target."
                 )
         if self._by_cost:
             self._set_tree(costs)
@@ -147,18 +146,18 @@ class MedusaDrafter:
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Take the hidden state of each prompt's last token but one."""
+        """Store the hidden state of each prompt's last token but one."""
         size = self.config.hidden_size
         self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
         if prefill_hidden_BNC is not None:
             read_B1 = devices.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
-            last = prefill_hidden_BNC.shape[1] - 1  # 0: of each prompt the last state alone
+            last = prefill_hidden_BNC.shape[1] - 1  # 0: only the last state of each prompt is given
             places_B = [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
             last_BH = self._own(at_nodes(prefill_hidden_BNC, places_B))
             self._hidden_BH = torch.where(read_B1, last_BH, self._hidden_BH)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Take the last of the hidden states that the target has just read."""
+        """Store the last of the hidden states that the target has just computed."""
         if hidden_NC is not None:
             self._hidden_BH = self._own(hidden_NC[-1:])
 
@@ -190,12 +189,12 @@ class MedusaDrafter:
             depths_N = devices.tensor([len(path) - 1 for path in nodes], self.device)
             q_BNV = chooser.warper.probs(logits_BKV)[:, depths_N]
         siblings = max(self._place[path] for path in nodes) + 1
-        counts_B = [self.width(own) for own in depths_B]
+        counts_B = [self.width(row_depth) for row_depth in depths_B]
         tokens_BN = torch.cat(tokens, 1)
         return Proposal(tokens_BN, counts_B, parents_BN, q_BNV, 1, siblings=siblings)
 
     def _logits(self, depth: int) -> Tensor:
-        """The logits (B, K, V) over the target's vocabulary of the first `depth` heads."""
+        """Return the first `depth` heads' logits (B, K, V) over the target's vocabulary."""
         logits_BKV = self.heads(self._hidden_BH, depth)
         if self.heads.token_ids_V is None:
             return logits_BKV
@@ -214,14 +213,14 @@ class MedusaDrafter:
         return Proposal(tokens_BN, depths_B, None, torch.stack(q, 1) if q else None, 1)
 
     def _tokens(self, logits_B1V: Tensor, d: int, chooser: Chooser, sampled: bool) -> Tensor:
-        """The tokens (B, n) of the tree's n nodes at depth d (0 is the first), in their order."""
+        """Return the tokens (B, n) of the tree's n nodes at depth d (from 0), in their order."""
         nodes = [path for path in self._paths if len(path) == d + 1]
         ranks = [self._place[path] if sampled else path[-1] for path in nodes]
         K = min(max(ranks) + 1, logits_B1V.shape[-1])
         if not sampled:
             best_BK = chooser.log_scores(logits_B1V, d).topk(K, dim=-1).indices[:, 0]
             return best_BK[:, devices.tensor([min(r, K - 1) for r in ranks], self.device)]
-        # Each parent's children are sampled by numbers of their own.
+        # Each parent's children are sampled with separate random numbers.
         above = [path for path in self._paths if len(path) == d] if d else [()]
         first = self.width(d - 1) + 1 if d else 0
         q_BPV = chooser.warper.probs(logits_B1V).expand(-1, len(above), -1)
@@ -232,7 +231,7 @@ class MedusaDrafter:
         return drawn_BPK.flatten(1)[:, devices.tensor(flat, self.device)]
 
     def observe(self, observation: Observation) -> None:
-        """Keep the hidden state of the last accepted token."""
+        """Store the hidden state of the last accepted token."""
         outcome = observation.outcome
         last_B = outcome.accepted_B  # of a chain
         if outcome.paths_B is not None:
@@ -240,7 +239,7 @@ class MedusaDrafter:
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Heads keep nothing."""
+        """Do nothing: heads cache nothing."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

@@ -1,7 +1,7 @@
-"""Medusa's heads as a kind of trained head: what training asks of them (training/heads/kind.py).
+"""Medusa's heads as a kind of trained head (training/heads/kind.py).
 
 Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target's hidden size, V
-vocabulary that is drafted from.
+drafted vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
 from jobs.paths import resolve
-from training.data.packing import Batch, Sample
+from training.data.packing import PackedBatch, Sample
 from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout, check_sizes
 from training.heads.config import HeadJobConfig
 from training.heads.draft_vocabulary import choose_tokens
-from training.heads.kind import Drafting, HeadKind, ReadmeParts
+from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.positions import Positions
-from training.heads.predicting import Tips
+from training.heads.predicting import DraftStarts
 from training.losses.heads import chunked_argmax
 
 STARTS = ("lm_head", "random")
@@ -37,7 +37,7 @@ class MedusaKind(HeadKind):
     """Medusa heads."""
 
     name, label, reads_tokens = "medusa", "medusa", False
-    ranks = RANKS  # of a head's predictions, whose accuracies its trees are chosen from
+    ranks = RANKS  # number of ranks whose accuracies choose the trees
     config: type[HeadJobConfig] = MedusaTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -48,17 +48,19 @@ class MedusaKind(HeadKind):
         self,
         head: MedusaHeads,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """Each head's blocks over the drafts' states; the tokens between play no part."""
+        """Run each head's blocks over the drafts' states, which ignore the tokens in between."""
         states_MH = states_PC[where.drafts_M]
         of_head = [head.features(states_MH, k) for k in range(len(where.counts_K))]
         places_N = where.head_N * len(where.drafts_M) + where.draft_N
         return torch.cat(of_head).index_select(0, places_N)
 
-    def draft(self, head: MedusaHeads, states: TargetStates, tips: Tips, count: int) -> Tensor:
+    def draft(
+        self, head: MedusaHeads, states: TargetStates, tips: DraftStarts, count: int
+    ) -> Tensor:
         drafted = []
         for k in range(count):
             best_M = chunked_argmax(head.features(tips.states_MC, k), head.projection(k))
@@ -88,8 +90,8 @@ class MedusaKind(HeadKind):
             )
         if shape.num_heads != config.loss.predict_n_tokens:
             raise UserError(
-                f"head.path={config.head.path} has {shape.num_heads} heads and "
-                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: give "
+                f"head.path={config.head.path} has {shape.num_heads} heads, but "
+                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: set "
                 f"loss.predict_n_tokens={shape.num_heads}"
             )
 
@@ -136,7 +138,7 @@ class MedusaKind(HeadKind):
         return heads
 
     def measured(self, shape: MedusaConfig, figures: Mapping[str, Any]) -> MedusaConfig:
-        """The accuracies by rank, from the cumulative ones of the best checkpoint."""
+        """Return the shape with accuracies by rank, from the best checkpoint's cumulative ones."""
         rows = []
         for head in range(shape.num_heads):
             names = (f"accuracy/{self.label}{head}_top{rank + 1}" for rank in range(self.ranks))
@@ -156,12 +158,12 @@ class MedusaKind(HeadKind):
     def drafter(
         self, head: MedusaHeads, shape: MedusaConfig, config: MedusaTrainConfig, sampled: bool
     ) -> Drafter:
-        """The tree that the accuracies give, whatever it costs here."""
+        """Return a drafter of the tree for the measured accuracies, regardless of its cost."""
         head.config = shape
         return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
 
-    def drafting(self, config: MedusaTrainConfig) -> Drafting:
-        return Drafting("with a static tree", "tree_block_efficiency")
+    def drafting(self, config: MedusaTrainConfig) -> DraftingSetup:
+        return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target = card["target"]

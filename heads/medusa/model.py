@@ -3,11 +3,11 @@
 Head k (from 0) reads z_t, the state after the final norm that the target's lm_head reads, and
 predicts the token at t + 2 + k; the target itself predicts the one at t + 1. A head is a stack of
 residual blocks x + SiLU(W x + b) and a projection to the vocabulary (arXiv 2401.10774, section
-2.1). W and b begin at zero, so that a head begins as its projection, which begins as the target's
-lm_head. A head of its own for every depth costs H^2 + H + V H parameters; `shared` gives all heads
-one projection, and `draft_vocab_size` a shortlist of the vocabulary.
+2.1). W and b start at zero, so a head starts as its projection, which starts as the target's
+lm_head. A separate head for every depth costs H^2 + H + V H parameters; `shared` gives all heads
+one projection, and `draft_vocab_size` selects a shortlist of the vocabulary.
 
-Shapes: M positions, K heads, H the target's hidden size, V vocabulary that is drafted from.
+Shapes: M positions, K heads, H the target's hidden size, V drafted vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,26 +19,25 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Shape of the heads. Sizes are the target's."""
+    """Shape of the heads; sizes are the target's."""
 
     vocab_size: int
     hidden_size: int
     num_heads: int = 4
     num_layers: int = 1  # residual blocks of a head
     shared: bool = False  # one projection to the vocabulary for all heads
-    draft_vocab_size: int = 0  # tokens that are drafted from, of a shortlist; 0: all
-    # for each head the share of held-out positions at which its token of rank 0, 1, ... was right;
-    # empty: not measured
+    draft_vocab_size: int = 0  # tokens of the shortlist; 0: all
+    # by head, the share of held-out positions whose token has rank 0, 1, ...; empty: not measured
     accuracy: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that the heads can draft."""
+        """Number of tokens that the heads can draft."""
         return self.draft_vocab_size or self.vocab_size
 
 
-class Block(nn.Module):
-    """x + SiLU(W x + b)."""
+class MedusaBlock(nn.Module):
+    """The residual block x + SiLU(W x + b)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -53,14 +52,14 @@ class Block(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of one target."""
 
-    token_ids_V: Tensor | None  # ids of the shortlist, rising; None: the whole vocabulary
+    token_ids_V: Tensor | None  # ids of the shortlist, rising; None: the full vocabulary
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
         H, V = config.hidden_size, config.num_drafted
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(Block(H) for _ in range(config.num_layers)))
+            nn.Sequential(*(MedusaBlock(H) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
         )
         count = 1 if config.shared else config.num_heads
@@ -75,7 +74,7 @@ class MedusaHeads(nn.Module):
         return weight
 
     def features(self, hidden_RH: Tensor, head: int) -> Tensor:
-        """Return what a head's projection reads, (..., H)."""
+        """Return the input of a head's projection, (..., H)."""
         found = self.blocks[head](hidden_RH)
         assert isinstance(found, Tensor)
         return found
@@ -90,12 +89,12 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all heads."""
+        """Number of parameters of all heads."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def start_from(self, lm_head_VH: Tensor) -> None:
-        """Let every projection begin as the target's lm_head [vocabulary, H]."""
+        """Initialize every projection with the target's lm_head [vocabulary, H]."""
         rows_VH = lm_head_VH if self.token_ids_V is None else lm_head_VH[self.token_ids_V]
         for projection in self.projections:
             assert isinstance(projection, nn.Linear)

@@ -1,110 +1,200 @@
-"""The published tool's flags on the command line: each becomes Hydra overrides, so that there is
-one path from the command line to the job.
+"""The published tool's flags on the command line: each becomes Hydra overrides of our keys.
 
-They may stand beside Hydra overrides, which then have the last word.
+Source: `recurrent_drafting/cmd/generate.py` of apple/ml-recurrent-drafter. Flags can be mixed with
+Hydra overrides, which take precedence.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from decoding.errors import UserError
-from recurrent_drafting.cmd.published_flags import DTYPES, FLAGS, Flag, is_truth, quoted
 from serving.config import GenerateConfig
 
 SETTINGS = {field.name for field in fields(GenerateConfig)}
-ON_FILE = "--config-file"  # of jobs.job: what a saved configuration is run by
+ON_FILE = "--config-file"  # of jobs.job, for a saved configuration
+TRUE, FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def quoted(value: str) -> str:
+    """Quote a text for Hydra, where a backslash is literal except before a quote or the end."""
+    doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", value)
+    return "'" + doubled.replace("'", "\\'") + "'"
+
+
+def _mt_bench(value: str) -> str:
+    file = "mt_bench" if value.lower() in TRUE else quoted(value)
+    return "" if value.lower() in FALSE else f"prompts={file}"
+
+
+def _limit(flag: str, key: str, unlimited: str) -> Callable[[str], str]:
+    """Return the override of a limit, whose negative values become 0, our value for no limit."""
+
+    def override(value: str) -> str:
+        if int(value) == 0:
+            raise UserError(
+                f"--{flag} is 0, which leaves nothing: expected 1 or more, or a negative number "
+                f"({unlimited})."
+            )
+        return f"{key}={max(int(value), 0)}"
+
+    return override
+
+
+class Flag(NamedTuple):
+    """One published flag."""
+
+    name: str
+    takes: str
+    # our default, and the published one
+    default: str
+    published: str
+    # the override with {} for the value, or a function that returns it, empty for none
+    override: str | Callable[[str], str]
+    help: str
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the flag needs no value."""
+        return self.takes.startswith("true")
+
+    def override_of(self, value: str) -> str:
+        """Return the override for a value. Raises UserError for an invalid value."""
+        valid = bool(value)
+        if self.takes == "a number":
+            try:
+                float(value) if self.name == "temperature" else int(value)
+            except ValueError:
+                valid = False
+        elif self.name == "dtype":
+            valid = value in DTYPES
+        elif self.takes == "true or false":
+            valid = value.lower() in TRUE + FALSE
+        if not valid:
+            raise UserError(f"--{self.name} is '{value}', expected {self.takes}")
+        if callable(self.override):
+            return self.override(value)
+        if self.is_switch:
+            return self.override if value.lower() in TRUE else ""
+        return self.override.replace("{}", quoted(value) if self.takes == "text" else value)
+
+
+# In the order of application: greedy_search overrides temperature, autoregression the drafter.
+# fmt: off
+FLAGS = (
+    Flag("hf_tokenizer", "text", "the target's", "lmsys/vicuna-7b-v1.3", "tokenizer={}",
+         "folder of the tokenizer; a local one, not a name on the Hub"),
+    Flag("hf_llm", "text", "the embedded target", "lmsys/vicuna-7b-v1.3", "target.path={}",
+         "local folder of the target; its own chat template replaces Vicuna's if it has one"),
+    Flag("hf_drafter", "text", "prompt_lookup", "(required)", "++drafter={use: {}}",
+         "folder of a recurrent head or a language model, or a name in conf/drafter"),
+    Flag("eval_mt_bench", "true, false or a file", "false", "false", _mt_bench,
+         "answer MT-bench instead of chatting: both turns of every question, not the first alone; "
+         "a file is read instead of the cache of `datasets`"),
+    Flag("max_num_prompts", "a number", "all", "-1",
+         _limit("max_num_prompts", "max_prompts", "all"),
+         "number of prompts to answer; negative: all; fewer prompts than that are no error"),
+    Flag("max_prompt_length", "a number", "the context", "50",
+         _limit("max_prompt_length", "max_prompt_tokens", "as long as the context"),
+         "longest prompt; counts tokens of the rendered prompt, not characters; longer ones are "
+         "left out and counted; negative: as long as the context; it does not extend answers"),
+    Flag("max_generation_length", "a number", "256", "60", "max_new_tokens={}",
+         "most tokens of the answer alone; none after its end token is emitted or counted"),
+    Flag("beam_width", "a number", "10", "10", "beam_width={}",
+         "largest number of beams of a recurrent head; by_cost=false fixes it"),
+    Flag("beam_length", "a number", "5", "-1 (refused)",
+         lambda value: "" if int(value) == -1 else f"beam_length={int(value)}",
+         "most tokens of a beam, including the target's first one; -1 selects the default; "
+         "by_cost=false fixes it"),
+    Flag("temperature", "a number", "1.0", "1.0", "temperature={}",
+         "temperature of sampling, which is lossless here"),
+    Flag("greedy_search", "true or false", "false", "false", "temperature=0",
+         "take the target's likeliest token; overrides --temperature"),
+    Flag("rng_seed", "a number", "123", "123", "seed={}",
+         "seed of sampling; samples differ from the published tool's; verify=coupled gives those "
+         "of plain decoding"),
+    Flag("batch_size", "a number", "1", "1", "batch_size={}",
+         "prompts decoded together; the last batch may have fewer and is not dropped; finished "
+         "rows cost nothing"),
+    Flag("dtype", " | ".join(DTYPES), "fp32", "bf16", lambda value: f"target.dtype={DTYPES[value]}",
+         "dtype of weights and activations; in half precision outputs differ from plain decoding's "
+         "where two tokens nearly tie; with fp32 the head drafts in bfloat16 if the machine "
+         "multiplies it natively, which changes no output"),
+    Flag("use_gpu", "a number", "a GPU if there is one", "0",
+         lambda value: f"target.device={'cpu' if int(value) < 0 else f'cuda:{int(value)}'}",
+         "which GPU; negative: the CPU"),
+    Flag("autoregression", "true or false", "false", "false", "++drafter={use: none}",
+         "decode without a drafter, at the given temperature, and report its tokens/s"),
+)
+# fmt: on
 
 
 def to_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line with every flag replaced by Hydra overrides; -h, --help, -m and --multirun
-    stay as they are.
+    """Replace every flag of a command line by Hydra overrides.
 
-    Raises UserError for an unknown flag, with the nearest one, and for a value that a flag does not
-    take.
+    -h, --help, -m and --multirun stay. Raises UserError for an unknown flag, naming the nearest
+    one, and for an invalid value.
     """
     if ON_FILE in arguments[:1]:
         return list(arguments)
     flags = {flag.name: flag for flag in FLAGS}
-    given: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
     others: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word in ("-h", "--help", "-m", "--multirun"):
-            others.append(_with_short_drafter(word))
+            others.append(_expand_drafter(word))
             continue
         name, equals, value = word.lstrip("-").partition("=")
         flag, negated = flags.get(name), flags.get(name.removeprefix("no"))
         # --nogreedy_search
         if flag is None and negated is not None and negated.is_switch and not equals:
-            given[negated.name] = []
+            given[negated.name] = ""
             continue
         if flag is None or not word.startswith("--"):
             if name not in flags and name.partition(".")[0] in SETTINGS:
                 raise UserError(
-                    f"'{word}' is a setting, not a flag: give {name}={value or 'VALUE'} (--help "
+                    f"'{word}' is a setting, not a flag: use {name}={value or 'VALUE'} (--help "
                     f"lists both)"
                 )
             near = get_close_matches(name, list(flags), n=1, cutoff=0.0)[0]
             raise UserError(f"unknown flag '{word}'; the nearest is --{near} (--help lists all)")
-        if not equals:
-            value = _next_value(flag, rest)
-        given[name] = flag.overrides(_checked(flag, value))
-    return [*(override for flag in FLAGS for override in given.get(flag.name, [])), *others]
+        given[name] = flag.override_of(value if equals else _next_value(flag, rest))
+    return [*(given[flag.name] for flag in FLAGS if given.get(flag.name)), *others]
 
 
 def _next_value(flag: Flag, rest: list[str]) -> str:
-    """The value that stands behind a flag, taken off the rest of the command line."""
+    """Remove the value of a flag from the rest of the command line and return it."""
     following = rest[0] if rest else None
     if flag.is_switch:
         # A word that is neither a flag nor an override can only be the file.
         takes_file = following is not None and "file" in flag.takes and "=" not in following
         if following is not None and (
-            is_truth(following) or (takes_file and not following.startswith("-"))
+            following.lower() in TRUE + FALSE or (takes_file and not following.startswith("-"))
         ):
             return rest.pop(0)
         return "true"
     if following is None or following.startswith("--"):
+        examples = {"text": "FOLDER", "a number": flag.published.split()[0]}
         raise UserError(
             f"--{flag.name} has no value, expected {flag.takes}, such as --{flag.name} "
-            f"{_example(flag)}"
+            f"{examples.get(flag.takes, flag.takes.split()[0])}"
         )
     return rest.pop(0)
 
 
-def _example(flag: Flag) -> str:
-    return {"text": "FOLDER", "number": flag.published.split()[0]}.get(
-        flag.takes, flag.takes.split()[0]
-    )
+def _expand_drafter(word: str) -> str:
+    """Expand `drafter=NAME` to a mapping, as Hydra would look for a file of the group.
 
-
-def _checked(flag: Flag, value: str) -> str:
-    """The value as it stands, if the flag takes it."""
-    fine = bool(value)
-    if flag.takes == "number":
-        try:
-            float(value) if flag.name == "temperature" else int(value)
-        except ValueError:
-            fine = False
-    elif flag.name == "dtype":
-        fine = value in DTYPES
-    elif flag.is_switch and "file" not in flag.takes:
-        fine = is_truth(value)
-    if not fine:
-        raise UserError(f"--{flag.name} is '{value}', expected {flag.takes}")
-    return value
-
-
-def _with_short_drafter(word: str) -> str:
-    """`drafter=NAME` written out: conf/drafter is a group, and Hydra would look for a file of that
-    name there.
-
-    Added by force (++), as the mapping takes whatever the drafter's class does.
+    The override is forced (++), since the mapping accepts all options of the drafter's class.
     """
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
@@ -116,21 +206,13 @@ def _with_short_drafter(word: str) -> str:
 
 
 def print_flags(console: Console) -> None:
-    """The flags with their defaults, and where their meaning differs from the published tool's."""
+    """Print the flags with their defaults, ours and the published ones."""
     console.print(
-        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false may "
-        "stand alone:"
+        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false need "
+        "no value:"
     )
     for flag in FLAGS:
-        default = (
-            flag.here
-            if flag.here == flag.published
-            else f"{flag.here} (published: {flag.published})"
-        )
-        console.print(
-            Text.assemble(
-                (f"  --{flag.name}", "bold"), f" {flag.takes}", (f"  default {default}", "dim")
-            )
-        )
-        differs = f"; differs: {flag.differs}" if flag.differs else ""
-        console.print(Padding(flag.meaning + differs, (0, 0, 0, 6)))
+        other = "" if flag.default == flag.published else f" (published: {flag.published})"
+        default = (f"  default {flag.default}{other}", "dim")
+        console.print(Text.assemble((f"  --{flag.name}", "bold"), f" {flag.takes}", default))
+        console.print(Padding(flag.help, (0, 0, 0, 6)))

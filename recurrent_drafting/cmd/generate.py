@@ -1,6 +1,4 @@
-"""`python -m recurrent_drafting.cmd.generate`: the published tool's name and flags for the job in
-recurrent_drafting/generate.py.
-"""
+"""`python -m recurrent_drafting.cmd.generate`: the published name of the generate job."""
 
 from recurrent_drafting.generate import main
 

@@ -1,19 +1,16 @@
-"""How near our decoding comes to what the machine can read: a random-weight LLaMA of a gigabyte and
-more, batch 1, in turn with plain reading.
+"""Decoding speed against plain reading of memory, for a random-weight LLaMA of a gigabyte and more.
 
     python scripts/bench/bandwidth.py
     python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 \\
       intermediate_size=11008 kv_heads=32
 
-A forward over one token has to read every weight once. Its bytes over its time are set against the
-best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype, and
-on a GPU a copy), and its operations against those of a product of two square matrices, measured in
-the same rounds. Of a yardstick the best round counts, and a share above 1 is told to be none. Both
-budgets of decoding/costs/roofline.py, bytes and operations, are printed with the share reached; and
-V(n), which stays near 1 for as long as bytes bind.
+A forward over one token reads every weight once. Its rate is compared with the best of three plain
+readers of the same size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy),
+and its operations with those of a product of two square matrices, in the same rounds. A yardstick
+counts by its best round, and a share above 1 is marked as not valid. V(n) stays near 1 for as long
+as bytes are the limit.
 """
 
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,121 +23,93 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from decoding.costs.machine_limits import per_second, product, readers
-from decoding.costs.roofline import Budget, forward_budget
-from decoding.models.native.model import NativeTarget
-from scripts.bench import random_models
-from scripts.bench.common import judged, options, save, take_turns
-from scripts.bench.random_models import Shape
+from decoding.costs.roofline import ForwardBudget, forward_budget
+from scripts.bench import common
+from scripts.bench.common import BenchOptions
+from scripts.bench.random_models import Shape, random_target
 from training.models.build import dtype_of
 
 
 @dataclass
-class Options:
+class Options(BenchOptions):
     layers: int = 12  # decoder layers
     hidden_size: int = 2048  # width
-    intermediate_size: int = 5632  # of the MLP
+    intermediate_size: int = 5632  # width of the MLP
     heads: int = 16  # query heads
     kv_heads: int = 4  # key/value heads
-    vocab_size: int = 32000  # rows of the head
+    vocab_size: int = 32000  # rows of the output layer
     context: int = 256  # committed tokens
     widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # new tokens a forward
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # each in turn
-    forwards: int = 8  # a round
-    rounds: int = 5  # rounds that count
-    product_side: int = 1024  # rows of the square matrices whose product is the limit of operations
-    threads: int = 2  # CPU threads
-    device: str = "cpu"  # cpu | cuda | cuda:N
-    name: str = "bandwidth"  # of the results file
+    forwards: int = 8  # forwards a round
+    rounds: int = 5  # measured rounds
+    product_side: int = 1024  # rows of the square matrices of the product
+    name: str = "bandwidth"  # name of the results file
 
 
-def random_target(chosen: Options, dtype: torch.dtype) -> NativeTarget:
-    """The LLaMA of the options."""
-    shape = Shape(
-        chosen.layers,
-        chosen.hidden_size,
-        chosen.heads,
-        chosen.intermediate_size,
-        chosen.kv_heads,
-        chosen.hidden_size // chosen.heads,
-        chosen.vocab_size,
-    )
-    return random_models.random_target(
-        shape, dtype, chosen.device, chosen.context + max(chosen.widths) + 1
-    )
-
-
-def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
-    """Figures of one dtype."""
-    dtype = dtype_of(dtype_name)
-    target = random_target(chosen, dtype)
+def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
+    """Measure forwards and yardsticks in one dtype."""
+    dtype, device, width = dtype_of(dtype_name), chosen.device, chosen.hidden_size
+    sizes_of_mlp = (chosen.intermediate_size, chosen.kv_heads, width // chosen.heads)
+    shape = Shape(chosen.layers, width, chosen.heads, *sizes_of_mlp, chosen.vocab_size)
+    most = chosen.context + max(chosen.widths) + 1
+    target = random_target(shape, dtype, device, most)
     budget = forward_budget(target.config, dtype, 1, chosen.context)
-    inputs = {n: torch.ones(1, n, dtype=torch.long, device=chosen.device) for n in chosen.widths}
-    target.open(1, chosen.context + max(chosen.widths) + 1)
-    target.slots.lengths_B = [chosen.context]  # what the cache holds does not matter to the clock
-    plain = readers(budget.weight_bytes, dtype, chosen.device)
-    multiply, operations = product(dtype, chosen.device, chosen.product_side)
-    actions: dict[str, tuple[Callable[[], Any], int]] = {
-        f"forward {n}": (partial(target.forward, inputs[n]), chosen.forwards) for n in chosen.widths
-    }
-    actions |= {name: (reader, 2) for name, (reader, _) in plain.items()} | {
-        "product": (multiply, 2)
-    }
-    sides = {
-        name: partial(per_second, action, chosen.device, times)
-        for name, (action, times) in actions.items()
-    }
+    target.open(1, most)
+    target.slots.lengths_B = [chosen.context]  # the content of the cache does not change the time
+    plain = readers(budget.weight_bytes, dtype, device)
+    multiply, operations = product(dtype, device, chosen.product_side)
+    actions: dict[str, tuple[Callable[[], Any], int]] = {}
+    for n in chosen.widths:
+        tokens_BN = torch.ones(1, n, dtype=torch.long, device=device)
+        actions[f"forward {n}"] = partial(target.forward, tokens_BN), chosen.forwards
+    actions |= {name: (reader, 2) for name, (reader, _) in plain.items()}
+    actions["product"] = multiply, 2
+    sides = {name: partial(per_second, call, device, n) for name, (call, n) in actions.items()}
     with torch.inference_mode():
-        figures = take_turns(sides, chosen.rounds)
+        figures = common.take_turns(sides, chosen.rounds)
     sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
     return {"parameters": target.num_parameters, **reached(figures, budget, sizes)}
 
 
 def reached(
-    figures: dict[str, list[float]], budget: Budget, sizes: dict[str, int]
+    figures: dict[str, list[float]], budget: ForwardBudget, sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """What forwards reach of what the machine can do.
+    """Return the shares of the machine's limits that the forwards reach.
 
-    figures: calls a second in every round; sizes: bytes of each reader, and the operations of the
-    product. Forwards count by their median and the yardsticks by their best round: what slows one
-    down says nothing of the machine.
+    figures: calls/s in every round. sizes: bytes of each reader, and operations of the product.
+    Forwards count by their median and yardsticks by their best round, because a slow round of a
+    yardstick is no property of the machine.
     """
-    median = {
-        name: statistics.median(values)
-        for name, values in figures.items()
-        if name.startswith("forward")
-    }
+    forwards = {name: values for name, values in figures.items() if name.startswith("forward")}
+    median = common.medians(forwards)
     limits = {name: max(figures[name]) * size for name, size in sizes.items()}
     computing = limits.pop("product")
-    best = max(limits, key=limits.__getitem__)
-    moved, computed = (
-        median["forward 1"] * budget.bytes_read,
-        median["forward 1"] * budget.operations,
-    )
+    best, one = max(limits, key=limits.__getitem__), median["forward 1"]
+    moved, computed = one * budget.bytes_read, one * budget.operations
+    shares = {
+        "share_of_bandwidth": moved / limits[best],
+        "share_of_operations": computed / computing,
+    }
     return {
         "gigabytes_a_forward": budget.bytes_read / 1e9,
         "gigaflop_a_forward": budget.operations / 1e9,
-        "tokens_per_second": median["forward 1"],
+        "tokens_per_second": one,
         "gigabytes_per_second": moved / 1e9,
         "gigaflop_per_second": computed / 1e9,
         "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in limits.items()},
         "best_reader": best,
         "product_gigaflop_per_second": computing / 1e9,
-        **judged(
-            {
-                "share_of_bandwidth": moved / limits[best],
-                "share_of_operations": computed / computing,
-            }
-        ),
-        "V": {
-            name.removeprefix("forward "): median["forward 1"] / rate
-            for name, rate in median.items()
-        },
+        **common.add_warnings(shares),
+        "V": {name.removeprefix("forward "): one / rate for name, rate in median.items()},
     }
 
 
 def main() -> None:
-    chosen = options(Options)
-    save(chosen.name, chosen, {dtype: bench(chosen, dtype) for dtype in chosen.dtypes})
+    """Measure every dtype."""
+    chosen = common.options(Options)
+    found = {dtype: measure(chosen, dtype) for dtype in chosen.dtypes}
+    common.save(chosen.name, chosen, found)
 
 
 if __name__ == "__main__":

@@ -1,72 +1,110 @@
-"""What every benchmark here does: typed options `key=value`, sides taken in turn, medians, ratios,
-one JSON file with the machine in it.
-"""
+"""Shared parts of the benchmarks: options, sides in turn, timed training, results and tables."""
 
 import json
+import logging
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+import eval.run
 from decoding import devices
 from decoding.costs.machine_limits import SLOW_YARDSTICK
+from decoding.engine import Engine, encode
 from decoding.errors import UserError
-from jobs.config import plain, typed
+from eval.config import EvalConfig
+from eval.statistics.schema import Row, read_rows
+from jobs.config import ParallelConfig, plain, typed
 from jobs.files import write_text
 from jobs.help import field_docs
 from jobs.malloc import keep_memory
+from jobs.paths import resolve
 from jobs.run_folder import git_revision, hardware, versions
+from training.config import LoopConfig
+from training.data.packing import PackedData
+from training.data.readers import Prompt, read_prompts
+from training.loop import fit
+from training.optimizer_config import OptimizerConfig
+from training.parallel.strategy import Parallel
 
-Options = TypeVar("Options")
+Schema = TypeVar("Schema")
 RESULTS = Path(__file__).resolve().parent / "results"
+# columns of a measured row that the benchmarks keep
+ROW_KEYS = tuple(
+    "drafter temperature num_draft_tokens prompts alpha tau t_draft_ms cost_ratio speedup "
+    "speedup_low speedup_high headline_prompts headline_speedup headline_speedup_low "
+    "headline_speedup_high distinct_4 overhead lossless cpu_share baseline_tokens_per_second "
+    "t_target_ms".split()
+)
 
 
-def options(schema: type[Options]) -> Options:
-    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same
-    for all sides of a benchmark.
+@dataclass
+class BenchOptions:
+    """Options of every benchmark."""
 
-    `--help` prints what the script is and what it can be told, and ends it.
+    threads: int = 2  # CPU threads
+    device: str = "cpu"  # cpu | cuda | cuda:N
+
+
+# ------------------------------------------------------------------------------------ command line
+def options(schema: type[Schema], **choices: Collection[str]) -> Schema:
+    """Read the command line's `key=value` pairs, and set the threads and malloc of all sides.
+
+    `--help` prints the usage and exits. choices: allowed values of the options of these names.
     """
     if {"--help", "-h"} & {*sys.argv[1:]}:
         print(usage(schema))
         sys.exit()
     keep_memory()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     given = OmegaConf.from_cli()
     assert isinstance(given, DictConfig)
     try:
         chosen = typed(OmegaConf.merge(OmegaConf.create(plain(schema())), given), schema)  # type: ignore[arg-type]
     except UserError as error:
         sys.exit(f"error: {error}")
+    for key, allowed in choices.items():
+        value = getattr(chosen, key)
+        several = isinstance(value, list)
+        for unknown in sorted({*value} - {*allowed} if several else {value} - {*allowed}):
+            verb, some = ("has", "some") if several else ("is", "one")
+            sys.exit(f"error: {key} {verb} '{unknown}', expected {some} of {', '.join(allowed)}")
     torch.set_num_threads(int(getattr(chosen, "threads")))  # noqa: B009
     return chosen
 
 
 def usage(schema: type[Any]) -> str:
-    """What the script of these options is, by its docstring, and every option with its default and
-    the comment beside it.
-    """
-    docs = field_docs(schema)
+    """Return the script's docstring and every option with its default and its comment."""
     shown = {
         key: str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in plain(schema()).items()
     }
-    lines = [f"  {f'{key}={shown[key]}':<32}  {doc}" for key, doc in docs.items()]
+    lines = [f"  {f'{key}={shown[key]}':<32}  {doc}" for key, doc in field_docs(schema).items()]
     about = (sys.modules[schema.__module__].__doc__ or "").strip()
     return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
 
 
+def run_script(main: Callable[[], None]) -> None:
+    """Run a benchmark and report a user error in one line."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+# ------------------------------------------------------------------------------------- measurement
 def take_turns(
     sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Each side's figure in every round, the sides in rotated order, so that a drift of the machine
-    hits all of them.
-    """
+    """Measure all sides in every round, in rotated order, so that drift affects them alike."""
     names = list(sides)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
@@ -79,23 +117,133 @@ def take_turns(
     return figures
 
 
-def ratio(figures: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
-    """Median of the ratios round by round, with the smallest and the largest."""
+def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of every side."""
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def ratio(figures: Mapping[str, Sequence[float]], over: str, under: str) -> dict[str, float]:
+    """Return the median of the ratios by round, with the smallest and the largest."""
     ratios = [a / b for a, b in zip(figures[over], figures[under], strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
-def judged(shares: dict[str, float]) -> dict[str, Any]:
-    """Shares of limits that were measured beside them; with a warning where one is above 1, which
-    no limit allows.
-    """
+def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
+    """Return the peak size of the tensors made by `action`, without those that existed before."""
+    place = torch.device(device)
+    devices.peak_bytes(place)  # resets the peak to the memory in use
+    held = devices.peak_bytes(place)
+    if held is not None:
+        action()
+        most = devices.peak_bytes(place)
+        assert most is not None, "the card reported its peak before"
+        return most - held
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        action()
+    level = peak = 0
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
+
+
+def check_losses(ours: float, theirs: float, tolerance: float) -> None:
+    """Exit if two sides compute different losses on the same chats."""
+    if abs(ours / theirs - 1) > tolerance:
+        sys.exit(
+            f"error: the two sides' losses on the same chats are {ours:.4f} and {theirs:.4f}: they "
+            f"do not compute the same"
+        )
+
+
+class StepRecorder:
+    """Tracker that keeps the figures of every training step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def rewind(self, step: int) -> None:
+        self.steps.clear()
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        if "tokens_per_second" in values:
+            self.steps.append(values)
+
+    def seconds(self) -> list[float]:
+        """Return the duration of every step."""
+        tokens = [0, *(step["tokens"] for step in self.steps)]
+        return [
+            (after - before) / step["tokens_per_second"]
+            for before, after, step in zip(tokens, tokens[1:], self.steps, strict=False)
+        ]
+
+
+def train_steps(
+    title: str,
+    objective: Any,
+    trained: Any,
+    data: PackedData,
+    loop: LoopConfig,
+    device: str,
+    recorder: StepRecorder | None = None,
+    evaluate: Callable[[], dict[str, float]] = lambda: {"score": 0.0},
+) -> None:
+    """Train in place by the product's loop in a temporary run folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        parallel = Parallel(ParallelConfig(), device)
+        fit(title, objective, trained, data, loop, parallel, Path(folder), recorder, evaluate)
+
+
+def loop_config(
+    steps: int, tokens: int, dtype: str, optimizer: OptimizerConfig, **more: Any
+) -> LoopConfig:
+    """Return a loop without checkpoints whose steps are one micro-batch of `tokens`."""
+    fixed = {"micro_batch_tokens": tokens, "eval_every": 0, "checkpoint_every": 0}
+    given = {**fixed, **more}
+    return LoopConfig(
+        max_steps=steps, tokens_per_step=tokens, dtype=dtype, optimizer=optimizer, **given
+    )
+
+
+def fitting_prompts(
+    engine: Engine, prompts: str | Sequence[Prompt], max_new_tokens: int
+) -> list[tuple[Prompt, list[int]]]:
+    """Return prompts and token ids of the first turns that fit the target's context."""
+    found = read_prompts(resolve(prompts)) if isinstance(prompts, str) else prompts
+    asked = [(one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in found]
+    most = engine.target.max_length - max_new_tokens
+    return [(one, ids) for one, ids in asked if len(ids) < most]
+
+
+def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:
+    """Run eval.run with these fields of its configuration and return the rows of its main part."""
+    eval.run.run(EvalConfig(job="eval.run", output_dir=str(folder), **fields))
+    return [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
+
+
+def row_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the kept columns of measured rows."""
+    return [{key: getattr(row, key) for key in ROW_KEYS} for row in rows]
+
+
+# ----------------------------------------------------------------------------------------- results
+def goal(found: Any, met: bool) -> dict[str, Any]:
+    """Return the record of a goal."""
+    return {"found": found, "met": met}
+
+
+def add_warnings(shares: Mapping[str, float]) -> dict[str, Any]:
+    """Add a warning for every share of a measured limit above 1, which a slow limit causes."""
     warnings = [
         f"{name} is {share:.2f}: {SLOW_YARDSTICK}" for name, share in shares.items() if share > 1
     ]
@@ -105,7 +253,7 @@ def judged(shares: dict[str, float]) -> dict[str, Any]:
 
 
 def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> None:
-    """Write scripts/bench/results/<name>.json, and print the figures."""
+    """Write results/<name>.json with command and machine, and print the figures."""
     record = {
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
@@ -116,27 +264,28 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
         "git_revision": git_revision(),
         "figures": figures,
     }
-    RESULTS.mkdir(exist_ok=True)
-    # no paths of one machine
+    # paths of one machine mean nothing elsewhere
     text = json.dumps(record, indent=1).replace(f"{RESULTS.parents[2]}/", "")
     data = os.environ.get("SHALLOW_DRAFT_DATA")
-    write_text(
-        RESULTS / f"{name}.json",
-        (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n",
-    )
+    write_result(f"{name}.json", text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text)
     if show:
         print(json.dumps(figures, indent=1))
 
 
 def save_text(name: str, text: str) -> None:
-    """Write scripts/bench/results/<name>.md, and print it."""
-    RESULTS.mkdir(exist_ok=True)
-    write_text(RESULTS / f"{name}.md", text + "\n")
+    """Write results/<name>.md and print it."""
+    write_result(f"{name}.md", text)
     print(text)
 
 
+def write_result(name: str, text: str) -> None:
+    """Write a file of the results folder."""
+    RESULTS.mkdir(exist_ok=True)
+    write_text(RESULTS / name, text + "\n")
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown; numbers with three digits behind the point, nothing for None."""
+    """Return a Markdown table; numbers have three decimals, and None is an empty cell."""
     lines = [[*titles], ["---"] * len(titles), *[[_cell(value) for value in row] for row in rows]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -147,34 +296,9 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def interval(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
-    """`1.31x [1.20, 1.44]`; without an interval the value alone, and without a value nothing."""
+def interval(value: float | None, low: float | None, high: float | None) -> str:
+    """Format `1.310 [1.200, 1.440]`, or the value alone without an interval."""
     if value is None:
         return ""
-    return f"{value:.3f}{unit}" + (
-        f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-    )
-
-
-def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
-    """Most bytes that tensors made inside take at once, beyond what was there before."""
-    place = torch.device(device)
-    devices.peak_bytes(place)  # the peak begins anew, at what is held now
-    held = devices.peak_bytes(place)
-    if held is not None:
-        action()
-        most = devices.peak_bytes(place)
-        assert most is not None, "a card that counted before"
-        return most - held
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        action()
-    level = peak = 0
-    for event in sorted(
-        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-    ):  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
+    known = low is not None and high is not None
+    return f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")

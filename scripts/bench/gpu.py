@@ -1,13 +1,15 @@
-"""What wants a GPU, in parts planned for under eight minutes: `exact` (are the tokens right
-there?), `decode` (how fast, against what the card can read), `train` (distillation beside Hugging
-Face's Trainer) and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
+"""Benchmarks for a GPU, in parts planned for under eight minutes.
+
+Parts: `exact` (equality of the tokens), `decode` (speed against the bandwidth of the card), `train`
+(distillation against Hugging Face's Trainer) and `recurrent` (training and rounds of a recurrent
+head of a 7B target).
 
     python scripts/bench/gpu.py part=decode device=cuda
-    python scripts/bench/gpu.py part=exact device=cpu toy=true  # all lines but those that it lists
+    python scripts/bench/gpu.py part=exact device=cpu toy=true  # every line except the listed ones
 
 Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
-nothing outside the repository. A figure is written the moment it is there, so a part that is cut
-short loses none. `scripts/bench/gpu.sh` calls it.
+nothing outside the repository. Every figure is written at once, so an interrupted part loses none.
+`scripts/bench/gpu.sh` calls it.
 """
 
 import ast
@@ -29,8 +31,7 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
-# no further figure is begun after that: a part ends within eight minutes if its last figure takes
-# no more than 80 s
+# no figure starts later; a part ends within eight minutes if its last figure takes at most 80 s
 LAST_START_S = 400.0
 
 
@@ -38,12 +39,12 @@ LAST_START_S = 400.0
 class Options:
     part: str = "exact"  # exact | decode | train | recurrent
     device: str = "cuda"  # cpu | cuda | cuda:N
-    toy: bool = False  # small shapes, to try the script itself
+    toy: bool = False  # small shapes, to test the script
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
 
 
 class Figures:
-    """The part's results: a JSON file that is whole after every figure."""
+    """Results of a part in a JSON file that is complete after every figure."""
 
     def __init__(self, options: Options) -> None:
         device = torch.device(options.device)
@@ -55,7 +56,7 @@ class Figures:
             "benchmark": f"gpu_{options.part}",
             "options": asdict(options),
             "date": time.strftime("%Y-%m-%d"),
-            "card": devices.card(device),
+            "card": devices.describe_gpu(device),
             "memory_bytes": devices.memory_bytes(device),
             "torch": torch.__version__,
             "figures": {},
@@ -70,32 +71,30 @@ class Figures:
         print(f"[{self.record['seconds']:6.1f} s] {name}: {json.dumps(value)}", flush=True)
 
     def in_time(self, name: str) -> bool:
-        """Whether there is time for another figure; else it is recorded as left out."""
+        """Return whether there is time for a figure, and record it as left out if not."""
         if time.perf_counter() - self.began < LAST_START_S:
             return True
         self.add(name, "left out: the part's time was up")
         return False
 
     def expect(self, name: str, holds: bool) -> None:
-        """Remember a promise that was broken; the part goes on, and ends with status 1."""
+        """Record a broken promise; the part continues and ends with status 1."""
         if not holds:
             self.failed.append(name)
             self.record["failed"] = self.failed
 
     def write(self) -> None:
-        """The file, replaced at once."""
+        """Replace the file in one operation."""
         half = self.path.with_suffix(".part")
         half.write_text(json.dumps(self.record, indent=1) + "\n")
         half.replace(self.path)
 
 
 def untested_lines() -> list[str]:
-    """`file:line` of what a CPU cannot run: in decoding/devices.py, what a test for the device
-    keeps from it, whole statements or half of an expression.
+    """Return `file:line` of the code in decoding/devices.py that only a card runs.
 
-    Beside them a CPU takes gloo where cards take nccl (decoding/models/distributed/links.py,
-    training/parallel/strategy.py), and names no second card
-    (decoding/models/distributed/parallel.py).
+    Besides, a CPU uses gloo where cards use nccl (decoding/models/distributed/links.py,
+    training/parallel/strategy.py), and decoding/models/distributed/parallel.py has no second card.
     """
     path = ROOT / "decoding" / "devices.py"
     lines: set[int] = set()
@@ -116,7 +115,7 @@ def untested_lines() -> list[str]:
 
 
 def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
-    """Whether it is `if device.type == "cuda"`, or `!=`."""
+    """Return whether a statement is `if device.type == "cuda"`, or `!=`."""
     test = statement.test
     return (
         isinstance(test, ast.Compare)
@@ -126,7 +125,7 @@ def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
 
 
 def usage() -> str:
-    """What the script is, and its options with their defaults and comments, as they stand above."""
+    """Return the script's docstring and its options with defaults and comments."""
     docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
     lines = [
         f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()
@@ -137,15 +136,14 @@ def usage() -> str:
 
 
 def parse(words: list[str]) -> Options:
-    """`key=value` words as Options; ends with a message for anything else."""
+    """Parse `key=value` words, and exit with a message for anything else."""
     kinds = {field.name: field.type for field in fields(Options)}
     given: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in kinds:
-            sys.exit(
-                f"error: '{word}' is no option; expected {', '.join(f'{name}=' for name in kinds)}"
-            )
+            expected = ", ".join(f"{name}=" for name in kinds)
+            sys.exit(f"error: '{word}' is not an option; expected {expected}")
         given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
     if options.part not in PARTS:
@@ -158,7 +156,7 @@ def parse(words: list[str]) -> Options:
 
 
 def main(words: list[str]) -> int:
-    """Run a part; 1 if a promise was broken. `--help` prints what there is, and runs nothing."""
+    """Run a part and return 1 if a promise was broken; `--help` prints the usage."""
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# What wants a GPU, in parts planned for under eight minutes each: gpu.sh exact|decode|train|recurrent|all
+# Benchmarks for a GPU, in parts planned for under eight minutes each:
+#   gpu.sh exact|decode|train|recurrent|all
 #
-#   exact      every way of drafting gives autoregressive text on the card, as graphs and eager; the noise is the CPU's; a round waits for nothing else
-#   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, whole rounds, V(n) at contexts of 1k, 8k and 32k
-#   train      distillation of a drafter of 796 M parameters from LLaMA-7B beside Hugging Face's Trainer; about 50 GB of the card, by estimate
-#   recurrent  a recurrent head of LLaMA-7B: training tokens a second and the hours of ShareGPT, milliseconds of a round by beam width and
-#              length, and the published command's setting, batch 8 and 45 beams; about 30 GB of the card, by estimate
+#   exact      equality of drafted and autoregressive text on the card, as graphs and eager; noise
+#              equal to the CPU's; one wait a round
+#   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, complete rounds,
+#              V(n) at contexts of 1k, 8k and 32k
+#   train      distillation of a drafter of 796 M parameters from LLaMA-7B against Hugging Face's
+#              Trainer; about 50 GB of the card, by estimate
+#   recurrent  a recurrent head of LLaMA-7B: training tokens/s and the hours of ShareGPT,
+#              milliseconds of a round by beam width and length, and the published command's setting,
+#              batch 8 and 45 beams; about 30 GB of the card, by estimate
 #
-# All import torch, transformers, accelerate, safetensors and numpy alone. Figures: scripts/bench/results/.
-#   DEVICE   cuda (default), cuda:N, or cpu to try it (TOY=true for seconds instead of hours)
-#   PYTHON   the Python to use
-#   OUT      a folder that gets a copy of the figures
+# All parts import only torch, transformers, accelerate, safetensors and numpy. They write
+# scripts/bench/results/gpu_PART.json.
+#   DEVICE   cuda (default), cuda:N, or cpu for a trial (TOY=true for seconds instead of hours)
+#   PYTHON   Python interpreter
+#   OUT      folder for a copy of the figures
 set -euo pipefail
 if [[ "${1:-}" = -h || "${1:-}" = --help ]]; then
   sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"

@@ -1,10 +1,9 @@
-"""Part `decode`: tokens a second against what the card can read, drafters of one to twelve layers,
-whole rounds, and V(n) at long contexts.
+"""Part `decode`: tokens/s against the bandwidth of the card, complete rounds, and V(n).
 
-Weights are random: the clock does not see what they are. Nothing of a drafter's acceptance follows
-from that (it is about zero, and said so); what follows is what each shape costs, eager, as recorded
-graphs and with compiled layers. The limit is the card's own copy of device memory, bytes read and
-written both counted; a plain sum, which only reads, stands beside it.
+Weights are random, which changes no time. Acceptance is about zero, and figures say so; they
+measure the cost of each shape, eager, as recorded graphs and with compiled layers. The limit is a
+copy inside the card's memory, with bytes read and written both counted; a sum, which only reads, is
+reported too.
 
 Shapes: V vocabulary.
 """
@@ -20,7 +19,7 @@ import torch
 from decoding import devices
 from decoding.costs.roofline import forward_budget, round_budget
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
 from decoding.rounds.settings import Settings
@@ -32,7 +31,7 @@ GOALS = {"target": 0.80, "drafter": 0.60, "overhead": 0.05}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Models and lengths of a measurement."""
 
     target: Shape
     drafters: dict[str, Shape]
@@ -48,7 +47,7 @@ class Sizes:
 
     @property
     def max_length(self) -> int:
-        """Positions that the target needs."""
+        """Number of positions that the target needs."""
         return max(self.contexts) + max(self.widths) + 64
 
 
@@ -88,7 +87,7 @@ TOY = Sizes(
 
 
 def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds: int = 5) -> float:
-    """Median seconds of one call, `times` of them queued before the device is waited for."""
+    """Return the median seconds of a call, with `times` calls queued before each wait."""
     measured = []
     for _ in range(rounds + 1):
         devices.synchronize(device)
@@ -101,9 +100,7 @@ def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds:
 
 
 def limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Bytes a second of a copy inside the device's memory and of a sum over it, and operations a
-    second of a product of square matrices.
-    """
+    """Measure the bytes/s of a copy and of a sum, and the operations/s of a matrix product."""
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     other = torch.empty_like(source)
     side = sizes.product_side
@@ -115,19 +112,15 @@ def limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
 
 
 def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) -> float:
-    """Of a forward over `width` tokens a row after `context` committed ones, queued as
-    in a draft.
-    """
+    """Measure a forward over `width` tokens after `context` ones, queued as in a draft."""
     tokens_BN = torch.ones(1, width, dtype=torch.long, device=model.device)
-    model.slots.lengths_B = [context]  # what the cache holds does not matter to the clock
+    model.slots.lengths_B = [context]  # the content of the cache does not change the time
     model.forward(tokens_BN)
     return seconds(lambda: model.forward(tokens_BN), model.device, repeats)
 
 
 def autoregressive(model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -> dict[str, float]:
-    """Tokens a second of the decode loop and of queued forwards, and the shares of the two limits
-    that each reaches.
-    """
+    """Measure tokens/s of the decode loop and of queued forwards, and shares of the limits."""
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
     prompts = [[3] * sizes.prompt]
     decode(model, None, prompts, settings)  # warms up, and records every bucket
@@ -147,12 +140,10 @@ def autoregressive(model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -
     }
 
 
-def rounds(
+def measure_rounds(
     target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limit: dict[str, float]
 ) -> dict[str, Any]:
-    """Whole rounds of a chain: their milliseconds, the parts' on their own, and the share that no
-    part accounts for.
-    """
+    """Measure complete rounds of a chain, their parts alone, and the overhead."""
     gamma, context = sizes.gamma, sizes.prompt + sizes.tokens // 2
     runs, parts = [], []
     # rounds and parts in turn, so that a drift hits both; the first turn warms up and records
@@ -183,16 +174,16 @@ def rounds(
         "cost_ratio": draft_s / one_s,
         "overhead": 1 - (steps * draft_s + verify_s) / round_s,
         "tau": median(len(run.tokens) / run.rounds for run in runs),
-        "acceptance": "that of random weights: it says nothing about a trained drafter",
+        "acceptance": "of random weights; no estimate for a trained drafter",
         # the block efficiency from which a round beats autoregressive decoding
         "tau_that_pays": round_s / one_s,
     }
 
 
 def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Generation:
-    """Rounds of the whole draft length alone, so that no other width is recorded or compiled."""
+    """Run only rounds of the full draft length, so that no other width is compiled."""
     settings = Settings(max_new_tokens=sizes.tokens, num_draft_tokens=sizes.gamma, ignore_eos=True)
-    running = start(target, drafter, [[3] * sizes.prompt], settings)
+    running = prefill_batch(target, drafter, [[3] * sizes.prompt], settings)
     (row,) = running.rows
     while row.limit - len(row.sequence) > 2 * sizes.gamma + 1:
         running.round()
@@ -200,12 +191,10 @@ def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Ge
     return row.generation
 
 
-def widths(
+def measure_widths(
     target: NativeTarget, sizes: Sizes, context: int, limit: dict[str, float]
 ) -> dict[str, Any]:
-    """t_target(n) and V(n) after `context` tokens, and the share of its time that the longer of the
-    two budgets takes at the limits.
-    """
+    """Measure t_target(n) and V(n) after `context` tokens, and the share of the tighter limit."""
     budgets = {
         n: forward_budget(target.config, target.weights.dtype, n, context) for n in sizes.widths
     }
@@ -219,14 +208,14 @@ def widths(
 
 
 def judged(found: float, goal: float) -> dict[str, Any]:
-    """A goal and whether it was met; of what should be small both are negative."""
+    """Return a goal and whether it is met; a figure that should be small is given negated."""
     return {"goal": abs(goal), "met": found >= goal}
 
 
 def one_execution(
     weights: Weights, execution: str, sizes: Sizes, limit: dict[str, float], figures: Any
 ) -> None:
-    """The target and each drafter alone, and rounds of both."""
+    """Measure the target and each drafter alone, and their rounds."""
     device, capacity = str(weights.device), sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
     target = NativeTarget(weights, "target", None, None, execution)
     target.open(1, capacity)  # every later call fits into this cache, so layers are compiled once
@@ -248,7 +237,7 @@ def one_execution(
             "parameters": model.num_parameters,
         }
         figures.add(f"autoregressive, {name}, {execution}", found)
-        whole = rounds(target, model, sizes, limit)
+        whole = measure_rounds(target, model, sizes, limit)
         figures.add(
             f"rounds, {name}, {execution}",
             {**whole, **judged(-whole["overhead"], -GOALS["overhead"])},
@@ -258,7 +247,7 @@ def one_execution(
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """All of it."""
+    """Measure the limits, all executions and V(n)."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     found = limits(sizes, place)
     figures.add("limits", {**found, "of bytes": "copy"})
@@ -271,8 +260,9 @@ def run(device: str, toy: bool, figures: Any) -> None:
         target.open(1, sizes.max_length)
         for context in sizes.contexts:
             if figures.in_time(f"V at {context}, {execution}"):
-                figures.add(f"V at {context}, {execution}", widths(target, sizes, context, found))
+                v_of_n = measure_widths(target, sizes, context, found)
+                figures.add(f"V at {context}, {execution}", v_of_n)
         del target
         devices.release(place)
-    if figures.in_time("compiled"):  # last: it is what a missing compiler would end
+    if figures.in_time("compiled"):  # last, since a missing compiler ends it
         one_execution(weights, "compiled", sizes, found, figures)

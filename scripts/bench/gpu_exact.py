@@ -1,10 +1,9 @@
-"""Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a
-round waits for nothing but its `read`.
+"""Part `exact`: drafted text equals autoregressive text on this device, and rounds wait once.
 
-Every way to draft (scripts/bench/gpu_rows.py) is tried in float64, where no token may differ. Then
-a chain, a tree and beams at the law's own size, and below float64, where rounding decides now and
-then: there differences are counted, with the gap between the target's two best tokens where the
-first one stands.
+Every way to draft (scripts/bench/gpu_rows.py) runs in float64, where no token may differ. A chain,
+a tree and beams then run at the size of the law, and below float64, where rounding sometimes
+decides: there differences are counted, with the gap between the target's two best tokens at the
+first one. The noise must equal the CPU's.
 """
 
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ import torch
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
 from decoding.interfaces import Drafter
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import make_processors
-from scripts.bench.gpu_rows import Use, chain, embedded_kit, prompts, random_kit, uses
+from scripts.bench.gpu_rows import DraftingMode, chain, embedded_kit, prompts, random_kit, uses
 from tests.decoding.rows import COSTS, Kit
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -33,15 +32,18 @@ WAYS = {way: SAMPLED[way] for way in ("greedy", "coupled")} | {
     "coupled, top-p": {"temperature": 0.8, "top_p": 0.9, "verify": "coupled"}
 }
 REPRODUCED = ("greedy", "coupled")  # rules under which drafting changes no token
-AT_SIZE = ("chain", "multi_candidate", "recurrent_chain", "recurrent")  # for the law's own size
-# tried operation by operation too, which is not how a card is used
+AT_SIZE = (
+    "chain",
+    "multi_candidate",
+    "recurrent_chain",
+    "recurrent",
+)  # ways that run at the size of the law
+# ways that also run eagerly, which is not how a card is used
 EAGER = (*AT_SIZE, "recurrent_drawn")
 
 
 def gap(target: NativeTarget, ids: Sequence[int], settings: Settings, request: int) -> float:
-    """The best score minus the second best where the target chooses a token after `ids`, its noise
-    included.
-    """
+    """Return the gap between the target's two best scores after `ids`, noise included."""
     target.open(1, len(ids) + 1)
     logits_V = target.lm_head(target.features(devices.tensor([list(ids)], target.device))[:, -1])[
         0
@@ -68,7 +70,7 @@ def texts(
     settings: Settings,
     batch: int,
 ) -> tuple[list[list[int]], float]:
-    """The tokens of every prompt, and the block efficiency."""
+    """Return the tokens of every prompt, and the block efficiency."""
     made = [
         row
         for first in range(0, len(prompts_B), batch)
@@ -92,7 +94,7 @@ def equality(
     settings: Settings,
     batch: int,
 ) -> dict[str, Any]:
-    """Drafted text against autoregressive text."""
+    """Compare drafted text with autoregressive text."""
     plain, _ = texts(target, None, prompts_B, settings, batch)
     drafted, tau = texts(target, drafter, prompts_B, settings, batch)
     gaps = []
@@ -112,15 +114,16 @@ def equality(
 def waiting(
     target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings
 ) -> str:
-    """Rounds in CUDA's sync debug mode: 'none', or what waited. The same was decoded before, so
-    that every shape is recorded.
+    """Run rounds in CUDA's sync debug mode, and return 'none' or the operation that waited.
+
+    The same text was decoded before, so that every shape is recorded.
     """
-    running = start(target, drafter, prompts_B, settings)
+    running = prefill_batch(target, drafter, prompts_B, settings)
     try:
         with devices.no_waiting(target.device):
             while running.rows:
                 running.round()
-    # what the debug mode raises; the other rows are still worth knowing
+    # the debug mode raises this; the other rows still run
     except RuntimeError as error:
         return str(error)
     finally:
@@ -129,7 +132,7 @@ def waiting(
 
 
 def tried(
-    use: Use,
+    use: DraftingMode,
     rules: Sequence[str],
     drafter: Drafter,
     kit: Kit,
@@ -137,9 +140,7 @@ def tried(
     tokens: int,
     batch: int,
 ) -> dict[str, Any]:
-    """A way to draft under these rules: text where it is the target's own, and what its rounds wait
-    for.
-    """
+    """Run a way to draft under these rules: equality where it holds, and waits of the rounds."""
     found: dict[str, Any] = {}
     rows = 1 if use.alone else batch
     assert isinstance(kit.target, NativeTarget)
@@ -158,7 +159,7 @@ def tried(
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Whether no text differs and no round waits."""
+    """Return whether no text differs and no round waits."""
     return all(
         each.get("texts_that_differ", 0) == 0 and each.get("waits", "none") == "none"
         for each in found.values()
@@ -166,7 +167,7 @@ def holds(found: dict[str, Any]) -> bool:
 
 
 def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
-    """Each with few prompts, in float64."""
+    """Run every way to draft with few prompts in float64."""
     count, tokens, batch = (2, 4, 2) if toy else (8, 48, 4)
     with TemporaryDirectory() as folder:
         embedded = embedded_kit("float64", device, execution, toy, Path(folder))
@@ -177,7 +178,7 @@ def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
             if (execution == "eager" and name not in EAGER) or not figures.in_time(figure):
                 continue
             drafter = use.make(kits[use.head])
-            # Toy: greedily, and by one rule that draws. The laws try all of them on a CPU.
+            # toy: greedy and one sampled rule; the laws cover all rules on a CPU
             rules = use.rules[:2] if toy else use.rules
             found = tried(use, rules, drafter, kits[use.head], asked[use.head], tokens, batch)
             if isinstance(drafter, RemoteChain):
@@ -187,9 +188,7 @@ def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
 
 
 def at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) -> None:
-    """A chain, a tree and beams, with every way of choosing: in float64 at the law's own size,
-    below it enough to see how often rounding decides.
-    """
+    """Compare texts of a chain, a tree and beams, in float64 at the size of the law."""
     count, tokens, batch = (
         (2, 4, 2) if toy else (64, 128, 32) if dtype == "float64" else (32, 64, 16)
     )
@@ -214,7 +213,7 @@ def at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) ->
 
 
 def compiled(device: str, toy: bool, figures: Any) -> None:
-    """Layers take seconds a shape, so a chain of one row at a time and few of them."""
+    """Compare texts of a chain with compiled layers, one row at a time."""
     if figures.in_time("equality, chain, float32, compiled"):
         kit = embedded_kit("float32", device, "compiled", toy)
         assert isinstance(kit.target, NativeTarget)
@@ -228,7 +227,7 @@ def _settings(tokens: int, named: dict[str, Any]) -> Settings:
 
 
 def same_noise(device: str) -> dict[str, Any]:
-    """The hash's integers and the exponentials made from them, here and on the CPU."""
+    """Compare the hash's integers and its exponentials with the CPU's."""
     keys = torch.tensor([[noise.signed(noise.key(3, position))] for position in range(64)])
     ids = torch.arange(32000)
     bits = [
@@ -246,7 +245,7 @@ def same_noise(device: str) -> dict[str, Any]:
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """All of it, what matters most first."""
+    """Run all comparisons, the most important ones first."""
     found = same_noise(device)
     figures.add("noise", found)
     figures.expect("the noise hash equals the CPU's", found["equal_hashes"])

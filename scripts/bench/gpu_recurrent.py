@@ -1,11 +1,10 @@
-"""Part `recurrent`: a recurrent head of a 7B target: tokens a second of its training, milliseconds
-of a round by its beams, and a batch of eight.
+"""Part `recurrent`: training and rounds of a recurrent head of a 7B target.
 
 Weights are random, in the published shapes: LLaMA-7B, and a head of two residual blocks with
-recurrence. The clock does not see what they are; acceptance does (it is about zero), so what the
-published tokens of a round would make of our rounds is a projection, and called one. A beam's
-length counts drafted tokens here; the published beam_length counts the token before them too, so
-that 4 here are 5 there. The training is in scripts/bench/gpu_recurrent_training.py.
+recurrence. Times do not depend on them; acceptance does (it is about zero), so tokens/s at the
+published tokens a round are marked as a projection. The length of a beam counts drafted tokens; the
+published beam_length also counts the token before them, so that 4 here are 5 there. The training is
+in scripts/bench/gpu_recurrent_training.py.
 
 Published figures: arXiv 2403.09919v5, Vicuna-7B on an H100.
 
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from decoding import devices
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
 from decoding.rounds.batch import Batch
@@ -34,14 +33,14 @@ from scripts.bench.random_models import Shape, random_head, random_weights
 
 GOAL_ROUND_MS, PUBLISHED_ROUND_MS = 9.0, 32.0  # 64 beams of 4, one row
 PUBLISHED_TOKENS_A_ROUND = 3.58  # 64 beams, one row, a head distilled from its target
-# Tokens a second of each of 8 rows, and of all.
+# tokens/s of each of 8 rows, and of all
 PUBLISHED_BATCH = {"32 beams": (73.4, 587), "64 beams": (54.2, 433)}
 BLOCKS = 2  # residual blocks of the head
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Models, beams and lengths of a measurement."""
 
     target: Shape
     dtype: torch.dtype
@@ -49,15 +48,15 @@ class Sizes:
     tokens: int  # new ones of a timed run
     widths: tuple[int, ...]  # beams
     lengths: tuple[int, ...]  # drafted tokens of a beam, the first being the published one
-    batch: int  # rows of the published command, with so many beams:
-    batch_width: int
+    batch: int  # rows of the published command
+    batch_width: int  # beams of the published command
     max_length: int  # tokens of the target's context
-    parts_every: int  # rounds between looks at the parts
-    repeats: int  # runs, after one that records every shape
+    parts_every: int  # rounds between measurements of the parts
+    repeats: int  # runs after the one that records every shape
 
     @property
     def capacity(self) -> int:
-        """Slots that a row needs at most."""
+        """Largest number of slots that a row needs."""
         return (
             self.prompt + self.tokens + max(*self.widths, self.batch_width) * max(self.lengths) + 1
         )
@@ -92,7 +91,7 @@ TOY = Sizes(
 
 
 def prompts(sizes: Sizes, rows: int) -> list[list[int]]:
-    """Different ones, equally long."""
+    """Return different prompts of equal length."""
     return [
         [(7 * row + place) % sizes.target.vocab_size for place in range(sizes.prompt)]
         for row in range(rows)
@@ -100,7 +99,7 @@ def prompts(sizes: Sizes, rows: int) -> list[list[int]]:
 
 
 def autoregressive(target: NativeTarget, sizes: Sizes, rows: int) -> float:
-    """Milliseconds of a token without a drafter, of all rows at once."""
+    """Return the milliseconds of a step without a drafter, of all rows."""
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
     runs = [
         decode(target, None, prompts(sizes, rows), settings)[0] for _ in range(sizes.repeats + 1)
@@ -108,10 +107,8 @@ def autoregressive(target: NativeTarget, sizes: Sizes, rows: int) -> float:
     return 1e3 * median(run.decode_seconds / run.rounds for run in runs)
 
 
-def parts(running: Batch, length: int) -> tuple[float, float]:
-    """Milliseconds of the draft and of the target's forward where a batch stands, each on its own;
-    nothing of it stays.
-    """
+def measure_parts(running: Batch, length: int) -> tuple[float, float]:
+    """Measure the draft and the target's forward alone, in milliseconds, without committing."""
     rows, target, drafter = running.rows, running.target, running.drafter
     assert drafter is not None
     given = (
@@ -130,7 +127,7 @@ def parts(running: Batch, length: int) -> tuple[float, float]:
     return 1e3 * draft_s, 1e3 * target_s
 
 
-def rounds(
+def measure_rounds(
     target: NativeTarget,
     drafter: RecurrentDrafter,
     length: int,
@@ -138,9 +135,7 @@ def rounds(
     rows: int = 1,
     **ways: Any,
 ) -> dict[str, Any]:
-    """Rounds of the whole length alone: their milliseconds, the parts', and what neither part
-    accounts for.
-    """
+    """Measure rounds of the full length, their parts, and the rest, in milliseconds."""
     settings = Settings(
         max_new_tokens=sizes.tokens, num_draft_tokens=length, ignore_eos=True, **ways
     )
@@ -150,14 +145,14 @@ def rounds(
         if turn == 1:
             round_ms.clear()
             part_ms.clear()
-        running = start(target, drafter, prompts(sizes, rows), settings)
+        running = prefill_batch(target, drafter, prompts(sizes, rows), settings)
         made = running.rows[0].generation
         while min(row.limit - len(row.sequence) for row in running.rows) > 2 * length + 1:
             before = made.decode_seconds
             running.round()
             round_ms.append(1e3 * (made.decode_seconds - before))
             if made.rounds % sizes.parts_every == 1:
-                part_ms.append(parts(running, length))
+                part_ms.append(measure_parts(running, length))
         running.close()
     draft_ms, target_ms = (median(column) for column in zip(*part_ms))
     return {
@@ -167,14 +162,14 @@ def rounds(
         "rest_ms": median(round_ms) - draft_ms - target_ms,
         "nodes": made.verified / made.rounds,
         "tau": mean(len(row.generation.tokens) / row.generation.rounds for row in running.rows),
-        "acceptance": "that of random weights: it says nothing about a trained head",
+        "acceptance": "of random weights; no estimate for a trained head",
     }
 
 
 def one_row(
     target: NativeTarget, head: RecurrentHead, length: int, sizes: Sizes, figures: Any
 ) -> None:
-    """Rounds of one row by beam width."""
+    """Measure rounds of one row by beam width."""
     plain_ms = autoregressive(target, sizes, 1)
     figures.add(f"autoregressive, one row, {target.execution}", {"token_ms": plain_ms})
     for width in sizes.widths:
@@ -182,7 +177,7 @@ def one_row(
         if not figures.in_time(name):
             continue
         drafter = RecurrentDrafter(head=head, beam_width=width, execution=target.execution)
-        found = rounds(target, drafter, length, sizes)
+        found = measure_rounds(target, drafter, length, sizes)
         found["tau_that_pays"] = found["round_ms"] / plain_ms
         if width == max(sizes.widths) and length == sizes.lengths[0]:
             found |= {
@@ -193,7 +188,7 @@ def one_row(
 
 
 def one_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: Any) -> None:
-    """The published command's setting, greedy and as it is by default, at temperature 1."""
+    """Measure the published command's setting, greedy and at temperature 1."""
     plain_ms, length = autoregressive(target, sizes, sizes.batch), sizes.lengths[0]
     plain = {
         "tokens_per_second_of_a_row": 1e3 / plain_ms,
@@ -213,7 +208,7 @@ def one_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: 
         drafter = RecurrentDrafter(
             head=head, beam_width=sizes.batch_width, execution=target.execution
         )
-        found = rounds(target, drafter, length, sizes, sizes.batch, **named)
+        found = measure_rounds(target, drafter, length, sizes, sizes.batch, **named)
         per_second = 1e3 / found["round_ms"]
         projected = per_second * PUBLISHED_TOKENS_A_ROUND
         found |= {
@@ -229,15 +224,15 @@ def one_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: 
         figures.add(name, found)
 
 
-def opened(weights: Weights, execution: str, sizes: Sizes) -> NativeTarget:
-    """A target whose cache holds whatever is measured, so that nothing recorded is dropped."""
+def open_target(weights: Weights, execution: str, sizes: Sizes) -> NativeTarget:
+    """Return a target whose cache fits all measurements, so that recordings are kept."""
     target = NativeTarget(weights, "target", None, None, execution)
     target.open(sizes.batch, sizes.capacity)
     return target
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """All of it, what the goals ask for first."""
+    """Measure training and rounds, the figures of the goals first."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     found = training(gpu_recurrent_training.TOY if toy else gpu_recurrent_training.REAL, device)
     figures.add("training", found)
@@ -249,7 +244,7 @@ def run(device: str, toy: bool, figures: Any) -> None:
     devices.peak_bytes(place)
     for length in sizes.lengths:
         for execution in ("graph", "eager"):
-            target = opened(weights, execution, sizes)
+            target = open_target(weights, execution, sizes)
             one_row(target, head, length, sizes, figures)
             if length == sizes.lengths[0]:
                 one_batch(target, head, sizes, figures)

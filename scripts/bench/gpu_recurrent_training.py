@@ -1,9 +1,8 @@
-"""Training of part `recurrent`: our step on a head of a 7B target, in tokens a second and in hours
-of ShareGPT on one card.
+"""Training of part `recurrent`: tokens/s on a head of a 7B target, and card hours of ShareGPT.
 
-As recurrent_drafting.train takes it in one process: packed rows, the target's hidden states made in
-every step, one chunked loss over the predictions of five heads, a bfloat16 head with float32
-masters, torch's AdamW. Published: apple/ml-recurrent-drafter's README, 1.5 hours on 8 H100.
+The step is that of recurrent_drafting.train in one process: packed rows, the target's hidden states
+computed in every step, one chunked loss over the predictions of five heads, a bfloat16 head with
+float32 masters, torch's AdamW. Published: apple/ml-recurrent-drafter's README, 1.5 hours on 8 H100.
 """
 
 from typing import Any
@@ -13,17 +12,17 @@ import torch
 from decoding import devices
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.gpu_decode import judged
-from scripts.bench.gpu_training import Sizes, chats, frozen_target, ours
+from scripts.bench.gpu_training import TrainingSizes, chats, frozen_target, ours
 from scripts.bench.random_models import Shape, random_head
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 
-GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # of one card; published: 1.5 hours on 8 H100
-SHAREGPT_TOKENS = 248_000_000  # of two epochs, padding not counted
+GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # hours of one card; published: 1.5 hours on 8 H100
+SHAREGPT_TOKENS = 248_000_000  # tokens of two epochs without padding
 BLOCKS, HEADS = 2, 5  # residual blocks of the head; tokens that a draft predicts
 
-REAL = Sizes(
+REAL = TrainingSizes(
     target=Shape(32, 4096, 32, 11008),  # LLaMA-7B
     dtype=torch.bfloat16,
     row=2048,
@@ -33,7 +32,7 @@ REAL = Sizes(
     chats=(64, 2049),  # about ShareGPT's mean
     turn=250,
 )
-TOY = Sizes(
+TOY = TrainingSizes(
     target=Shape(2, 32, 4, 48, 2, 8, 64),
     dtype=torch.bfloat16,
     row=32,
@@ -46,10 +45,8 @@ TOY = Sizes(
 
 
 @torch.inference_mode(False)
-def training(sizes: Sizes, device: str) -> dict[str, Any]:
-    """Tokens a second of our training: hidden states made in every step, the head's float32 masters
-    and the optimizer's states on the card.
-    """
+def training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
+    """Measure the tokens/s of our training, with float32 masters and optimizer on the card."""
     devices.peak_bytes(torch.device(device))
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     loss_config = HeadLossConfig(predict_n_tokens=HEADS)

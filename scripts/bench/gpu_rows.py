@@ -1,9 +1,8 @@
-"""What part `exact` tries: every drafter of the law table (tests/decoding/rows.py), which needs no
-pytest, and ways to use them beside it.
+"""Ways to draft of part `exact`: every drafter of the law table, and more settings of them.
 
-Nothing is trained for it. Drafters without a head draft for the embedded target, and its own first
-layers are their model. A recurrent head, which would have to be trained, is random, and so is its
-target, whose few tokens let some drafts pass.
+The table (tests/decoding/rows.py) needs no pytest. Nothing is trained. Drafters without a head
+draft for the embedded target, whose first layers are their model. A recurrent head is random, and
+so is its target, whose small vocabulary lets some drafts be accepted.
 """
 
 import json
@@ -30,80 +29,81 @@ from tests.decoding.rows import ROWS, Kit
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "target"
-VOCABULARY = 2048  # its tokens
+VOCABULARY = 2048  # tokens of the embedded target
 DRAFT_LAYERS = 4
-TOY_LAYERS = (2, 1)  # of the target and of its draft model
+TOY_LAYERS = (2, 1)  # layers of the target and of its draft model
 RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
-SPREAD = 0.3  # of the random target's weights: with less it says one token for ever
+SPREAD = 0.3  # spread of the random target's weights; with less it repeats one token
 TREE_RULES = ("greedy", "token", "coupled")
 
 
 @dataclass(frozen=True)
-class Use:
-    """A way to draft and the rules that verify it."""
+class DraftingMode:
+    """Way to draft, and the rules that verify it."""
 
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...] = TREE_RULES
-    settings: Mapping[str, Any] = field(default_factory=dict)  # beside the usual ones
-    head: bool = False  # whether it drafts with a random head, for the random target
-    # Whether a round may wait for the device once alone: not where a function of the text is asked
-    # on the host for every drafted token.
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings besides the usual ones
+    head: bool = False  # drafts with a random head for the random target
+    # rounds wait once; not where the host computes a function of the text for every drafted token
     waits_once: bool = True
 
     @property
     def alone(self) -> bool:
-        """Whether it takes one prompt at a time."""
+        """Whether this way takes one prompt at a time."""
         schedule = self.settings.get("schedule")
         return schedule in VIRTUAL and VIRTUAL[schedule].one_row
 
 
 def chain(kit: Kit) -> Drafter:
-    """The first layers, token by token."""
+    """Return a chain of the first layers."""
     return ChainDrafter(model=kit.draft_model)
 
 
 def tree(kit: Kit) -> Drafter:
-    """The first layers' candidates."""
+    """Return a multi-candidate tree of the first layers."""
     return MultiCandidate(model=kit.draft_model, branching=(3, 2, 1))
 
 
 def even_or_odd(text: Sequence[int]) -> Sequence[int]:
-    """A grammar: after an even token an even one, after an odd token an odd one."""
+    """Return the tokens of the same parity as the last one, as a grammar."""
     return range(text[-1] % 2, VOCABULARY, 2)
 
 
-def uses(folder: Path, device: str) -> dict[str, Use]:
-    """All of them by name. folder: where a worker finds the draft model."""
+def uses(folder: Path, device: str) -> dict[str, DraftingMode]:
+    """Return all ways by name. folder: the draft model of a worker."""
     found = {
-        row.name: Use(
+        row.name: DraftingMode(
             row.make,
             row.rules,
             {"num_draft_tokens": row.gamma or 3},
             row.name.startswith("recurrent"),
         )
         for row in ROWS
-        if not row.name.startswith("oracle")  # the test oracles are no product
+        if not row.name.startswith("oracle")  # test oracles are no product
     }
-    found |= {name: Use(chain, settings={"schedule": name}) for name in VIRTUAL}
-    found["pearl_wall"] = Use(
+    found |= {name: DraftingMode(chain, settings={"schedule": name}) for name in VIRTUAL}
+    found["pearl_wall"] = DraftingMode(
         lambda kit: RemoteChain(folder, dtype="float64", device=device, draft_cores=0),
         settings={"schedule": "pearl_wall"},
     )
-    found["top-k and top-p"] = Use(chain, settings={"top_k": 20, "top_p": 0.9})
-    found["cost ratio"] = Use(chain, settings={"stopping": "cost_ratio"})
-    found["repetition penalty, chain"] = Use(chain, settings={"repetition_penalty": 1.3})
-    found["repetition penalty, tree"] = Use(tree, settings={"repetition_penalty": 1.3})
-    found["allowed tokens, chain"] = Use(chain, settings={"allowed": even_or_odd}, waits_once=False)
-    found["allowed tokens, tree"] = Use(tree, settings={"allowed": even_or_odd}, waits_once=False)
+    found["top-k and top-p"] = DraftingMode(chain, settings={"top_k": 20, "top_p": 0.9})
+    found["cost ratio"] = DraftingMode(chain, settings={"stopping": "cost_ratio"})
+    found["repetition penalty, chain"] = DraftingMode(chain, settings={"repetition_penalty": 1.3})
+    found["repetition penalty, tree"] = DraftingMode(tree, settings={"repetition_penalty": 1.3})
+    found["allowed tokens, chain"] = DraftingMode(
+        chain, settings={"allowed": even_or_odd}, waits_once=False
+    )
+    found["allowed tokens, tree"] = DraftingMode(
+        tree, settings={"allowed": even_or_odd}, waits_once=False
+    )
     return found
 
 
 def embedded_kit(
     dtype: str, device: str, execution: str, toy: bool = False, folder: Path | None = None
 ) -> Kit:
-    """The embedded target and its first layers, which are written to `folder` too; toy: fewer of
-    both.
-    """
+    """Return the embedded target and its first layers, which are also written to `folder`."""
     config, state = read_config(TARGET), load_state(TARGET)
     layers = TOY_LAYERS if toy else (config["num_hidden_layers"], DRAFT_LAYERS)
 
@@ -131,14 +131,14 @@ def embedded_kit(
 
 
 def random_kit(dtype: str, device: str, execution: str) -> Kit:
-    """A random target; a head of it is the drafter's own to make."""
+    """Return a random target, for which the drafter makes a random head."""
     weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
     target = NativeTarget(weights, "random", execution=execution)
     return Kit(target, target, target, ())
 
 
 def prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
-    """Held-out prompts of the embedded target; head: in the random target's few tokens."""
+    """Return held-out prompts. head: in the vocabulary of the random target."""
     tokenizer = load_tokenizer(TARGET)
     lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]
     found = [tokenizer(json.loads(line)["turns"][0])["input_ids"][:longest] for line in lines]

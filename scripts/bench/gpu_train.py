@@ -1,7 +1,6 @@
-"""Part `train`: distillation of a shallow drafter from a 7B target, our step beside a
-`transformers.Trainer` loop, in tokens a second.
+"""Part `train`: distillation from a 7B target, our step against a `transformers.Trainer` loop.
 
-As distill.train takes it in one process: packed rows, the target's hidden states made in every
+The step is that of distill.train in one process: packed rows, the target's hidden states in every
 step, one chunked forward KL, a bfloat16 drafter with float32 masters, torch's AdamW. The other side
 pads its batches and takes whole logits (scripts/bench/padded.py); both have the same models, chats
 and dtype, and their losses on the same chats must agree. Weights are random, in published shapes.
@@ -28,14 +27,14 @@ from training.objectives import Distillation
 
 
 @dataclass(frozen=True)
-class Sizes(gpu_training.Sizes):
-    """What is trained on what."""
+class ComparisonSizes(gpu_training.TrainingSizes):
+    """Target, drafter, chats and steps of a comparison."""
 
     drafter: Shape
-    rounds: int  # that each side takes, in turn
+    rounds: int  # rounds of each side, in turn
 
 
-REAL = Sizes(
+REAL = ComparisonSizes(
     target=Shape(32, 4096, 32, 11008),  # LLaMA-7B
     drafter=Shape(5, 2560, 32, 11008),  # 796 M parameters (arXiv 2402.01528)
     dtype=torch.bfloat16,
@@ -47,7 +46,7 @@ REAL = Sizes(
     turn=250,
     rounds=2,
 )
-TOY = Sizes(
+TOY = ComparisonSizes(
     target=Shape(2, 32, 4, 48, 2, 8, 64),
     drafter=Shape(1, 32, 4, 48, 4, 8, 64),
     dtype=torch.float32,
@@ -62,9 +61,9 @@ TOY = Sizes(
 
 
 def our_side(
-    drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str
+    drafter: Any, target: Any, samples: list[Sample], sizes: ComparisonSizes, device: str
 ) -> dict[str, Any]:
-    """Our steps of a copy of the drafter."""
+    """Measure our steps on a copy of the drafter."""
     for each in (drafter, target):
         each.set_attn_implementation(PACKED)
     devices.peak_bytes(torch.device(device))
@@ -73,11 +72,9 @@ def our_side(
 
 
 def trainer_side(
-    drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str
+    drafter: Any, target: Any, samples: list[Sample], sizes: ComparisonSizes, device: str
 ) -> dict[str, Any]:
-    """The Trainer's steps of a copy of the drafter, of as many chats as hold the tokens of our
-    step.
-    """
+    """Measure the Trainer's steps on a copy of the drafter, with the tokens of our step."""
     for each in (drafter, target):
         each.set_attn_implementation("sdpa")
     devices.peak_bytes(torch.device(device))
@@ -95,9 +92,9 @@ def trainer_side(
 
 @torch.inference_mode(False)
 def run(device: str, toy: bool, figures: Any) -> None:
-    """All of it."""
+    """Compare the losses of both sides, then their rates."""
     sizes = TOY if toy else REAL
-    devices.use(torch.device(device))
+    devices.set_default_gpu(torch.device(device))
     target, drafter, samples = (
         frozen_target(sizes, device),
         model(sizes.drafter, sizes, device),

@@ -1,9 +1,7 @@
-"""What the training parts of the GPU benchmark share: random chats, a frozen target, and our
-optimizer step by the clock.
+"""Random chats, a frozen target and a timed optimizer step, for the training parts of gpu.py.
 
-The step is that of training/loop.py in one process, without its checkpoints, held-out prompts and
-records. Chats are random tokens of ShareGPT's mean length and share of answers; the clock does not
-see what they say.
+The step is that of training/loop.py in one process, without checkpoints, held-out prompts and
+records. Chats are random tokens with ShareGPT's mean length and share of answers.
 """
 
 import time
@@ -19,32 +17,30 @@ from decoding import devices
 from scripts.bench.random_models import Shape
 from training.data.packing import PackedData, Sample, collate, micro_batches
 from training.models.attention import PACKED
-from training.objectives import Constant, freeze
+from training.objectives import StaticObjective, freeze
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 
-SUPERVISED = 0.6  # of ShareGPT's tokens
+SUPERVISED = 0.6  # share of ShareGPT's tokens
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is trained on what."""
+class TrainingSizes:
+    """Target, chats and steps of a training."""
 
     target: Shape
     dtype: torch.dtype  # of both models; masters are float32
     row: int  # tokens of a packed row
     forward_rows: int  # rows of a forward
     step_rows: int  # rows of an optimizer step
-    steps: int  # timed ones
-    # tokens of the shortest chat, and one more than of the longest; all between as often
+    steps: int  # timed steps
+    # tokens of the shortest chat, and one more than of the longest; uniform in between
     chats: tuple[int, int]
     turn: int  # tokens of a request and its answer
 
 
-def chats(sizes: Sizes) -> list[Sample]:
-    """Random tokens in requests and answers, for the rows of all steps; as large a share of them is
-    supervised as of ShareGPT's.
-    """
+def chats(sizes: TrainingSizes) -> list[Sample]:
+    """Return chats of random tokens for all steps, with ShareGPT's share of supervised tokens."""
     random = np.random.default_rng(0)
     made, tokens, turn = [], 0, sizes.turn
     while tokens < sizes.row * sizes.step_rows * (sizes.steps + 1):
@@ -60,8 +56,8 @@ def chats(sizes: Sizes) -> list[Sample]:
     return made
 
 
-def model(shape: Shape, sizes: Sizes, device: str) -> Any:
-    """A Hugging Face model of this shape with random weights, as a training job makes it."""
+def model(shape: Shape, sizes: TrainingSizes, device: str) -> Any:
+    """Return a Hugging Face model of this shape with random weights."""
     values: dict[str, Any] = shape.config(sizes.row)
     config = AutoConfig.for_model(**values)
     with torch.device(device):
@@ -70,20 +66,21 @@ def model(shape: Shape, sizes: Sizes, device: str) -> Any:
         )
 
 
-def frozen_target(sizes: Sizes, device: str) -> Any:
-    """The target that a training job reads hidden states of."""
+def frozen_target(sizes: TrainingSizes, device: str) -> Any:
+    """Return a frozen target of the given sizes."""
     return freeze(model(sizes.target, sizes, device))
 
 
 def step(
-    objective: Constant,
+    objective: StaticObjective,
     optimizer: MasterAdamW,
     data: PackedData,
     rows: Sequence[Sequence[int]],
-    sizes: Sizes,
+    sizes: TrainingSizes,
 ) -> tuple[float, float]:
-    """One optimizer step on these rows, as training/loop.py takes it. Returns its loss in nats a
-    supervised token and the gradient's norm.
+    """Take an optimizer step as training/loop.py does.
+
+    Returns the loss in nats a supervised token, and the norm of the gradient.
     """
     device, count = optimizer.parameters[0].device, data.supervised_in(rows)
     total = torch.zeros((), device=device)
@@ -98,9 +95,13 @@ def step(
 
 
 def timed_steps(
-    objective: Constant, optimizer: MasterAdamW, data: PackedData, sizes: Sizes, device: str
+    objective: StaticObjective,
+    optimizer: MasterAdamW,
+    data: PackedData,
+    sizes: TrainingSizes,
+    device: str,
 ) -> dict[str, Any]:
-    """Tokens a second, padding not counted, of the steps after one that warms up."""
+    """Measure tokens/s without padding, after a step for warm-up."""
     place = torch.device(device)
     step(objective, optimizer, data, data.step_rows(0)[: 2 * sizes.forward_rows], sizes)
     tokens, took, seen = 0, [], []
@@ -127,8 +128,12 @@ def timed_steps(
 
 
 def ours(
-    objective: Constant, trained: torch.nn.Module, samples: list[Sample], sizes: Sizes, device: str
+    objective: StaticObjective,
+    trained: torch.nn.Module,
+    samples: list[Sample],
+    sizes: TrainingSizes,
+    device: str,
 ) -> dict[str, Any]:
-    """Our training of `trained`: float32 masters and the optimizer's states on the card too."""
+    """Measure our training of `trained`, with float32 masters on the card."""
     data = PackedData(samples, sizes.row, sizes.step_rows, 0)
     return timed_steps(objective, MasterAdamW(trained, OptimizerConfig()), data, sizes, device)

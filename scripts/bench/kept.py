@@ -1,8 +1,7 @@
-"""What a long benchmark has measured already: a run that is cut loses the part it was at, and the
-same settings go on behind it.
+"""Journal of finished parts of a long benchmark, and differences paired over seeds.
 
-A part is one student, or one evaluation; which parts a call runs is no setting, so that pieces of a
-comparison may be run one by one.
+A part is one student or one evaluation. A call with the same settings continues after the finished
+parts. Options that choose which parts run are no settings, so pieces may run one by one.
 """
 
 import hashlib
@@ -11,55 +10,50 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import t as student_t
 
-from distill.regenerate.journal import Journal, read_journal
+from distill.regenerate.resume import Journal, read_journal
 from jobs.config import plain
 from jobs.files import write_text
 from jobs.run_folder import git_revision
 
-# where results lie and how much is remembered changes none of them
+# options that change no result
 _NO_SETTINGS = ("work", "name", "cache_mb")
 
 
 class Kept:
-    """Figures of finished parts in `folder`/parts.jsonl; the folder is one of the settings' own
-    under `work`.
-    """
+    """Figures of finished parts in WORK/<hash of the settings>/parts.jsonl."""
 
     def __init__(self, work: str, chosen: Any, parts: Collection[str]) -> None:
-        """parts: names of the options that say which parts are run."""
-        settings = {
-            key: value for key, value in plain(chosen).items() if key not in (*parts, *_NO_SETTINGS)
-        }
+        """Open the journal. parts: names of the options that choose which parts run."""
+        left_out = (*parts, *_NO_SETTINGS)
+        settings = {key: value for key, value in plain(chosen).items() if key not in left_out}
         text = json.dumps(settings, sort_keys=True)
         self.folder = Path(work) / hashlib.sha256(text.encode()).hexdigest()[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "settings.json", json.dumps(settings, indent=1))
         self._path = self.folder / "parts.jsonl"
-        known = len(self.all())
-        if known:
-            print(
-                f"{known} parts were measured before: {self._path} (delete it to measure anew)",
-                file=sys.stderr,
-            )
+        if known := len(self.all()):
+            hint = f"{self._path} (delete it to measure again)"
+            print(f"{known} parts were measured before: {hint}", file=sys.stderr)
         others = [revision for revision in self.revisions() if revision != git_revision()]
         if others:
             print(f"note: some of them on other code: {', '.join(others)}", file=sys.stderr)
 
+    def _records(self) -> list[dict[str, Any]]:
+        return read_journal(self._path) if self._path.is_file() else []
+
     def all(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(part, figures) of every finished part, those of earlier calls too."""
-        records = read_journal(self._path) if self._path.is_file() else []
-        return [(record["part"], record["figures"]) for record in records]
+        """Return (part, figures) of every finished part, earlier calls included."""
+        return [(record["part"], record["figures"]) for record in self._records()]
 
     def revisions(self) -> list[str]:
-        """The code that the finished parts were measured on."""
-        records = read_journal(self._path) if self._path.is_file() else []
-        return sorted({str(record["git_revision"]) for record in records})
+        """Return the git revisions that the finished parts were measured on."""
+        return sorted({str(record["git_revision"]) for record in self._records()})
 
     def figures(
         self,
@@ -68,7 +62,7 @@ class Kept:
         *given: Any,
         **named: Any,
     ) -> dict[str, Any]:
-        """The figures of a part: as they were kept, else of `measure(*given, **named)`, kept."""
+        """Return a part's kept figures, or measure and keep them."""
         for known, figures in self.all():
             if known == part:
                 return figures
@@ -78,20 +72,34 @@ class Kept:
             journal.append([{"part": dict(part), "figures": found, "git_revision": git_revision()}])
         name = ", ".join(f"{key} {value}" for key, value in part.items())
         print(f"  {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return json.loads(json.dumps(found))  # as the journal gives them back
+        return json.loads(json.dumps(found))  # in the form that the journal returns
 
 
-def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float | int | None]:
-    """Mean difference over the seeds that both have, with Student's 95 % interval of the paired
-    differences; of one seed none is given.
+Difference = dict[str, float | int | None]
+
+
+def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
+    """Return the mean difference over common seeds, with Student's 95 % interval.
+
+    One seed has no interval.
     """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if not differences:
-        return {"difference": None, "low": None, "high": None, "seeds": 0}
-    mean, seeds = statistics.mean(differences), len(differences)
-    if seeds < 2:
-        return {"difference": mean, "low": None, "high": None, "seeds": seeds}
-    reach = (
-        float(student_t.ppf(0.975, seeds - 1)) * statistics.stdev(differences) / math.sqrt(seeds)
-    )
-    return {"difference": mean, "low": mean - reach, "high": mean + reach, "seeds": seeds}
+    mean = statistics.mean(differences) if differences else None
+    low = high = None
+    if mean is not None and (seeds := len(differences)) > 1:
+        error = statistics.stdev(differences) / math.sqrt(seeds)
+        reach = float(student_t.ppf(0.975, seeds - 1)) * error
+        low, high = mean - reach, mean + reach
+    return {"difference": mean, "low": low, "high": high, "seeds": len(differences)}
+
+
+Runs = Mapping[str, Mapping[str, Any]]  # seed -> figures
+
+
+def paired_figures(ours: Runs, theirs: Runs, keys: Iterable[str]) -> dict[str, Difference]:
+    """Return the paired difference of every figure named in `keys`."""
+
+    def by_seed(runs: Runs, key: str) -> dict[str, float]:
+        return {seed: one[key] for seed, one in runs.items()}
+
+    return {key: paired(by_seed(ours, key), by_seed(theirs, key)) for key in keys}

@@ -1,6 +1,4 @@
-"""Counts the eager operations of a piece of code that launch a kernel on a GPU, those inside models
-left out.
-"""
+"""Count of the eager operations outside models that launch a kernel on a GPU."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# They make no kernel: other names for the same memory, and host numbers.
+# operations without a kernel: views of the same memory, and host numbers
 FREE = (
     "aten.detach",
     "aten.alias",
@@ -21,8 +19,9 @@ FREE = (
 
 
 class Operations(TorchDispatchMode):
-    """Every operation but views, by name; `inside` leaves out what a model does. Composite
-    operations count as their parts.
+    """Counts by name of all operations except views; `inside` leaves out those of a model.
+
+    Composite operations count as their parts.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class Operations(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Operations outside of models."""
+        """Number of operations outside models."""
         return sum(self.counts.values())
 
     def inside(self, owner: Any, *names: str) -> None:

@@ -1,8 +1,7 @@
-"""The other side of the distillation benchmarks: a `transformers.Trainer` loop that pads every
-batch to its longest row and takes whole logits.
+"""Distillation by a `transformers.Trainer` loop on padded batches and complete logits.
 
-Same models, chats, supervised tokens, forward KL and dtype as ours. Imports nothing that a bare
-machine with a GPU lacks.
+Models, chats, supervised tokens, forward KL and dtype are those of our side. Imports only packages
+that gpu.py may import.
 """
 
 import time
@@ -16,12 +15,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from training.data.packing import PackedData, Sample, collate
 from training.objectives import Distillation
 
-# share by which the sides' losses may differ: their bfloat16 products are summed in another order
+# largest relative difference of the losses, whose bfloat16 products are summed in another order
 SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the Trainer's steps, data loading included, start-up not."""
+    """Clock of the Trainer's steps, with data loading and without start-up."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -34,16 +33,15 @@ class _Clock(TrainerCallback):
 
 
 class PaddedDistillation(Trainer):
-    """The usual loop: padded batches, whole logits, forward KL on the supervised positions."""
+    """Usual loop: padded batches, complete logits, forward KL on supervised positions."""
 
     teacher: Any
-    counts: list[int]  # tokens of every step, padding not counted
+    counts: list[int]  # tokens of every step without padding
 
     def training_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
         self.counts.append(int(inputs["attention_mask"].sum()))
         loss = super().training_step(model, inputs, *given, **named)
-        # as a loop that records its loss does: without the wait a step on a GPU ends before its
-        # work
+        # waits for the device, as a loop that records its loss does
         loss.item()
         return loss
 
@@ -58,7 +56,7 @@ class PaddedDistillation(Trainer):
 
 
 def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Forward KL in nats a supervised token, from whole logits."""
+    """Return the forward KL in nats a supervised token, from complete logits."""
     common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     with torch.no_grad():
         teacher_BTV = teacher(**common).logits[:, :-1]
@@ -73,7 +71,7 @@ def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Ten
 
 
 def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
-    """A batch padded to its longest row."""
+    """Return a batch padded to its longest row."""
     ids = pad_sequence([torch.from_numpy(row.ids).long() for row in rows], batch_first=True)
     attention = pad_sequence(
         [torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True
@@ -91,8 +89,9 @@ def trainer_rate(
     folder: Path,
     device: str,
 ) -> float:
-    """Useful tokens a second of `steps` Trainer steps of `per_step` chats, after one that warms up.
-    Both models take attention `sdpa`.
+    """Measure the useful tokens/s of Trainer steps of `per_step` chats, after one for warm-up.
+
+    Both models must use attention `sdpa`.
     """
     settings = TrainingArguments(
         str(folder),
@@ -119,8 +118,9 @@ def trainer_rate(
 def both_losses(
     student: Any, teacher: Any, samples: list[Sample], longest: int
 ) -> dict[str, float]:
-    """Both sides' loss on the same chats and weights. The models come with packed attention, and
-    leave with `sdpa`.
+    """Return both sides' losses on the same chats and weights.
+
+    Expects models with packed attention and leaves them with `sdpa`.
     """
     data = PackedData(samples, longest, 1, 0)
     batch = collate(data.samples, data.rows, longest, teacher.device)
@@ -132,5 +132,5 @@ def both_losses(
 
 
 def agree(losses: dict[str, float]) -> bool:
-    """Whether the two sides compute the same, but for rounding."""
+    """Return whether both sides compute the same loss except for rounding."""
     return abs(losses["ours"] / losses["trainer"] - 1) <= SAME_LOSS

@@ -1,6 +1,4 @@
-"""LLaMAs and recurrent heads whose weights nobody trained: speed hangs on shapes, not on what the
-numbers are.
-"""
+"""Random-weight LLaMAs and recurrent heads: speed depends on shapes and not on values."""
 
 from dataclasses import dataclass
 
@@ -16,18 +14,18 @@ SPREAD = 0.02  # standard deviation of all matrices
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a LLaMA."""
+    """Shape of a LLaMA."""
 
     layers: int
     hidden_size: int
     heads: int
     intermediate_size: int
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: equal to heads
     head_dim: int = 128
     vocab_size: int = 32000
 
     def config(self, max_length: int) -> dict[str, object]:
-        """The fields of a config.json."""
+        """Return the fields of a config.json."""
         return {
             "model_type": "llama",
             "vocab_size": self.vocab_size,
@@ -42,7 +40,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of all matrices, the embedding and the head among them."""
+        """Number of elements of all matrices, embedding and output layer included."""
         C, queries, keys = (
             self.hidden_size,
             self.heads * self.head_dim,
@@ -56,7 +54,7 @@ class Shape:
 def random_state(
     shape: Shape, dtype: torch.dtype, device: str, spread: float = SPREAD
 ) -> dict[str, Tensor]:
-    """A Hugging Face state dict of this shape; equal for equal shapes and spreads."""
+    """Return a Hugging Face state dict, equal for equal shapes and spreads."""
     C, F = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.heads * shape.head_dim, (shape.kv_heads or shape.heads) * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {
@@ -91,7 +89,7 @@ def random_state(
 def random_weights(
     shape: Shape, dtype: torch.dtype, device: str, max_length: int, spread: float = SPREAD
 ) -> Weights:
-    """Plain (unpacked) weights of this shape, for targets of every execution to share."""
+    """Return unpacked weights of this shape, which targets of every execution share."""
     config = NativeConfig.from_dict(shape.config(max_length))
     return Weights(
         config,
@@ -103,7 +101,7 @@ def random_weights(
 
 
 def random_target(shape: Shape, dtype: torch.dtype, device: str, max_length: int) -> NativeTarget:
-    """A target of this shape."""
+    """Return a target of this shape."""
     state = random_state(shape, dtype, device)
     return NativeTarget.from_state(
         shape.config(max_length), state, dtype=dtype, device=device, name="random-weights"
@@ -111,9 +109,7 @@ def random_target(shape: Shape, dtype: torch.dtype, device: str, max_length: int
 
 
 def random_head(target: Shape, blocks: int, dtype: torch.dtype, device: str) -> RecurrentHead:
-    """A recurrent head of the published form for a target of this shape, `blocks` residual blocks
-    deep; equal for equal shapes.
-    """
+    """Return a head of the published form with `blocks` residual blocks, equal for equal shapes."""
     torch.manual_seed(0)
     C = target.hidden_size
     with torch.device(device):

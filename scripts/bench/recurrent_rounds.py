@@ -1,9 +1,7 @@
-"""Part `drafting` of scripts/bench/recurrent.py: what a round with a recurrent head costs outside
-the two models.
+"""Part `drafting` of recurrent.py: the cost of a round outside the target and the head.
 
-The share of a round that is neither the target's forward nor the head's, and operations outside
-both that would launch a kernel: counted as they are here, and with the verification of trees that a
-GPU takes (decoding/verification/device_tree.py), as kernels are launched there alone.
+Operations are counted as they run here, and with the verification of trees that a GPU takes
+(decoding/verification/device_tree.py), since only there they launch kernels.
 """
 
 import statistics
@@ -14,32 +12,34 @@ from unittest.mock import patch
 
 import torch
 
-from decoding.engine import Engine, encode, load
+from decoding.engine import Engine, load
 from decoding.errors import UserError
-from decoding.loop import start
+from decoding.loop import prefill_batch
 from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, token_tree
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
+from scripts.bench.common import fitting_prompts, goal
 from scripts.bench.operations import Operations
 from scripts.bench.recurrent_generation import head_dtype
-from training.data.readers import read_prompts
 
 TARGET_CALLS = ("forward",)
-DRAFTER_CALLS = ("embed",)  # what the head reads of a token
+DRAFTER_CALLS = ("embed",)
 HEAD_CALLS = ("start", "advance", "context", "features", "logits", "to_target_ids")
 OPERATION_ROUNDS = 12
 GOAL_SHARE, GOAL_OPERATIONS = 0.2, 150
-GOAL_BEAMS = (8, 5)  # that these are set for
+GOAL_BEAMS = (8, 5)  # width and length that the goals are set for
+# way to draft -> children of a beam, temperature
+WAYS = {"greedy": ("top_k", 0.0), "picked": ("top_k", 1.0), "drawn": ("sampled", 1.0)}
 
 
-class Clock:
-    """Seconds inside some methods of an object, by replacing them."""
+class CallClock:
+    """Total time inside some methods of objects, which it replaces."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def inside(self, owner: Any, *names: str) -> None:
+    def time_calls(self, owner: Any, *names: str) -> None:
         """Time these methods from now on."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
@@ -54,18 +54,12 @@ class Clock:
         return wrapped
 
 
-def drafting(chosen: Any) -> dict[str, Any]:
-    """For each way of drafting: milliseconds of a round, the parts' shares, and operations outside
-    both models.
-    """
+def measure_drafting(chosen: Any) -> dict[str, Any]:
+    """Measure the milliseconds, the parts' shares and the operations of a round for each way."""
     if not chosen.head:
         raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
-    found = {}
-    for name, children, temperature in (
-        ("greedy", "top_k", 0.0),
-        ("picked", "top_k", 1.0),
-        ("drawn", "sampled", 1.0),
-    ):
+    found: dict[str, Any] = {}
+    for name, (children, temperature) in WAYS.items():
         engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
         drafter = RecurrentDrafter(
             resolve(chosen.head),
@@ -80,54 +74,50 @@ def drafting(chosen: Any) -> dict[str, Any]:
             num_draft_tokens=chosen.beam_length,
             ignore_eos=True,
         )
-        prompts = _prompts(chosen, engine, engine.target.max_length - chosen.max_new_tokens)
-        operations = _operations(engine, drafter, prompts[0], settings)
+        asked = fitting_prompts(engine, chosen.prompts, chosen.max_new_tokens)
+        prompts = [ids for _, ids in asked][: chosen.max_prompts]
+        operations = count_operations(engine, drafter, prompts[0], settings)
         with patch.object(token_tree, "token", device_tree.token):
-            of_a_gpu = _operations(engine, drafter, prompts[0], settings)
+            on_gpu = count_operations(engine, drafter, prompts[0], settings)
         found[name] = {
-            **_shares(engine, drafter, prompts, settings, chosen.rounds),
+            **measure_shares(engine, drafter, prompts, settings, chosen.rounds),
             "operations_outside": operations,
-            "operations_outside_as_on_a_gpu": of_a_gpu,
+            "operations_outside_as_on_a_gpu": on_gpu,
         }
     return found | {"goals": goals(found, chosen.beam_width, chosen.beam_length)}
 
 
 def goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
-    """Each goal with what was found by way of drafting; of other beams than those that it was set
-    for, without a verdict.
-    """
-    shares = {way: one["share_outside"] for way, one in found.items()}
-    operations = {way: one["operations_outside_as_on_a_gpu"] for way, one in found.items()}
-    told = {
-        f"at most {GOAL_SHARE:.0%} of a round outside the models": (shares, GOAL_SHARE),
-        f"at most {GOAL_OPERATIONS} operations outside them": (operations, GOAL_OPERATIONS),
+    """Compare every goal with the figures; beams of another size get no verdict."""
+    limits = {
+        f"at most {GOAL_SHARE:.0%} of a round outside the models": ("share_outside", GOAL_SHARE),
+        f"at most {GOAL_OPERATIONS} operations outside them": (
+            "operations_outside_as_on_a_gpu",
+            GOAL_OPERATIONS,
+        ),
     }
-    if (width, length) != GOAL_BEAMS:
-        return {name: {"found": of_ways} for name, (of_ways, _) in told.items()}
-    return {
-        name: {"found": of_ways, "met": all(value <= most for value in of_ways.values())}
-        for name, (of_ways, most) in told.items()
-    }
+    judged = {}
+    for name, (key, most) in limits.items():
+        by_way = {way: one[key] for way, one in found.items()}
+        judged[name] = goal(by_way, all(value <= most for value in by_way.values()))
+        if (width, length) != GOAL_BEAMS:
+            del judged[name]["met"]
+    return judged
 
 
-def _prompts(chosen: Any, engine: Engine, room: int) -> list[list[int]]:
-    asked = (
-        [{"role": "user", "content": prompt.turns[0]}]
-        for prompt in read_prompts(resolve(chosen.prompts))
-    )
-    fitting = [ids for ids in (encode(engine, messages) for messages in asked) if len(ids) < room]
-    return fitting[: chosen.max_prompts]
-
-
-def _operations(
+def count_operations(
     engine: Engine, drafter: RecurrentDrafter, prompt: list[int], settings: Settings
 ) -> int:
-    """The most of any round."""
+    """Return the largest number of operations of a round, the first one left out."""
+    models = (
+        (engine.target, TARGET_CALLS),
+        (drafter.head, HEAD_CALLS),
+        (drafter, DRAFTER_CALLS),
+    )
     counter = Operations()
-    counter.inside(engine.target, *TARGET_CALLS)
-    counter.inside(drafter.head, *HEAD_CALLS)
-    counter.inside(drafter, *DRAFTER_CALLS)
-    batch = start(engine.target, drafter, [prompt], settings)
+    for owner, names in models:
+        counter.inside(owner, *names)
+    batch = prefill_batch(engine.target, drafter, [prompt], settings)
     most = 0
     with torch.inference_mode():
         for number in range(OPERATION_ROUNDS):
@@ -138,70 +128,48 @@ def _operations(
                 batch.round()
             most = max(most, counter.total if number else 0)
     batch.close()
-    for owner, names in (
-        (engine.target, TARGET_CALLS),
-        (drafter.head, HEAD_CALLS),
-        (drafter, DRAFTER_CALLS),
-    ):
+    for owner, names in models:
         for name in names:
-            delattr(owner, name)  # the class's own method shows again
+            delattr(owner, name)  # restores the method of the class
     return most
 
 
-def _shares(
+def measure_shares(
     engine: Engine,
     drafter: RecurrentDrafter,
     prompts: list[list[int]],
     settings: Settings,
     rounds: int,
 ) -> dict[str, float]:
-    """Medians over rounds of all prompts, the first a warm-up."""
-    of_target, of_head = Clock(), Clock()
-    of_target.inside(engine.target, *TARGET_CALLS)
-    of_head.inside(drafter.head, *HEAD_CALLS)
-    of_head.inside(drafter, *DRAFTER_CALLS)
-    target_shares, head_shares, round_ms, taus = [], [], [], []
-    for number in range(rounds + 1):
-        made = [_one(engine, drafter, prompt, settings, of_target, of_head) for prompt in prompts]
-        seconds = sum(one[0] for one in made)
-        if number:
-            target_shares.append(sum(one[1] for one in made) / seconds)
-            head_shares.append(sum(one[2] for one in made) / seconds)
-            round_ms.append(1e3 * seconds / sum(one[3] for one in made))
-            taus.append(sum(one[4] for one in made) / sum(one[3] for one in made))
-    target, head = statistics.median(target_shares), statistics.median(head_shares)
+    """Return medians over passes through all prompts, the first of which is a warm-up."""
+    target_clock, head_clock = CallClock(), CallClock()
+    target_clock.time_calls(engine.target, *TARGET_CALLS)
+    head_clock.time_calls(drafter.head, *HEAD_CALLS)
+    head_clock.time_calls(drafter, *DRAFTER_CALLS)
+    found = []
+    for _ in range(rounds + 1):
+        seconds = in_target = in_head = 0.0
+        count = tokens = 0
+        for prompt in prompts:
+            batch = prefill_batch(engine.target, drafter, [prompt], settings)
+            (row,) = batch.rows
+            before = target_clock.seconds, head_clock.seconds
+            with torch.inference_mode():
+                while batch.rows:
+                    batch.round()
+            batch.close()
+            seconds += row.generation.decode_seconds
+            in_target += target_clock.seconds - before[0]
+            in_head += head_clock.seconds - before[1]
+            count += row.generation.rounds
+            tokens += len(row.generation.tokens)
+        shares = (in_target / seconds, in_head / seconds)
+        found.append((1e3 * seconds / count, *shares, tokens / count))
+    round_ms, target, head, tau = (statistics.median(column) for column in zip(*found[1:]))
     return {
-        "round_ms": statistics.median(round_ms),
+        "round_ms": round_ms,
         "share_of_target": target,
         "share_of_head": head,
         "share_outside": 1 - target - head,
-        "tau": statistics.median(taus),
+        "tau": tau,
     }
-
-
-def _one(
-    engine: Engine,
-    drafter: RecurrentDrafter,
-    prompt: list[int],
-    settings: Settings,
-    of_target: Clock,
-    of_head: Clock,
-) -> tuple[float, float, float, int, int]:
-    """(seconds of all rounds, of them the target's and the head's, rounds, tokens) of one prompt,
-    its prefill left out.
-    """
-    batch = start(engine.target, drafter, [prompt], settings)
-    (row,) = batch.rows
-    before = of_target.seconds, of_head.seconds
-    with torch.inference_mode():
-        while batch.rows:
-            batch.round()
-    batch.close()
-    done = row.generation
-    return (
-        done.decode_seconds,
-        of_target.seconds - before[0],
-        of_head.seconds - before[1],
-        done.rounds,
-        len(done.tokens),
-    )

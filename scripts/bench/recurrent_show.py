@@ -1,23 +1,21 @@
-"""What makes a recurrent head good, in one command: every comparison over the same seeds, prompts
-and seconds of training, with paired intervals.
+"""Comparisons of recurrent heads over the same seeds, prompts and seconds of training.
 
     python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
-        "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json,$SHALLOW_DRAFT_DATA/data/chat/gpteacher_roleplay.json]"
+      "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
 
-Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the
-target goes on with behind every position, distillation on its own answers, forward KL, LK,
-training-time test), `data` (chats as found and answered by the target, under both losses), `starts`
-(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the heads of
-the side `raced`), `pruned` (the same heads against the target cut to a few layers and distilled as
-long). The first four compare block efficiency, the last two speed as well.
+Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on the
+target's continuations, distillation on its own answers, forward KL, LK, training-time test),
+`data` (given chats and answers of the target, under both losses), `starts` (warm start and
+zero-initialised blocks, on and off), `shape` (beam width x length with the heads of the side
+`raced`), `pruned` (the same heads against the target cut to a few layers and distilled for the same
+time). The first four compare block efficiency, the last two speed as well.
 
-Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`,
-the tables are of all that was run so far.
+Pieces such as `parts=[losses] seeds=[0]` may run one by one: with the same settings and `work`, the
+tables include all earlier pieces.
 """
 
 import json
-import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -30,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import distill.regenerate.job
-from decoding.errors import UserError
 from distill.config import RegenerateConfig
 from jobs.config import TargetConfig
 from jobs.files import write_text
 from jobs.paths import resolve
 from recurrent_drafting.checkpoint import save_head
+from scripts.bench import common
 from scripts.bench import recurrent_tables as tables
-from scripts.bench.common import options, save, save_text
+from scripts.bench.common import BenchOptions
 from scripts.bench.kept import Kept
 from scripts.bench.recurrent_generation import Race, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench
@@ -45,7 +43,8 @@ from training.config import DataConfig
 from training.data.readers import Chat, read_chats
 from training.drafter_folder import write_model
 
-TRAINED = {  # part -> side -> the side that it is held against
+# part -> side -> the side that it is compared with
+TRAINED = {
     "recurrence": {"without recurrence": BASE},
     "losses": dict.fromkeys(
         ("continuations", "distillation", "forward KL", "LK", "training-time test"), BASE
@@ -54,59 +53,57 @@ TRAINED = {  # part -> side -> the side that it is held against
     "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }
 PARTS = (*TRAINED, "shape", "pruned")
-HELD_OUT = 0.1  # of the chats: kept apart for the cut of a pruned drafter
+HELD_OUT = 0.1  # share of the chats that is kept for the cut of a pruned drafter
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
 @dataclass
-class Options:
+class Options(BenchOptions):
     target: str = "embedded:target"  # model folder
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
-    # held-out evaluation prompts; those whose greedy answer loops are passed over
+    # held-out evaluation prompts; those whose greedy answer loops are skipped
     prompts: str = "embedded:prompts"
-    parts: list[str] = field(default_factory=lambda: [*PARTS])  # what is compared
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
-    seconds: float = 20.0  # of training, for every run
-    max_chats: int = 400  # chats that are drawn from the files, and answered by the target
-    answer_tokens: int = 128  # the target's answers end here, where they are trained on
-    answer_temperature: float = 1.0  # at which it answers
+    parts: list[str] = field(default_factory=lambda: [*PARTS])  # comparisons
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every side each
+    seconds: float = 20.0  # seconds of training of every run
+    max_chats: int = 400  # chats sampled from the files, which the target answers
+    answer_tokens: int = 128  # maximum length of the target's answers to train on
+    answer_temperature: float = 1.0  # temperature of the target's answers
     num_draft_layers: int = 2  # residual blocks of the head
     heads: int = 5  # predictions of a draft, and tokens of a chain
     max_length: int = 512  # tokens of a packed row
     tokens_per_step: int = 2048  # tokens of an optimizer step
     lr: float = 1e-3  # peak learning rate of heads
-    dtype: str = "bfloat16"  # of training
+    dtype: str = "bfloat16"  # dtype of training
     max_prompts: int = 32  # held-out prompts
-    max_new_tokens: int = 64  # of each
-    decode_dtype: str = "float32"  # of target and drafters where they decode
-    widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: beams
+    max_new_tokens: int = 64  # tokens of an answer
+    decode_dtype: str = "float32"  # dtype of target and drafters while decoding
+    widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: numbers of beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
-    shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape
-    raced: str = "forward KL"  # shape, pruned: the side whose heads are decoded with
-    # shape, pruned: of the held-out prompts, decoded one by one against the clock
+    shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape: temperatures
+    raced: str = "forward KL"  # shape, pruned: the side whose heads decode
+    # shape, pruned: number of held-out prompts that are decoded one by one and timed
     race_prompts: int = 8
-    race_width: int = 10  # pruned: beams of the heads, the most; width and length follow the costs
+    race_width: int = 10  # pruned: most beams of the heads; width and length follow the costs
     race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
-    # pruned: layers left; the faster one is compared
+    # pruned: numbers of layers to keep; the faster drafter is compared
     pruned_layers: list[int] = field(default_factory=lambda: [1, 2])
-    # pruned: how its layers are chosen, as importance.choice of distill.prune
+    # pruned: choice of layers, as importance.choice of distill.prune
     pruned_choice: str = "even"
-    pruned_probe_steps: int = 10  # pruned: of a candidate's distillation, where pruned_choice=probe
+    pruned_probe_steps: int = 10  # pruned: steps of a candidate's distillation
     pruned_sequences: int = 128  # pruned: rows that are scored
     pruned_lr: float = 3e-3  # pruned: peak learning rate
-    work: str = "runs/bench"  # folder of all that is made: the same settings go on from it
-    threads: int = 2  # CPU threads
-    device: str = "cpu"  # cpu | cuda
-    name: str = "recurrent_show"  # of the results files
+    work: str = "runs/bench"  # folder of all files; a call with the same settings continues there
+    name: str = "recurrent_show"  # name of the results files
 
 
-def drawn_chats(chosen: Options, work: Path) -> dict[str, Path]:
-    """The chats of all runs as files: `found`, and `held_out` for the cut of a pruned drafter."""
+def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
+    """Write the chats of all runs: `found`, and `held_out` for the cut of a pruned drafter."""
     chats, _ = read_chats([resolve(path) for path in chosen.chats], max_bad=0.1)
-    picked = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
-    apart = max(1, round(HELD_OUT * len(picked)))
+    sampled = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
+    apart = max(1, round(HELD_OUT * len(sampled)))
     files = {"found": work / "found.json", "held_out": work / "held_out.json"}
-    for file, some in zip(files.values(), (picked[apart:], picked[:apart]), strict=True):
+    for file, some in zip(files.values(), (sampled[apart:], sampled[:apart]), strict=True):
         if not file.is_file():
             write_text(file, json.dumps([_sharegpt(chat) for chat in some]))
     return files
@@ -119,8 +116,8 @@ def _sharegpt(chat: Chat) -> dict[str, Any]:
     return {"id": chat.id, "conversations": turns}
 
 
-def answered(chosen: Options, found: Path, work: Path) -> Path:
-    """The same chats with the target's own answers."""
+def answer_chats(chosen: Options, found: Path, work: Path) -> Path:
+    """Write the same chats with the target's own answers."""
     return distill.regenerate.job.run(
         RegenerateConfig(
             job="distill.regenerate",
@@ -137,7 +134,7 @@ def answered(chosen: Options, found: Path, work: Path) -> Path:
 
 
 class Show:
-    """The runs, in the order in which a seed's sides stand next to each other."""
+    """All runs of a comparison, seed by seed."""
 
     def __init__(self, chosen: Options) -> None:
         self.chosen = chosen
@@ -150,13 +147,13 @@ class Show:
         self.sides = list(
             dict.fromkeys([*asked, *(side for pair in pairs for side in reversed(pair))])
         )
-        files = drawn_chats(chosen, self.work)
+        files = sample_chats(chosen, self.work)
         if any(SIDES[side].answered for side in self.sides):
-            files["answered"] = answered(chosen, files["found"], self.work)
+            files["answered"] = answer_chats(chosen, files["found"], self.work)
         self.bench = Bench(chosen, files)
 
     def run(self) -> dict[str, Any]:
-        """All figures, of the parts that were run before too."""
+        """Run what is missing and return all figures, earlier ones included."""
         for seed in self.chosen.seeds:
             for side in self.sides:
                 self._figures(side, seed, self.head, side)
@@ -175,64 +172,62 @@ class Show:
         self.save()
 
     def pace(self, name: str, make: Callable[[], float]) -> float:
-        """Seconds of a step; timed once, so that every seed takes as many."""
+        """Return the seconds of a step, timed once, so that all seeds take the same steps."""
         return float(self.kept.figures({"pace of": name}, lambda: {"seconds": make()})["seconds"])
 
     def save(self) -> dict[str, Any]:
-        """Write what was found so far, and return it."""
+        """Write and return the figures so far."""
         figures = {
             f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part
         }
         found = {"figures": figures, "tables": tables.report(self.chosen, figures, TRAINED)}
-        save(self.chosen.name, self.chosen, found, show=False)
+        common.save(self.chosen.name, self.chosen, found, show=False)
         return found
 
     def head(self, name: str, seed: int) -> dict[str, Any]:
-        """Train a side's head, look what it is worth, and keep it where it is decoded
-        with later.
-        """
+        """Train a side's head, measure it, and write it if it decodes later."""
         bench, side, lr = self.bench, SIDES[name], self.chosen.lr
         data = bench.data(side.answered, seed)
         pace = self.pace(
-            name, lambda: bench.pace(lambda: bench.head_objective(side, seed), data, lr)
+            name, lambda: bench.time_step(lambda: bench.head_objective(side, seed), data, lr)
         )
         steps = max(1, round(self.chosen.seconds / pace))
         objective, head = made = bench.head_objective(side, seed)
-        seconds = bench.train(made, data, steps, lr)
+        seconds = sum(bench.train(made, data, steps, lr))
         if name == self.chosen.raced:
             save_head(head, self.raced(seed))
         return {
             "steps": steps,
             "seconds": seconds,
             "epochs": steps / data.steps_per_epoch,
-            **bench.worth(head, seed),
+            **bench.block_efficiency(head, seed),
         }
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
-        """Distil into the cut target for as many seconds, and write it for decoding."""
+        """Distil into the cut target for the same seconds, and write it for decoding."""
         bench, lr = self.bench, self.chosen.pruned_lr
         data, cut_seconds = bench.data(False, seed), bench.students[layers][1]
         pace = self.pace(
             f"pruned {layers}",
-            lambda: bench.pace(lambda: bench.student_objective(layers), data, lr),
+            lambda: bench.time_step(lambda: bench.student_objective(layers), data, lr),
         )
         steps = max(1, round(self.chosen.seconds / pace))
         made = bench.student_objective(layers)
         torch.manual_seed(seed)
-        seconds = bench.train(made, data, steps, lr)
+        seconds = sum(bench.train(made, data, steps, lr))
         write_model(made[1], bench.folder, self.pruned_folder(layers, seed), torch.float32)
         return {"steps": steps, "seconds": seconds, "cut_seconds": cut_seconds}
 
     def raced(self, seed: int) -> Path:
-        """Where the head of the side that is decoded with is."""
+        """Return the folder of the head that decodes."""
         return self.work / "heads" / f"raced_{seed}"
 
     def pruned_folder(self, layers: int, seed: int) -> Path:
-        """Where a pruned drafter is."""
+        """Return the folder of a pruned drafter."""
         return self.work / "pruned" / f"{layers}_{seed}"
 
     def shape(self, seed: int) -> dict[str, Any]:
-        """Beams of every width and length with a seed's head."""
+        """Measure beams of every width and length with a seed's head."""
         heads = [
             {
                 "use": "recurrent",
@@ -252,9 +247,7 @@ class Show:
         }
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """A seed's head, sized by cost, against its pruned drafters, which draft as long as pays.
-        Greedy decoding always picks.
-        """
+        """Measure a seed's head, sized by cost, against its pruned drafters."""
         shared = {
             "use": "recurrent",
             "folder": str(self.raced(seed)),
@@ -266,8 +259,8 @@ class Show:
             for layers in self.chosen.pruned_layers
         ]
         found = []
-        picked, drawn = ("picked", "top_k"), ("drawn", "sampled")
-        for temperature, ways in ((0.0, [picked]), (1.0, [picked, drawn])):
+        top_k, sampled = ("picked", "top_k"), ("drawn", "sampled")
+        for temperature, ways in ((0.0, [top_k]), (1.0, [top_k, sampled])):
             heads = [
                 {**shared, "by_cost": True, "children": children, "name": f"head, {way}"}
                 for way, children in ways
@@ -285,7 +278,7 @@ class Show:
         seed: int,
         control: bool = True,
     ) -> list[dict[str, Any]]:
-        """Counts and seconds of every generation, plain decoding's among them."""
+        """Return counts and seconds of every generation, autoregressive ones included."""
         prompts = [prompt for prompt, _, _ in self.bench.held_out][: self.chosen.race_prompts]
         file = write_prompts(self.work / "race_prompts.jsonl", prompts)
         folder = self.work / "races" / name
@@ -296,18 +289,10 @@ class Show:
 
 
 def main() -> None:
-    chosen = options(Options)
-    unknown = sorted({*chosen.parts} - {*PARTS})
-    if unknown:
-        sys.exit(f"error: parts has '{unknown[0]}', expected some of {', '.join(PARTS)}")
-    if chosen.raced not in SIDES:
-        sys.exit(f"error: raced is '{chosen.raced}', expected one of {', '.join(SIDES)}")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    save_text(chosen.name, Show(chosen).run()["tables"])
+    """Run the chosen parts and write their tables."""
+    chosen = common.options(Options, parts=PARTS, raced=SIDES)
+    common.save_text(chosen.name, Show(chosen).run()["tables"])
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    common.run_script(main)

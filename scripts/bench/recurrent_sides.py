@@ -1,13 +1,11 @@
-"""The sides of scripts/bench/recurrent_show.py: what is trained, for how long, and what the heads
-are worth on the target's own answers.
+"""Sides of recurrent_show.py: heads and pruned students, their training and their acceptance.
 
 Every side differs from `base` in one thing, or in what its name says. All are trained for equal
-seconds: a side's step is timed first, and its steps fill the seconds, with the learning rate's
-schedule over them. Steps make the target's states anew, as no cache is warm in so short a run.
+seconds: a side's step is timed first, and its number of steps fills the seconds, with the complete
+schedule of the learning rate. The target's states are computed in every step.
 
-Worth is block efficiency by prompt: greedy, of a chain on the target's own answers, which is that
-of real decoding (training/heads/evaluation.py); and sampled, of real decoding with drawn
-chains, tested by p / q.
+A head is judged by its block efficiency by prompt: greedy, of a chain on the target's own answers
+(training/heads/evaluation.py); sampled, by real decoding with sampled chains, tested by p / q.
 """
 
 import copy
@@ -17,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,42 +23,40 @@ import torch
 from decoding.engine import Engine, load
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.build import build_head, head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
-from scripts.bench.recurrent_generation import unlooping
-from scripts.bench.students import Students, configured
-from training.config import DataConfig, LoopConfig, StudentConfig
+from scripts.bench.common import StepRecorder, loop_config, train_steps
+from scripts.bench.recurrent_generation import Answered, prompts_without_loops
+from scripts.bench.students import StudentOptions, Students, prune_config
+from training.config import DataConfig, StudentConfig
 from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
-from training.data.readers import Prompt, read_prompts
+from training.data.readers import read_prompts
 from training.features.states import TargetStates
 from training.heads.evaluation import GreedyChain
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
-from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
 from training.optimizer_config import OptimizerConfig
-from training.parallel.strategy import Parallel
 
-PACE_STEPS = 5  # of a side's timing, the first of which warms up
+PACE_STEPS = 5  # steps of a side's timing, the first of which is a warm-up
 
 
 @dataclass(frozen=True)
 class Side:
-    """How a head starts and what it learns from."""
+    """Start of a head and what it learns from."""
 
     rnn: bool = True
     warm_start: str = "state"
     zero_blocks: bool = True
     loss: str = "cross_entropy"
     own_tokens: float = 0.0
-    # trained on the target's answers to the chats' requests, instead of those that were found
+    # trains on the target's answers to the chats' requests instead of the given ones
     answered: bool = False
 
 
@@ -80,21 +75,16 @@ SIDES = {
     "as published": Side(warm_start="none", zero_blocks=False),
 }
 
-Objective = tuple[Any, Any]  # what is called on a batch, and the module of it that is trained
+Objective = tuple[Any, Any]  # a loss of batches, and the module of it that is trained
 
 
 class Bench:
-    """What all runs share: the target twice (to train on and to decode with), the chats, and the
-    held-out answers.
-    """
+    """Target (to train on and to decode with), chats and held-out answers that all runs share."""
 
     def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
-        """files: the chats as found, those answered by the target, and held-out ones for the cut:
-        `found`, `answered`, `held_out`.
-        """
+        """Keep the options. files: chats `found`, `answered` by the target, and `held_out`."""
         self.chosen, self.files = chosen, files
         self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
-        self.parallel = Parallel(ParallelConfig(), chosen.device)
 
     @cached_property
     def engine(self) -> Engine:
@@ -111,10 +101,11 @@ class Bench:
         return states
 
     @cached_property
-    def held_out(self) -> list[tuple[Prompt, list[int], list[int]]]:
-        """Prompts whose greedy answer does not loop, their ids, and the answer."""
+    def held_out(self) -> list[Answered]:
+        """Prompts whose greedy answer does not loop, with ids and answers."""
         prompts, chosen = read_prompts(resolve(self.chosen.prompts)), self.chosen
-        return unlooping(self.engine, prompts, chosen.max_prompts, chosen.max_new_tokens)[1]
+        most = chosen.max_new_tokens
+        return prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
 
     @cached_property
     def chain(self) -> GreedyChain:
@@ -140,7 +131,7 @@ class Bench:
         )
 
     def data(self, answered: bool, seed: int) -> PackedData:
-        """The chats in packed rows."""
+        """Return the chats in packed rows."""
         rows = max(1, self.chosen.tokens_per_step // self.chosen.max_length)
         return PackedData(
             self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed
@@ -160,7 +151,7 @@ class Bench:
         }
 
     def head(self, side: Side, seed: int) -> RecurrentHead:
-        """An untrained one."""
+        """Return an untrained head."""
         torch.manual_seed(seed)
         shape = HeadShapeConfig(
             num_draft_layers=self.chosen.num_draft_layers,
@@ -173,7 +164,7 @@ class Bench:
         return head.to(self.chosen.device, self.dtype)
 
     def head_objective(self, side: Side, seed: int) -> Objective:
-        """A side's head and its loss."""
+        """Return a side's loss and its head."""
         head = self.head(side, seed)
         loss = HeadLossConfig(
             side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens
@@ -182,76 +173,52 @@ class Bench:
 
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:
-        """By layers: the target cut by importance, and the seconds that took. Every seed is
-        distilled from the same cut.
-        """
+        """Number of layers -> the target cut by importance, and the seconds of the cut."""
         chosen, students, found = self.chosen, Students(), {}
-        wanted: Any = SimpleNamespace(
-            **{
-                key: getattr(chosen, key)
-                for key in ("target", "max_length", "tokens_per_step", "dtype", "device")
-            },
+        wanted = StudentOptions(
+            device=chosen.device,
+            target=chosen.target,
             chats=[str(self.files["found"])],
             held_out_chats=[str(self.files["held_out"])],
+            max_length=chosen.max_length,
+            tokens_per_step=chosen.tokens_per_step,
             steps=chosen.pruned_probe_steps,
             probe_steps=chosen.pruned_probe_steps,
             sequences=chosen.pruned_sequences,
             lr=chosen.pruned_lr,
+            dtype=chosen.dtype,
             cache_mb=0,
         )
         with tempfile.TemporaryDirectory() as place:
             for layers in chosen.pruned_layers:
-                config = configured(wanted, StudentConfig(num_hidden_layers=layers), 0, Path(place))
+                config = prune_config(
+                    wanted, StudentConfig(num_hidden_layers=layers), 0, Path(place)
+                )
                 config.importance.choice = chosen.pruned_choice
-                bench = students.bench(config)
-                found[layers] = students.cut(bench)[0].cpu(), sum(bench.seconds.values())
+                context = students.context(config)
+                found[layers] = students.cut(context)[0].cpu(), sum(context.seconds.values())
         return found
 
     def student_objective(self, layers: int) -> Objective:
-        """A copy of the cut target that the target is distilled into."""
+        """Return the distillation into a copy of the cut target."""
         student = copy.deepcopy(self.students[layers][0]).to(self.chosen.device, self.dtype)
         return Distillation(student, self.target), student
 
-    def pace(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
-        """Seconds of a step."""
-        steps = _Steps()
-        self._fit(make(), data, PACE_STEPS, lr, steps)
-        return statistics.median(steps.seconds[1:])
+    def time_step(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
+        """Return the median seconds of a step."""
+        return statistics.median(self.train(make(), data, PACE_STEPS, lr)[1:])
 
-    def train(self, made: Objective, data: PackedData, steps: int, lr: float) -> float:
-        """Train in place; the seconds of all steps."""
-        recorded = _Steps()
-        self._fit(made, data, steps, lr, recorded)
-        return sum(recorded.seconds)
-
-    def _fit(
-        self, made: Objective, data: PackedData, steps: int, lr: float, recorded: "_Steps"
-    ) -> None:
-        chosen = self.chosen
-        loop = LoopConfig(
-            max_steps=steps,
-            tokens_per_step=data.rows_per_step * data.capacity,
-            micro_batch_tokens=data.rows_per_step * data.capacity,
-            eval_every=0,
-            checkpoint_every=0,
-            dtype=chosen.dtype,
-            optimizer=OptimizerConfig(lr=lr, warmup_steps=max(1, steps // 10), final_lr=0.0),
-        )
-        with tempfile.TemporaryDirectory() as place:
-            fit(
-                "train",
-                *made,
-                data,
-                loop,
-                self.parallel,
-                Path(place),
-                recorded,
-                lambda: {"score": 0.0},
-            )
+    def train(self, made: Objective, data: PackedData, steps: int, lr: float) -> list[float]:
+        """Train in place and return the seconds of every step."""
+        recorder, tokens = StepRecorder(), data.rows_per_step * data.capacity
+        optimizer = OptimizerConfig(lr=lr, warmup_steps=max(1, steps // 10), final_lr=0.0)
+        loop = loop_config(steps, tokens, self.chosen.dtype, optimizer)
+        train_steps("train", *made, data, loop, self.chosen.device, recorder)
+        return recorder.seconds()
 
     @torch.no_grad()
-    def worth(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
-        """(tokens, rounds) of every held-out prompt: `greedy` and `sampled`."""
+    def block_efficiency(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
+        """Return (tokens, rounds) of every held-out prompt, `greedy` and `sampled`."""
         self.chain.head = head.eval()
         greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
         drafter = RecurrentDrafter(
@@ -266,19 +233,3 @@ class Bench:
         )
         done = decode(self.engine.target, drafter, [ids for _, ids, _ in self.held_out], settings)
         return {"greedy": greedy, "sampled": [(len(one.tokens), one.rounds) for one in done]}
-
-
-class _Steps:
-    """Stands in for the tracker: the seconds of every step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._tokens = 0
-
-    def rewind(self, step: int) -> None:
-        self.seconds.clear()
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        if "tokens_per_second" in values:
-            self.seconds.append((values["tokens"] - self._tokens) / values["tokens_per_second"])
-            self._tokens = values["tokens"]

@@ -1,8 +1,7 @@
-"""Tables of scripts/bench/recurrent_show.py, in Markdown, from its figures.
+"""Markdown tables of recurrent_show.py.
 
-Two intervals of a comparison, both paired, both of 95 %: over prompts, all seeds' counts of a
-prompt together (eval.statistics.metrics), and over seeds, by Student's t (scripts/bench/kept.py),
-which with three seeds is wide.
+A comparison has two paired 95 % intervals: over prompts, with the counts of all seeds added up
+(eval.statistics.metrics), and over seeds, by Student's t (kept.py), which is wide for three seeds.
 """
 
 from collections import defaultdict
@@ -20,7 +19,7 @@ Columns = tuple[list[float], list[float]]  # by prompt: tokens, and rounds or se
 
 
 def of_seeds(figures: Figures, name: str) -> dict[str, Any]:
-    """A name's figures by seed, of those that are there."""
+    """Return the figures of a name by seed."""
     found = {
         key.removeprefix(f"{name}/"): value
         for key, value in figures.items()
@@ -30,7 +29,7 @@ def of_seeds(figures: Figures, name: str) -> dict[str, Any]:
 
 
 def pooled(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
-    """(tokens, rounds) of every prompt, added up over seeds."""
+    """Return tokens and rounds of every prompt, added up over seeds."""
     tokens, rounds = (
         [sum(pair[part] for pair in prompt) for prompt in zip(*runs, strict=True)]
         for part in (0, 1)
@@ -39,22 +38,20 @@ def pooled(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
 
 
 def tau(pairs: Sequence[Sequence[float]]) -> float:
-    """Tokens a round."""
+    """Return the tokens a round."""
     return sum(tokens for tokens, _ in pairs) / sum(rounds for _, rounds in pairs)
 
 
 def over(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
-    """One block efficiency over another, over prompts."""
+    """Return the ratio of two block efficiencies with its interval over prompts."""
     return paired_bootstrap(*pooled(runs), *pooled(base))
 
 
 def trained(figures: Figures, pairs: Mapping[str, str]) -> str:
-    """Sides that were trained for equal seconds, each held against another: side -> that one. Seeds
-    that both have.
-    """
+    """Return the table of sides trained for equal seconds. pairs: side -> side compared with."""
     rows = [_row(figures, side, None) for side in dict.fromkeys(pairs.values())]
     rows += [_row(figures, side, against) for side, against in pairs.items()]
-    titles = ["side", "held against"]
+    titles = ["side", "compared with"]
     for way in ("greedy", "T=1"):
         titles += [f"tau {way}, by seed", "ratio, over prompts", "difference, over seeds"]
     return table([*titles, "seconds", "steps", "epochs"], [row for row in rows if row])
@@ -85,7 +82,7 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
 
 # -------------------------------------------------------------------------------------------- races
 def generations(folder: Path) -> list[dict[str, Any]]:
-    """What a race's records say of every generation."""
+    """Read the counts and seconds of every generation of a race."""
     keys = ("drafter", "temperature", "num_draft_tokens", "prompt_id", "rounds")
     return [
         {
@@ -101,7 +98,7 @@ Arm = tuple[float, str, int]  # temperature, drafter, draft length
 
 
 def by_arm(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, list[float]]]:
-    """Tokens, rounds and seconds of every prompt, in one order, added up over seeds."""
+    """Return tokens, rounds and seconds of every prompt, added up over seeds."""
     found: dict[Arm, dict[str, list[float]]] = defaultdict(
         lambda: defaultdict(lambda: [0.0, 0.0, 0.0])
     )
@@ -120,7 +117,7 @@ def by_arm(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, lis
 
 
 def raced(races: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Block efficiency and speedup of every arm, over plain decoding."""
+    """Return the table of block efficiencies and speedups of every arm."""
     arms = by_arm(races)
     rows = []
     for (temperature, name, length), mine in sorted(arms.items()):
@@ -145,7 +142,7 @@ def _speed(mine: Mapping[str, list[float]]) -> Columns:
 
 
 def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """The faster way of drawing beams over the faster pruned drafter, at each temperature."""
+    """Return the table of the faster head against the faster pruned drafter."""
     arms = by_arm(races)
     rows = []
     for temperature in sorted({arm[0] for arm in arms}):
@@ -168,7 +165,7 @@ def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def report(chosen: Any, figures: Figures, parts: Mapping[str, Mapping[str, str]]) -> str:
-    """All tables, as far as their figures are there."""
+    """Return all tables whose figures exist."""
     found = [f"{chosen.seconds:g} s of training each, {chosen.threads} threads"]
     for part, pairs in parts.items():
         if any(of_seeds(figures, side) for side in pairs):

@@ -1,23 +1,18 @@
-"""Part `training` of scripts/bench/recurrent.py: the published recipe, written out, against our
-job's step.
+"""Part `training` of recurrent.py: a step of our job against the published recipe, written out.
 
-The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b), as it
-computes and not as it is written: every chat padded; embeddings rolled left once a head; all heads'
-logits of all positions as a list, stacked, and copied to float32 (accelerate widens a model's
-outputs); the sum over heads of the mean cross-entropy on shifted contiguous copies; per head and k
-= 1 .. 5 a top-k of its own over the whole vocabulary; every figure fetched from the device at once;
-float32 weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1. Its other costs
-(Trainer, data loader, gradient exchange of an unused lm_head) are left out, so that it is faster
-here than it was.
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is written as
+it computes: every chat padded; embeddings rolled left once a head; all heads' logits of all
+positions as a list, stacked, and copied to float32 (accelerate widens a model's outputs); the sum
+over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k
+of its own over the complete vocabulary; every figure fetched from the device at once; float32
+weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1. Its other costs (Trainer,
+data loader, gradient exchange of an unused lm_head) are left out, so that it is faster here.
 """
 
 import copy
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,40 +22,47 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from decoding.models.text.tokenizer import load_tokenizer
-from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
-from scripts.bench.common import peak_bytes, ratio, take_turns
-from training.config import LoopConfig
+from scripts.bench.common import (
+    StepRecorder,
+    check_losses,
+    goal,
+    loop_config,
+    medians,
+    peak_bytes,
+    ratio,
+    take_turns,
+    train_steps,
+)
 from training.data.packing import PackedData, Sample, collate
 from training.data.readers import read_chats
 from training.data.samples import chat_samples
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
-from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import freeze
 from training.optimizer_config import OptimizerConfig
-from training.parallel.strategy import Parallel
 
 IGNORED = -100
 TOP_K = 5
 GOAL_OVER_PUBLISHED, GOAL_OVER_LONGEST, GOAL_PEAK = 4.0, 2.0, 1 / 3
-# share by which the sides' losses may differ: their bfloat16 products are summed in another order
+# largest relative difference of the losses, whose bfloat16 products are summed in another order
 SAME_LOSS = 0.02
 
 
 class Published(nn.Module):
-    """The published model around a head's own modules: forward over padded ids gives all logits
-    [heads, B, T, V] in float32.
+    """Published model around a head's modules.
+
+    The forward over padded ids returns all logits [heads, B, T, V] in float32.
     """
 
     def __init__(self, target: Any, head: RecurrentHead, heads: int, autocast: bool) -> None:
         super().__init__()
         self.head, self.heads, self.autocast = head, heads, autocast
-        self.targets = [target]  # in a list: it is no part of what is trained
+        self.targets = [target]  # in a list, so that it is not a trained module
         self.output = nn.Sequential(*head.lm_head)
 
     def forward(self, ids_BT: Tensor, attention_BT: Tensor) -> Tensor:
@@ -82,9 +84,7 @@ class Published(nn.Module):
 
 
 def published_loss(logits_KBTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """(sum of the heads' mean cross-entropies, every head's loss and top-k accuracies, fetched one
-    by one).
-    """
+    """Return the sum of the heads' mean cross-entropies, and every head's loss and accuracies."""
     total = torch.zeros((), device=labels_BT.device)
     log: dict[str, float] = {}
     for i in range(len(logits_KBTV)):
@@ -102,9 +102,9 @@ def published_loss(logits_KBTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, dict
 
 
 def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor]:
-    """ids, attention and labels of chats, padded to `length`, or to the longest where it is 0."""
+    """Pad chats to `length`, or to the longest one if it is 0."""
 
-    def stacked(parts: list[Tensor], fill: int) -> Tensor:
+    def stack(parts: list[Tensor], fill: int) -> Tensor:
         together = pad_sequence(parts, batch_first=True, padding_value=fill)
         return F.pad(together, (0, max(0, length - together.shape[1])), value=fill).to(device)
 
@@ -113,9 +113,9 @@ def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor
         part.where(torch.from_numpy(row.mask), IGNORED) for part, row in zip(ids, rows, strict=True)
     ]
     return {
-        "ids": stacked(ids, 0),
-        "attention": stacked([torch.ones_like(part) for part in ids], 0),
-        "labels": stacked(labels, IGNORED),
+        "ids": stack(ids, 0),
+        "attention": stack([torch.ones_like(part) for part in ids], 0),
+        "labels": stack(labels, IGNORED),
     }
 
 
@@ -132,7 +132,7 @@ class PublishedSide:
         self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=1e-3, weight_decay=0.0)
 
     def __call__(self) -> float:
-        """Supervised tokens a second of a round."""
+        """Run a round and return supervised tokens/s."""
         self.step()
         began, supervised = time.perf_counter(), 0
         for _ in range(self.chosen.steps):
@@ -140,7 +140,7 @@ class PublishedSide:
         return supervised / (time.perf_counter() - began)
 
     def step(self) -> int:
-        """One optimizer step; its supervised tokens. Fetching the figures waits for the device."""
+        """Take one optimizer step and return its supervised tokens."""
         supervised = 0
         for _ in range(self.chosen.forwards):
             rows = self.next_rows()
@@ -164,14 +164,10 @@ class PublishedSide:
 
 
 class OurSide:
-    """Steps of our loop on packed rows; hard labels, states made in every step, so that both sides
-    run the target alike.
-    """
+    """Steps of our loop on packed rows, with hard labels and the target's states in every step."""
 
-    def __init__(
-        self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData, folder: Path
-    ) -> None:
-        self.chosen, self.data, self.folder = chosen, data, folder
+    def __init__(self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData) -> None:
+        self.chosen, self.data = chosen, data
         dtype = dtype_of(chosen.dtype)
         states = TargetStates(target)
         self.objective = HeadObjective(
@@ -182,68 +178,27 @@ class OurSide:
         )
 
     def __call__(self) -> float:
-        """Supervised tokens a second of a round."""
-        chosen, records = self.chosen, _Records()
+        """Run a round and return supervised tokens/s, the first step left out."""
+        chosen, recorder, objective = self.chosen, StepRecorder(), self.objective
         tokens = self.data.rows_per_step * self.data.capacity
-        config = LoopConfig(
-            max_steps=chosen.steps + 1,
-            tokens_per_step=tokens,
-            micro_batch_tokens=min(tokens, chosen.rows * chosen.max_length),
-            eval_every=0,
-            checkpoint_every=0,
-            dtype=chosen.dtype,
-            optimizer=OptimizerConfig(lr=1e-3),
+        part = min(tokens, chosen.rows * chosen.max_length)
+        optimizer = OptimizerConfig(lr=1e-3)
+        loop = loop_config(
+            chosen.steps + 1, tokens, chosen.dtype, optimizer, micro_batch_tokens=part
         )
-        parallel = Parallel(ParallelConfig(), chosen.device)
-        module = HeadObjective(
-            PREDICTIONS,
-            copy.deepcopy(self.objective.head),
-            self.objective.states,
-            self.objective.loss,
-        )
-        with tempfile.TemporaryDirectory(dir=self.folder) as run:
-            fit(
-                "ours",
-                module,
-                module.head,
-                self.data,
-                config,
-                parallel,
-                Path(run),
-                records,
-                lambda: {"score": 0.0},
-            )
-        return records.supervised_a_second()
-
-
-class _Records:
-    """Stands in for the tracker: supervised tokens and seconds of every step but the first."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def rewind(self, step: int) -> None:
-        self.steps.clear()
-
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        if "tokens_per_second" in values:
-            self.steps.append(values)
-
-    def supervised_a_second(self) -> float:
-        pairs = list(zip(self.steps, self.steps[1:], strict=False))
-        seconds = sum(
-            (now["tokens"] - before["tokens"]) / now["tokens_per_second"] for before, now in pairs
-        )
-        return (self.steps[-1]["supervised_tokens"] - self.steps[0]["supervised_tokens"]) / seconds
+        head = copy.deepcopy(objective.head)
+        module = HeadObjective(PREDICTIONS, head, objective.states, objective.loss)
+        train_steps("ours", module, head, self.data, loop, chosen.device, recorder)
+        first, last = recorder.steps[0], recorder.steps[-1]
+        supervised = last["supervised_tokens"] - first["supervised_tokens"]
+        return supervised / sum(recorder.seconds()[1:])
 
 
 @torch.no_grad()
 def losses(
     ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capacity: int
 ) -> dict[str, float]:
-    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it
-    would compare two things.
-    """
+    """Return both sides' losses on the same chats and weights; exit if they differ."""
     chosen = ours.chosen
     batch = collate(samples, [[i] for i in range(len(samples))], capacity, chosen.device)
     mine = float(ours.objective(batch)[0]) / batch.supervised
@@ -251,18 +206,12 @@ def losses(
     published = float(
         published_loss(theirs.model(given["ids"], given["attention"]), given["labels"])[0]
     )
-    if abs(mine / published - 1) > SAME_LOSS:
-        sys.exit(
-            f"error: the two sides' losses on the same chats are {mine:.4f} and {published:.4f}: "
-            f"they do not compute the same"
-        )
+    check_losses(mine, published, SAME_LOSS)
     return {"ours": mine, "published": published}
 
 
 def run(chosen: Any) -> dict[str, Any]:
-    """Rates in turns, their ratios, peaks of a forward and backward pass, and how full the sides'
-    batches are.
-    """
+    """Measure the rates of all sides in turn, the peaks of a pass, and how full batches are."""
     folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
     eager = freeze(
         AutoModelForCausalLM.from_pretrained(
@@ -285,19 +234,18 @@ def run(chosen: Any) -> dict[str, Any]:
     )
     tokens = account.tokens / len(samples) * chosen.rows * chosen.forwards
     data = PackedData(samples, context, max(1, round(tokens / context)), 0)
-    with tempfile.TemporaryDirectory() as place:
-        ours = OurSide(chosen, packed, head, data, Path(place))
-        fixed, longest = (
-            PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0)
-        )
-        same = losses(ours, fixed, samples[:4], context)
-        peaks = peak_memory(ours, fixed, longest)
-        sides: dict[str, Callable[[], float]] = {
-            "ours": ours,
-            "published": fixed,
-            "published_to_longest": longest,
-        }
-        figures = take_turns(sides, chosen.rounds)
+    ours = OurSide(chosen, packed, head, data)
+    fixed, longest = (
+        PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0)
+    )
+    same = losses(ours, fixed, samples[:4], context)
+    peaks = peak_memory(ours, fixed, longest)
+    sides: dict[str, Callable[[], float]] = {
+        "ours": ours,
+        "published": fixed,
+        "published_to_longest": longest,
+    }
+    figures = take_turns(sides, chosen.rounds)
     slots = account.tokens / (len(samples) * chosen.max_length)
     over = {name: ratio(figures, "ours", name) for name in ("published", "published_to_longest")}
     smaller = peaks["ours"] / peaks["published"]
@@ -305,9 +253,7 @@ def run(chosen: Any) -> dict[str, Any]:
         "goals": goals(
             over["published"]["median"], over["published_to_longest"]["median"], smaller
         ),
-        "supervised_tokens_per_second": {
-            name: statistics.median(values) for name, values in figures.items()
-        },
+        "supervised_tokens_per_second": medians(figures),
         "ours_over_published": over["published"],
         "ours_over_published_to_longest": over["published_to_longest"],
         "peak_bytes": peaks,
@@ -320,24 +266,18 @@ def run(chosen: Any) -> dict[str, Any]:
 
 
 def goals(over_published: float, over_longest: float, peak: float) -> dict[str, dict[str, Any]]:
-    """Each goal with what was found. peak: ours, as a share of the published one."""
+    """Compare every goal with the figures. peak: ours as a share of the published one."""
+    published, longest = over_published >= GOAL_OVER_PUBLISHED, over_longest >= GOAL_OVER_LONGEST
+    padded_to_longest = f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row"
     return {
-        f"{GOAL_OVER_PUBLISHED:g}x the published recipe": {
-            "found": over_published,
-            "met": over_published >= GOAL_OVER_PUBLISHED,
-        },
-        f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row": {
-            "found": over_longest,
-            "met": over_longest >= GOAL_OVER_LONGEST,
-        },
-        "a third of its peak memory": {"found": peak, "met": peak <= GOAL_PEAK},
+        f"{GOAL_OVER_PUBLISHED:g}x the published recipe": goal(over_published, published),
+        padded_to_longest: goal(over_longest, longest),
+        "a third of its peak memory": goal(peak, peak <= GOAL_PEAK),
     }
 
 
 def peak_memory(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
-    """Peak bytes of one forward and backward pass over as many positions: `rows` padded chats, and
-    packed rows of no less tokens.
-    """
+    """Return the peak bytes of a forward and backward pass over equally many positions."""
     chosen, data = ours.chosen, ours.data
     rows = max(1, chosen.rows * chosen.max_length // data.capacity)
     batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)

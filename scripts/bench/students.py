@@ -1,62 +1,64 @@
-"""Students of one target, cut and distilled one after another: the target, the text and what the
-target says of it are read once for all.
+"""Students of one target, cut and distilled one after another on the same text.
 
-Most of a small student's step is the frozen target's forward. All students of a benchmark see the
-same rows, so its states at a row are remembered by the first that meets it
-(training.objectives.TeacherStates); seconds of distillation are therefore no measure of anything
-here.
+Most of a small student's step is the frozen target's forward. All students see the same rows, so
+the states that the first one computes are kept for the others (training.objectives.TeacherStates).
+Seconds of distillation are therefore no result here.
 """
 
 import dataclasses
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from distill.acceptance import HeldOutAcceptance
 from distill.config import ImportanceConfig, PruneConfig
-from distill.prune.job import workbench
+from distill.prune.context import PruneContext, SourceModel
+from distill.prune.job import build_context
 from distill.prune.modes import MODES
-from distill.prune.workbench import Source, Workbench
 from distill.shapes import student_config
 from jobs.config import TargetConfig
 from jobs.paths import resolve
-from training.config import DataConfig, LoopConfig, StudentConfig
+from scripts.bench import common
+from scripts.bench.common import BenchOptions
+from training.config import DataConfig, StudentConfig
 from training.objectives import TeacherStates
 from training.optimizer_config import OptimizerConfig
 
 
-class Wanted(Protocol):
-    """Options that such a benchmark has."""
+@dataclass
+class StudentOptions(BenchOptions):
+    """Options of benchmarks that cut and distil students."""
 
-    target: str
-    chats: list[str]
-    held_out_chats: list[str]
-    max_length: int
-    tokens_per_step: int
-    steps: int
-    probe_steps: int
-    sequences: int
-    lr: float
-    dtype: str
-    device: str
-    cache_mb: int
+    target: str = "embedded:target"  # model folder
+    # ShareGPT files to distil on and to score by
+    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])
+    # held-out ShareGPT files, for the choice of layers and for acceptance
+    held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])
+    prompts: str = "embedded:prompts"  # evaluation prompts that are decoded
+    max_prompts: int = 30  # number of prompts
+    max_new_tokens: int = 64  # tokens of an answer
+    max_length: int = 256  # tokens a row
+    tokens_per_step: int = 4096  # tokens of a training step
+    steps: int = 400  # steps of distillation
+    probe_steps: int = 10  # steps of a candidate's distillation, where layers are chosen
+    sequences: int = 512  # rows that are scored
+    lr: float = 3e-3  # peak learning rate of distillation
+    dtype: str = "float32"  # dtype of training; master weights are float32
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every student each
+    # folder of students and finished parts; a call with the same settings continues there
+    work: str = "runs/bench"
+    cache_mb: int = 2000  # memory for the target's states on the training text
 
 
-def configured(chosen: Wanted, shape: StudentConfig, seed: int, cache: Path) -> PruneConfig:
-    """The configuration of distill.prune for one student; `between` is its distillation
-    afterwards.
-    """
-    loop = LoopConfig(
-        max_steps=chosen.steps,
-        tokens_per_step=chosen.tokens_per_step,
-        micro_batch_tokens=chosen.tokens_per_step,
-        eval_every=0,
-        checkpoint_every=0,
-        dtype=chosen.dtype,
-        optimizer=OptimizerConfig(lr=chosen.lr),
-    )
+def prune_config(
+    chosen: StudentOptions, shape: StudentConfig, seed: int, cache: Path
+) -> PruneConfig:
+    """Return the configuration of distill.prune; `between` is the distillation after the cut."""
+    optimizer = OptimizerConfig(lr=chosen.lr)
+    loop = common.loop_config(chosen.steps, chosen.tokens_per_step, chosen.dtype, optimizer)
     return PruneConfig(
         job="distill.prune",
         output_dir=str(cache),
@@ -81,44 +83,40 @@ def configured(chosen: Wanted, shape: StudentConfig, seed: int, cache: Path) -> 
 
 
 class Students:
-    """Cuts and distils; holds the target's states on the training text for as long as it lives."""
+    """Factory of students that keeps the target, the text and the target's states."""
 
     def __init__(self) -> None:
-        self._seed = -1
-        self._bench: Workbench | None = None
+        self._context: PruneContext | None = None
         self._states: TeacherStates | None = None
 
-    def bench(self, config: PruneConfig) -> Workbench:
-        """The workbench of one student: target, text and held-out rows are those of the others of
-        its seed, the accounts its own.
-        """
-        if self._bench is None or self._seed != config.seed:
-            self._bench, self._seed = workbench(config, resolve(config.target.path)), config.seed
-            teacher = self._bench.teacher
-            self._bench.scorer = HeldOutAcceptance(
-                teacher, teacher, self._bench.held_out, config.data.max_length, 1.0
+    def context(self, config: PruneConfig) -> PruneContext:
+        """Return the context of one student: data shared by its seed, and accounts of its own."""
+        if self._context is None or self._context.config.seed != config.seed:
+            self._context = context = build_context(config, resolve(config.target.path))
+            held_out, length = context.held_out, config.data.max_length
+            context.scorer = HeldOutAcceptance(
+                context.teacher, context.teacher, held_out, length, 1.0
             )
-        return dataclasses.replace(self._bench, config=config, seconds={}, flops={})
+        return dataclasses.replace(self._context, config=config, seconds={}, flops={})
 
-    def cut(self, bench: Workbench) -> tuple[Any, dict[str, Any]]:
-        """(the student before its distillation, how it was made). What the choice costs stands in
-        the bench's accounts.
+    def cut(self, context: PruneContext) -> tuple[Any, dict[str, Any]]:
+        """Return a student before its distillation, and notes on its cut.
 
-        A choice remembers the target's states for itself alone, so that its cost is that of a run
-        by itself.
+        The context's accounts hold the cost of the choice. A choice computes the target's states
+        itself, so that its cost is that of a run of its own.
         """
-        config = bench.config
+        config = context.config
         torch.manual_seed(config.seed)
-        shape = student_config(config.student, bench.teacher.config)
-        source = Source(bench.teacher, resolve(config.target.path))
-        with tempfile.TemporaryDirectory() as place:
-            student, notes, _ = MODES[config.mode](bench, source, shape, Path(place))
+        shape = student_config(config.student, context.teacher.config)
+        source = SourceModel(context.teacher, resolve(config.target.path))
+        with tempfile.TemporaryDirectory() as folder:
+            student, notes, _ = MODES[config.mode](context, source, shape, Path(folder))
         return student, notes
 
-    def distil(self, title: str, bench: Workbench, student: Any) -> dict[str, float]:
-        """Distil by `between`. Returns the held-out figures at its end."""
-        self._states = self._states or bench.states
-        if self._states is not bench.states:
-            bench.states = self._states
-        with tempfile.TemporaryDirectory() as place:
-            return bench.distil(title, student, bench.config.between, Path(place)).best
+    def distil(self, title: str, context: PruneContext, student: Any) -> dict[str, float]:
+        """Distil by the configuration's `between`, and return the held-out figures."""
+        self._states = self._states or context.states
+        if self._states is not context.states:
+            context.states = self._states
+        with tempfile.TemporaryDirectory() as folder:
+            return context.distil(title, student, context.config.between, Path(folder)).best

@@ -8,7 +8,7 @@
 - held_out_chats.json: other held-out functions in ShareGPT form, for held-out loss and acceptance
   while training.
 
-Samples are drawn by a hash of the record's name: the same Python writes the same files.
+A hash of the record's name chooses the samples: the same Python writes the same files.
 """
 
 import hashlib
@@ -45,9 +45,7 @@ def main() -> None:
 
 
 def choose_prompts() -> list[corpus.Function]:
-    """Return held-out functions with a docstring and a body of some lines, a few of each module, no
-    request twice.
-    """
+    """Return held-out functions with a docstring, a few of each module, without equal requests."""
     chosen: dict[str, corpus.Function] = {}
     of_module: Counter[str] = Counter()
     candidates = sorted(
@@ -79,9 +77,7 @@ def prompt(function: corpus.Function) -> dict[str, object]:
 
 
 def sample(chats: list[corpus.Messages], max_bytes: int) -> list[str]:
-    """Return ShareGPT records as JSON, in hashed order, until `max_bytes` are reached; overlong
-    answers are left out.
-    """
+    """Return at most `max_bytes` of ShareGPT records in hashed order, without overlong answers."""
     records: dict[str, str] = {}
     for chat in chats:
         if any(
@@ -101,7 +97,7 @@ def sample(chats: list[corpus.Messages], max_bytes: int) -> list[str]:
 
 
 def rank(name: str) -> str:
-    """Return a hash to sort by: an order that is stable and has nothing to do with the names."""
+    """Return a hash to sort by, for a stable order that is independent of the names."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 

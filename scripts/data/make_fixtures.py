@@ -49,51 +49,28 @@ STOPPED_AT = {"distill.train": 20, "recurrent_drafting.train": 34}
 SHARED = ["target.path=target", "target.dtype=float64", "target.device=cpu", "threads=1"]
 TRAINING = [
     *SHARED,
-    "data.chats=[chats.json]",
-    "data.held_out_chats=[]",
-    "data.max_length=48",
-    "held_out.prompts=prompts.jsonl",
-    "held_out.max_prompts=3",
-    "held_out.max_new_tokens=16",
-    "loop.tokens_per_step=192",
-    "loop.micro_batch_tokens=96",
-    "loop.checkpoint_every=0",
-    "loop.log_every=4",
-    "loop.optimizer.warmup_steps=1",
+    *"data.chats=[chats.json] data.held_out_chats=[] data.max_length=48".split(),
+    *"held_out.prompts=prompts.jsonl held_out.max_prompts=3 held_out.max_new_tokens=16".split(),
+    *"loop.tokens_per_step=192 loop.micro_batch_tokens=96 loop.checkpoint_every=0".split(),
+    *"loop.log_every=4 loop.optimizer.warmup_steps=1".split(),
 ]
 # The last step has to be the best one: what is exported is then made after the stop.
 JOBS = {
     "distill.train": [
-        "drafter=shallow",
-        "drafter.name=tiny",
-        "loop.max_steps=24",
-        "loop.eval_every=20",
-        "loop.optimizer.lr=5e-3",
+        *"drafter=shallow drafter.name=tiny".split(),
+        *"loop.max_steps=24 loop.eval_every=20 loop.optimizer.lr=5e-3".split(),
     ],
     "recurrent_drafting.train": [
-        "head.warm_start=hidden",
-        "head.num_draft_layers=1",
-        "loss.name=continuations",
-        "loss.predict_n_tokens=3",
-        "top_k=2",
-        "beam_width=3",
-        "loop.max_steps=40",
-        "loop.eval_every=34",
-        "loop.optimizer.lr=1.5e-2",
+        *"head.warm_start=hidden head.num_draft_layers=1 loss.name=continuations".split(),
+        *"loss.predict_n_tokens=3 top_k=2 beam_width=3".split(),
+        *"loop.max_steps=40 loop.eval_every=34 loop.optimizer.lr=1.5e-2".split(),
     ],
 }
 EVALUATION = [
     *SHARED,
-    "benchmark.path=prompts.jsonl",
-    "temperatures=[0.0,1.0]",
-    "verify=coupled",
-    "num_draft_tokens=[3]",
-    "sweep=[]",
-    "max_new_tokens=14",
-    "stop_at_eos=false",
-    "max_draft_tokens=5",
-    "timing_repeats=1",
-    "bootstrap_resamples=50",
+    *"benchmark.path=prompts.jsonl temperatures=[0.0,1.0] verify=coupled".split(),
+    *"num_draft_tokens=[3] sweep=[] max_new_tokens=14 stop_at_eos=false".split(),
+    *"max_draft_tokens=5 timing_repeats=1 bootstrap_resamples=50".split(),
 ]
 DRAFTER, HEAD = (f"{job}/finished/drafter" for job in JOBS)
 # As people name them: folders, names in conf/drafter, and ways to use them.
@@ -111,76 +88,29 @@ BY_NAME: list[dict[str, Any]] = [
     },
 ]
 MODEL = {"folder": DRAFTER, "dtype": "float64"}
+
+
+def by_path(path: str, name: str, **options: Any) -> dict[str, Any]:
+    """Return a drafter named by its class path in an early version."""
+    return {"_target_": f"decoding.{path}", **options, "name": name}
+
+
 # By the class paths of conf/drafter, each in a form of its own.
 BY_CLASS: list[dict[str, Any]] = [
-    {"_target_": "decoding.chain.ChainDrafter", **MODEL, "name": "chain", "stopping": "fixed"},
-    {
-        "_target_": "decoding.chain.ChainDrafter",
-        **MODEL,
-        "name": "chain, copies",
-        "lookup": 2,
-        "verify": "token",
-    },
-    {
-        "_target_": "decoding.with_lookup.ChainWithLookup",
-        **MODEL,
-        "name": "chain with lookup",
-        "min_match": 2,
-    },
-    {
-        "_target_": "decoding.multi_candidate.MultiCandidate",
-        **MODEL,
-        "name": "candidates",
-        "branching": [2, 2],
-    },
-    {
-        "_target_": "decoding.static_tree.StaticTree",
-        **MODEL,
-        "name": "static",
-        "choices": [[0, 0], [1]],
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "ranked",
-        "draws": "picked",
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "by cost",
-        "by_cost": True,
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.trees.RankedTree",
-        **MODEL,
-        "name": "ranked, copies",
-        "lookup": 2,
-        "max_nodes": 6,
-    },
-    {
-        "_target_": "decoding.graph.GraphDrafter",
-        **MODEL,
-        "name": "graph",
-        "frontier": 2,
-        "draws": "picked",
-    },
-    {"_target_": "decoding.ouroboros.Ouroboros", **MODEL, "name": "ouroboros", "ngram": 3},
-    {"_target_": "decoding.lookahead.Lookahead", "name": "lookahead", "ngram": 3, "columns": 3},
-    {
-        "_target_": "decoding.prompt_lookup.PromptLookup",
-        "name": "prompt_lookup",
-        "max_ngram": 3,
-        "min_ngram": 1,
-    },
-    {"_target_": "decoding.prompt_lookup.SuffixLookup", "name": "suffixes", "min_match": 2},
-    {
-        "_target_": "decoding.self_speculation.SelfSpeculation",
-        "name": "itself",
-        "skips": "skips.json",
-    },
+    by_path("chain.ChainDrafter", "chain", **MODEL, stopping="fixed"),
+    by_path("chain.ChainDrafter", "chain, copies", **MODEL, lookup=2, verify="token"),
+    by_path("with_lookup.ChainWithLookup", "chain with lookup", **MODEL, min_match=2),
+    by_path("multi_candidate.MultiCandidate", "candidates", **MODEL, branching=[2, 2]),
+    by_path("static_tree.StaticTree", "static", **MODEL, choices=[[0, 0], [1]]),
+    by_path("trees.RankedTree", "ranked", **MODEL, draws="picked", max_nodes=6),
+    by_path("trees.RankedTree", "by cost", **MODEL, by_cost=True, max_nodes=6),
+    by_path("trees.RankedTree", "ranked, copies", **MODEL, lookup=2, max_nodes=6),
+    by_path("graph.GraphDrafter", "graph", **MODEL, frontier=2, draws="picked"),
+    by_path("ouroboros.Ouroboros", "ouroboros", **MODEL, ngram=3),
+    by_path("lookahead.Lookahead", "lookahead", ngram=3, columns=3),
+    by_path("prompt_lookup.PromptLookup", "prompt_lookup", max_ngram=3, min_ngram=1),
+    by_path("prompt_lookup.SuffixLookup", "suffixes", min_match=2),
+    by_path("self_speculation.SelfSpeculation", "itself", skips="skips.json"),
     {
         "_target_": "recurrent_drafting.drafter.RecurrentDrafter",
         "folder": HEAD,
@@ -192,13 +122,7 @@ BY_CLASS: list[dict[str, Any]] = [
     },
 ]
 BY_CLASS_OF_A_WORKER: list[dict[str, Any]] = [
-    {
-        "_target_": "decoding.worker.RemoteChain",
-        **MODEL,
-        "name": "remote",
-        "draft_cores": 0,
-        "schedule": "pearl_wall",
-    },
+    by_path("worker.RemoteChain", "remote", **MODEL, draft_cores=0, schedule="pearl_wall"),
 ]
 SAMPLED = {"num_draft_tokens": 3, "stopping": "fixed", "ignore_eos": True}
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -290,7 +214,7 @@ def write_inputs() -> None:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        # The last layer adds little, so that the first one alone often agrees with the whole.
+        # the last layer adds little, so that the first one alone often agrees with both
         model.lm_head.weight.mul_(4.0)
         for part in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
             part.weight.mul_(0.3)

@@ -5,8 +5,8 @@
 SentencePiece BPE over the training split of the standard library. Text round-trips exactly: no
 normalisation, no dummy prefix, runs of spaces are tokens, unknown characters fall back to bytes.
 `tokenizer.json` holds the same pieces and merges in the form that `transformers` loads; tests
-compare the ids of both. Run it only before the target is trained: a model is worth nothing with
-another tokenizer, so the script refuses where weights already lie in the folder.
+compare the ids of both. Run it only before the target is trained: another tokenizer makes a trained
+model useless, so the script refuses a folder with weights.
 """
 
 import json
@@ -69,9 +69,7 @@ def main() -> None:
 
 
 def train(path: Path) -> None:
-    """Train the SentencePiece model on modules and chats of the training split and write it to
-    `path`.
-    """
+    """Train the SentencePiece model on the training split and write it to `path`."""
     texts = corpus.documents("train") + [
         turn["content"] for chat in corpus.chats("train") for turn in chat
     ]
@@ -97,9 +95,7 @@ def train(path: Path) -> None:
 
 
 def convert(pieces: sentencepiece.SentencePieceProcessor) -> Tokenizer:
-    """Return the `tokenizers` twin: the merges are every split of a piece into two pieces, in the
-    pieces' order.
-    """
+    """Return the `tokenizers` form; its merges are all splits of a piece, in the pieces' order."""
     ids = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
     merges: list[tuple[int, int, int, str, str]] = []
     for piece in ids:

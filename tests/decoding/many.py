@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from decoding.interfaces import Drafter, Target
-from decoding.loop import start
+from decoding.loop import prefill_batch
 from decoding.rounds import batch as batches
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
@@ -127,7 +127,7 @@ def opened(
 ) -> Batch:
     """A batch of one prompt's requests after its prefill."""
     with cheap_numbers():
-        return start(
+        return prefill_batch(
             target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids
         )
 

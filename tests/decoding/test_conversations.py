@@ -13,7 +13,7 @@ from decoding.loop import decode
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.session import Turns
+from decoding.session import ConversationBatches
 
 from .rows import ROWS, DrafterRow
 from .test_session import kit_of, settings_of
@@ -32,7 +32,7 @@ class Said:
     new: int  # tokens behind the answer before
 
 
-def conversations(target: Target, settings: Settings, turns: Turns) -> list[Said]:
+def conversations(target: Target, settings: Settings, turns: ConversationBatches) -> list[Said]:
     """Three turns of five conversations, of which one ends after each."""
     texts = {name: list(prompt) for name, prompt in enumerate(random_prompts(5, seed=7))}
     spoken = iter(random_prompts(15, seed=8))
@@ -67,7 +67,7 @@ def test_conversations_in_batches_say_what_fresh_decodes_say(
         kit_of(),
     )
     drafter = row.make(kit) if row else None
-    found = conversations(kit.target, settings, Turns(kit.target, drafter))
+    found = conversations(kit.target, settings, ConversationBatches(kit.target, drafter))
     for one in found:
         drafter = row.make(other) if row else None
         (fresh,) = decode(other.target, drafter, [one.prompt], settings, request_ids=[one.request])
@@ -88,9 +88,9 @@ def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None
     """The control: what is kept is no help to it, and it says the same."""
     kit, settings = kit_of(), settings_of("greedy")
     drafter = next(row for row in ROWS if row.name == "recurrent").make(kit)
-    some = conversations(kit.target, settings, Turns(kit.target, drafter))
+    some = conversations(kit.target, settings, ConversationBatches(kit.target, drafter))
     drafter.capabilities = replace(drafter.capabilities, last_hidden=False)
-    whole = conversations(kit.target, settings, Turns(kit.target, drafter))
+    whole = conversations(kit.target, settings, ConversationBatches(kit.target, drafter))
     assert [one.answer.tokens for one in whole] == [one.answer.tokens for one in some]
     assert all(one.answer.prefilled == len(one.prompt) - 1 for one in whole)
     assert sum(one.answer.prefilled for one in some) < sum(one.answer.prefilled for one in whole)
@@ -101,7 +101,7 @@ def test_overlapped_schedules_are_refused() -> None:
     with pytest.raises(
         UserError, match="a conversation runs schedule=serial, found 'pearl_virtual'"
     ):
-        Turns(kit.target, None).decode(
+        ConversationBatches(kit.target, None).decode(
             ["one"], [[5, 6]], [True], replace(settings_of("greedy"), schedule="pearl_virtual")
         )
 
@@ -109,14 +109,14 @@ def test_overlapped_schedules_are_refused() -> None:
 def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -> None:
     from decoding.models.hf import HFTarget
 
-    class Forgetful(Turns):
+    class Forgetful(ConversationBatches):
         def decode(self, *arguments: object, **named: object) -> list[Generation]:
             self.forget()
             return super().decode(*arguments, **named)  # type: ignore[arg-type]
 
     settings = settings_of("greedy")
     targets = [HFTarget(hf_model("llama"), "hf") for _ in range(2)]
-    found = conversations(targets[0], settings, Turns(targets[0], None))
+    found = conversations(targets[0], settings, ConversationBatches(targets[0], None))
     for one in found:
         assert one.answer.tokens == decode(targets[1], None, [one.prompt], settings)[0].tokens
     assert all(one.answer.prefilled <= one.new for one in found[5:])
@@ -126,7 +126,7 @@ def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -
 
 
 def test_control_conversations_that_take_each_others_caches_are_found_out() -> None:
-    class Mixed(Turns):
+    class Mixed(ConversationBatches):
         def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
             # everyone's text with the next one's keys and values
             places = [place for place, _ in self._held.values()]

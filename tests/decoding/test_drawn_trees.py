@@ -142,7 +142,7 @@ def test_children_that_were_not_drawn_are_not_tested(
     is tested as another token.
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
-    monkeypatch.setattr(token_chooser, "TRIES", 1)
+    monkeypatch.setattr(token_chooser, "SAMPLES_PER_CHILD", 1)
     assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
     different = token_chooser.draw_different
 

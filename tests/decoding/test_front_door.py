@@ -136,7 +136,7 @@ def test_a_drafter_in_memory_is_taken_as_it_is(home: Path, plain: list[int]) -> 
         ("ranked_tre", r"'ranked_tre' is neither a folder .*; the nearest is 'ranked_tree'\.$"),
         ("zzz", r"neither a folder \(looked in .*\) nor the name of a drafter \(budget_tree, .*\)"),
         ("chain", r"'chain' has no folder, .* give a mapping, \{'use': 'chain', 'folder': ...\}"),
-        ("self_speculation", "has no skips, which it cannot do without"),
+        ("self_speculation", "needs skips, which is missing"),
         ({"folder": "x"}, "expected a mapping with `use`"),
         ({}, "expected a mapping with `use`"),
         ({"use": None}, "expected a mapping with `use`"),

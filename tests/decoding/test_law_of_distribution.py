@@ -215,7 +215,7 @@ def test_law_3_rejects_siblings_without_residual_update(
     """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
     had failed.
     """
-    monkeypatch.setattr(token_tree, "after_failure", lambda p_V, q_V, token: (p_V, q_V))
+    monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
 

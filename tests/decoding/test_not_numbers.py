@@ -17,7 +17,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from decoding.sampling.readback import Reading, watch
+from decoding.sampling.readback import DeviceReadback, finite_check
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import follow
 
@@ -73,9 +73,11 @@ def test_a_single_row_of_the_head_is_enough() -> None:
 
 def test_minus_infinity_rules_a_token_out_and_is_fine() -> None:
     logits = torch.tensor([[1.0, float("-inf"), 2.0]])
-    Reading(watched=[watch(logits, "the target", "logits")])
+    DeviceReadback(watched=[finite_check(logits, "the target", "logits")])
     with pytest.raises(UserError, match="expected finite ones"):
-        Reading(watched=[watch(torch.full((1, 3), float("-inf")), "the target", "logits")])
+        DeviceReadback(
+            watched=[finite_check(torch.full((1, 3), float("-inf")), "the target", "logits")]
+        )
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, MultiCandidate])
@@ -137,11 +139,11 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     logits = torch.randn(1, 2, 8)
     along = torch.tensor([3])
     chooser = TokenChooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
-    read = Reading(along, watched=[watch(logits, "the target", "logits")])
+    readback = DeviceReadback(along, watched=[finite_check(logits, "the target", "logits")])
     assert reads == []
-    follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
-    assert read.answers() == [[3]]
+    follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)
+    assert readback.drafter_values() == [[3]]
     assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
-    read = Reading(watched=[watch(logits * float("nan"), "the target", "logits")])
+    readback = DeviceReadback(watched=[finite_check(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
-        follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
+        follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)

@@ -21,8 +21,14 @@ from decoding.errors import UserError
 from decoding.interfaces import Target
 from decoding.models.distributed.links import Collectives, Link, Sockets, socket_mesh
 from decoding.models.distributed.parallel import ParallelTarget, device_beside, processes_of
-from decoding.models.distributed.rank_process import Stage, Summed, join, load_part
-from decoding.models.distributed.shards import Setup, Shard, check_divisible, layer_span, read_shard
+from decoding.models.distributed.rank_process import PipelineStage, SummedLinear, join, load_part
+from decoding.models.distributed.shards import (
+    RankSetup,
+    Shard,
+    check_divisible,
+    layer_span,
+    read_shard,
+)
 from decoding.models.load import load_target
 from decoding.models.native.linear import can_pack
 from decoding.models.native.model import NativeTarget
@@ -106,7 +112,9 @@ class Threads:
         self.is_tp = kind == "tp"
 
         def make(rank: int) -> None:
-            setup = Setup(str(folder), Shard(kind, rank, size), torch.float64, "cpu", None, 1, "")
+            setup = RankSetup(
+                str(folder), Shard(kind, rank, size), torch.float64, "cpu", None, 1, ""
+            )
             link: Link = (
                 Collectives("gloo", rank, size, str(folder / "meeting"))
                 if gloo
@@ -143,7 +151,7 @@ class Threads:
     ) -> Tensor:
         def work(rank: int) -> Tensor:
             target = self.ranks[rank]
-            if rank and isinstance(target, Stage):
+            if rank and isinstance(target, PipelineStage):
                 room = torch.empty(*tokens_BN.shape, target.hidden_size, dtype=torch.float64)
                 return target.through_layers(room, parents_BN, taps, {})
             return target.features(tokens_BN, parents_BN, taps)
@@ -195,7 +203,7 @@ def test_controls_that_must_fail(
     """A sum that is left out, and a bias that every rank adds, are seen by the comparison."""
     expected = exercise(native_of(hf_model(layers=LAYERS, **FAMILIES[family])))  # type: ignore[arg-type]
     if family == "grouped_heads":
-        monkeypatch.setattr(Summed, "__call__", lambda self, x_NI: self.inner(x_NI))
+        monkeypatch.setattr(SummedLinear, "__call__", lambda self, x_NI: self.inner(x_NI))
     else:
         import decoding.models.distributed.shards
 
@@ -312,7 +320,7 @@ def test_packed_products_and_small_dtypes_travel_too(dtype: torch.dtype, folder:
     for size in (1, 2):
         mesh = socket_mesh(size)
         ranks = [
-            Setup(str(folder), Shard("tp", rank, size), dtype, "cpu", None, 1, "")
+            RankSetup(str(folder), Shard("tp", rank, size), dtype, "cpu", None, 1, "")
             for rank in range(size)
         ]
         results.append(_logits(ranks, mesh))
@@ -321,7 +329,7 @@ def test_packed_products_and_small_dtypes_travel_too(dtype: torch.dtype, folder:
     )
 
 
-def _logits(setups: list[Setup], mesh: list) -> Tensor:
+def _logits(setups: list[RankSetup], mesh: list) -> Tensor:
     answers: dict[int, Tensor] = {}
 
     def run(rank: int) -> None:

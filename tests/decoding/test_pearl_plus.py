@@ -10,7 +10,7 @@ import pytest
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.rounds.settings import Settings
 from decoding.schedules.pearl_plus import (
     Acceptance,
@@ -39,7 +39,7 @@ def run(
     """(outputs, the schedules chosen), one prompt at a time."""
     tokens, modes = [], set()
     for number, prompt in enumerate(prompts):
-        batch = start(models()[0], drafter, [prompt], settings, request_ids=[number])
+        batch = prefill_batch(models()[0], drafter, [prompt], settings, request_ids=[number])
         assert isinstance(batch, PearlPlus)
         generation = batch.rows[0].generation
         while batch.rows:
@@ -215,7 +215,7 @@ def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
     )
     seen, gammas = [], []
     for model in (twin, draft_model):
-        batch = start(target, ChainDrafter(model=model), [[4, 5]], settings)
+        batch = prefill_batch(target, ChainDrafter(model=model), [[4, 5]], settings)
         while batch.rows:
             batch.round()
         assert isinstance(batch, PearlPlus)

@@ -14,7 +14,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.rounds import batch as batch_module
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import WALL
@@ -211,7 +211,7 @@ def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
 
     def learned() -> float:
-        batch = start(target, remote, [[4, 5]], settings)
+        batch = prefill_batch(target, remote, [[4, 5]], settings)
         assert isinstance(batch, PearlPlusWall)
         generation = batch.rows[0].generation
         while batch.rows:

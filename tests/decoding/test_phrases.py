@@ -45,7 +45,7 @@ class Filed(Ouroboros):
     def observe(self, observation: Observation) -> None:
         before, outcome = self._drafted, observation.outcome
         super().observe(observation)
-        (said_BN,) = observation.answers or ([],)
+        (said_BN,) = observation.readback or ([],)
         for drafted, said, accepted, pool in zip(
             before, said_BN, outcome.accepted_B, self.inner.pools
         ):

@@ -11,7 +11,7 @@ import torch
 from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
-from decoding.sampling.warpers import GUESSES, Warper, draw
+from decoding.sampling.warpers import PARTIAL_SORT_SIZES, Warper, draw
 
 from .law_3 import exact_row
 
@@ -47,7 +47,7 @@ def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
     """Over a vocabulary for which a partial sort is tried first, and would leave the order of
     equals open.
     """
-    logits = torch.full((2, 2 * GUESSES[-1]), -30.0)
+    logits = torch.full((2, 2 * PARTIAL_SORT_SIZES[-1]), -30.0)
     logits[0, [7, 40, 90, 200]] = 2.0
     logits[1, [3, 5]] = torch.tensor([1.0, 2.0])
     kept = [row.nonzero().flatten().tolist() for row in Warper(1.0, **fields).probs(logits)]
@@ -64,7 +64,7 @@ def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPa
         torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
     )
     fast_RV = Warper(1.0, **fields).probs(logits_RV)
-    monkeypatch.setattr("decoding.sampling.warpers.GUESSES", ())
+    monkeypatch.setattr("decoding.sampling.warpers.PARTIAL_SORT_SIZES", ())
     torch.testing.assert_close(fast_RV, Warper(1.0, **fields).probs(logits_RV), rtol=1e-12, atol=0)
 
 

@@ -18,7 +18,7 @@ from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
-from decoding.session import Session, shared
+from decoding.session import Session, shared_prefix_length
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
@@ -116,8 +116,8 @@ def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> Non
 
 def test_control_a_cache_that_keeps_too_much_is_found_out() -> None:
     class Careless(Session):
-        def _kept(self, prompt: Sequence[int], drafter: object) -> int:
-            right = super()._kept(prompt, drafter)  # type: ignore[arg-type]
+        def _reuse_cache(self, prompt: Sequence[int], drafter: object) -> int:
+            right = super()._reuse_cache(prompt, drafter)  # type: ignore[arg-type]
             return (
                 min(self.target.lengths_B[0], len(prompt) - 1)
                 if self.target.lengths_B[0]
@@ -249,7 +249,7 @@ def test_first_difference() -> None:
 
 
 def test_shared_leaves_the_last_token_out() -> None:
-    assert shared([1, 2, 3], [1, 2, 3]) == 2
-    assert shared([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert shared([1, 9, 3], [1, 2, 3, 4]) == 1
-    assert shared([], [1]) == 0
+    assert shared_prefix_length([1, 2, 3], [1, 2, 3]) == 2
+    assert shared_prefix_length([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert shared_prefix_length([1, 9, 3], [1, 2, 3, 4]) == 1
+    assert shared_prefix_length([], [1]) == 0

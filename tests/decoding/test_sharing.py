@@ -15,12 +15,12 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.engine import Engine, generate
 from decoding.errors import UserError
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores
-from decoding.session import Session, Turns
+from decoding.session import ConversationBatches, Session
 
 from .tiny import hf_model, native_of, random_prompts
 
@@ -146,7 +146,7 @@ def test_a_callers_callback_cannot_mix_two_texts(engine: Engine) -> None:
 @pytest.mark.parametrize("between", ["decode", "timing", "scores", "a session", "turns"])
 def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: str) -> None:
     target, drafter, settings = engine.target, engine.drafter, Settings(max_new_tokens=4)
-    batch = start(target, drafter, [[5, 6, 7]], Settings(max_new_tokens=12))
+    batch = prefill_batch(target, drafter, [[5, 6, 7]], Settings(max_new_tokens=12))
     with torch.inference_mode():
         batch.round()
     {
@@ -154,7 +154,7 @@ def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: st
         "timing": lambda: time_parts(target, None, [4], repeats=1, warmup=0),
         "scores": lambda: choice_scores(target, [4, 5], settings, 0),
         "a session": lambda: Session(target, drafter, settings).start([4, 5]),
-        "turns": lambda: Turns(target, drafter).decode(["one"], [[4, 5]], [False], settings),
+        "turns": lambda: ConversationBatches(target, drafter).decode(["one"], [[4, 5]], [False], settings),
     }[between]()
     with torch.inference_mode(), pytest.raises(UserError, match=OVERTAKEN):
         batch.round()
@@ -197,7 +197,7 @@ def test_two_sets_of_turns_keep_their_own_texts(engine: Engine) -> None:
     other's.
     """
     settings = Settings(max_new_tokens=5, num_draft_tokens=3)
-    sets = [Turns(engine.target, engine.drafter) for _ in range(2)]
+    sets = [ConversationBatches(engine.target, engine.drafter) for _ in range(2)]
     texts = [[5, 6, 7], [9, 8, 10, 11]]
     for _ in range(2):
         for turns, text in zip(sets, texts, strict=True):

@@ -25,7 +25,7 @@ from decoding.models.hf import HFTarget
 from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
-from decoding.session import Session, Turns
+from decoding.session import ConversationBatches, Session
 
 from . import test_conversations, test_laws, test_session
 from .rows import DrafterRow, Kit, before
@@ -375,7 +375,7 @@ def test_conversations_with_a_drafter_that_reads_the_last_taps(rule: str) -> Non
 def test_conversations_with_a_drafter_that_reads_all_taps() -> None:
     kit, other, settings = kit_of(), kit_of(), settings_of("greedy")
     drafter = tap_chain(kit)
-    for one in test_conversations.conversations(kit.target, settings, Turns(kit.target, drafter)):
+    for one in test_conversations.conversations(kit.target, settings, ConversationBatches(kit.target, drafter)):
         (fresh,) = decode(other.target, None, [one.prompt], settings, request_ids=[one.request])
         assert one.answer.tokens == fresh.tokens
         assert one.answer.prefilled == len(one.prompt) - 1

@@ -14,7 +14,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.verification.typical import DELTA, EPSILON, typical
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 
 from .law_3 import P_LIMIT, law_holds
 from .rows import draft_table
@@ -91,5 +91,7 @@ def test_greedy_decoding_knows_no_lossy_rule() -> None:
 
 
 def test_chunks_that_go_on_are_not_tested_by_it() -> None:
-    with pytest.raises(UserError, match="verify=typical with schedule 'pearl_virtual'"):
-        Use(verify="typical", schedule="pearl_virtual")
+    with pytest.raises(
+        UserError, match="verify=typical does not work with schedule 'pearl_virtual'"
+    ):
+        DrafterUse(verify="typical", schedule="pearl_virtual")

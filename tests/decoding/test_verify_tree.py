@@ -179,9 +179,9 @@ def test_padding_changes_nothing(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "stand"),
     [
-        ("point masses", "Mass"),
-        ("few candidates", "Candidates"),
-        ("candidates and a tail", "Candidates"),
+        ("point masses", "PointMassNode"),
+        ("few candidates", "CandidateNode"),
+        ("candidates and a tail", "CandidateNode"),
     ],
 )
 def test_a_walk_that_forgets_its_failures_goes_elsewhere(
@@ -190,7 +190,7 @@ def test_a_walk_that_forgets_its_failures_goes_elsewhere(
     logits_BNV, proposal, chooser = random_tree(0)
     proposal = KINDS[kind](proposal, 0)
     eager = token_tree.token(logits_BNV, proposal, chooser)
-    monkeypatch.setattr(getattr(device_tree, stand), "fail", lambda self, child, uniform: True)
+    monkeypatch.setattr(getattr(device_tree, stand), "reject", lambda self, child, uniform: True)
     assert paths(device_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
 
 
@@ -225,7 +225,7 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     p_V = chooser.warper.probs(logits_BNV[row, 0])
     q_V = None if kind == "point masses" else q_BNV[row, 0]
     for child in one.tokens_BN[0, :3].tolist():
-        p_V, q_V = token_tree.after_failure(p_V, q_V, child)
+        p_V, q_V = token_tree.residual_after_rejection(p_V, q_V, child)
     last = Counter(tuple(tokens) for tokens in outcome.tokens_B if len(tokens) == 1)
     assert last.total() > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
@@ -313,17 +313,17 @@ def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding goes past the candidates another token is taken, whether or not
     there is one.
     """
-    monkeypatch.setattr(device_tree.Candidates, "following", lambda self, uniform: self.other)
+    monkeypatch.setattr(device_tree.CandidateNode, "next_token", lambda self, uniform: self.other)
 
 
 def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of point masses is one less those that have failed, and p adds up to one but for
     a rounding.
     """
-    chance = device_tree.Mass.chance
+    chance = device_tree.PointMassNode.acceptance_probability
     monkeypatch.setattr(
-        device_tree.Mass,
-        "chance",
+        device_tree.PointMassNode,
+        "acceptance_probability",
         lambda self, child: chance(replace(self, rest=self.rest + 1e-7), child),
     )
 

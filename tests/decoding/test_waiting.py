@@ -19,9 +19,9 @@ from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import Drafter, Proposal, Target
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.rounds.settings import Settings
-from decoding.sampling.logits_processors import Drafting
+from decoding.sampling.logits_processors import DraftProcessors
 from decoding.schedules.by_name import VIRTUAL
 
 from .rows import DrafterRow, Kit
@@ -44,7 +44,7 @@ def test_a_round_waits_once(
     assert target.backend == "native graph"
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, **{"temperature": 1.0, **way})
     with torch.inference_mode():
-        running = start(
+        running = prefill_batch(
             target,
             ChainDrafter(model=draft_model) if drafts else None,
             random_prompts(batch),
@@ -88,7 +88,7 @@ def test_every_row_waits_for_what_was_accepted_alone(
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
     with torch.inference_mode():
-        running = start(
+        running = prefill_batch(
             target, drafter, random_prompts(3), settings_of(rule, repetition_penalty=penalty)
         )
         done = [one.generation for one in running.rows]
@@ -109,7 +109,7 @@ def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft_model = models()
     drafter, waits = GraphDrafter(model=draft_model), Waits()
     with torch.inference_mode():
-        running = start(target, drafter, random_prompts(2), settings_of("greedy"))
+        running = prefill_batch(target, drafter, random_prompts(2), settings_of("greedy"))
         monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
         with waits.counting(monkeypatch):
             running.round()
@@ -123,16 +123,18 @@ def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ahead")
 def test_a_penalty_that_wants_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: every drafted token that another is drafted behind is read."""
-    original = Drafting.add
+    original = DraftProcessors.add
 
-    def read(self: Drafting, tokens_B: Tensor) -> None:
+    def read(self: DraftProcessors, tokens_B: Tensor) -> None:
         original(self, torch.tensor(tokens_B.tolist()))
 
-    monkeypatch.setattr(Drafting, "add", read)
+    monkeypatch.setattr(DraftProcessors, "add", read)
     target, draft_model = models()
     waits, settings = Waits(), settings_of("greedy", repetition_penalty=PENALTY)
     with torch.inference_mode():
-        running = start(target, ChainDrafter(model=draft_model), random_prompts(2), settings)
+        running = prefill_batch(
+            target, ChainDrafter(model=draft_model), random_prompts(2), settings
+        )
         with waits.counting(monkeypatch):
             running.round()
     assert waits.stray == ["tolist", "torch.tensor"] * 2
@@ -156,7 +158,9 @@ def test_a_function_of_the_text_waits_for_the_text(
     drafter = RankedTree(model=draft_model, frontier=3) if tree else ChainDrafter(model=draft_model)
     waits, rounds, drafts = Waits(), 0, 0
     with torch.inference_mode():
-        running = start(target, drafter, random_prompts(1), settings_of(rule, allowed=other_half))
+        running = prefill_batch(
+            target, drafter, random_prompts(1), settings_of(rule, allowed=other_half)
+        )
         (done,) = [row.generation for row in running.rows]
         with waits.counting(monkeypatch):
             while running.rows:
@@ -193,7 +197,7 @@ def test_an_overlapped_round_waits_once_and_for_its_clock(
     drafter, waits = Lanes(model=draft_model), Waits()
     settings = settings_of(rule, schedule=schedule, repetition_penalty=penalty)
     with torch.inference_mode():
-        running = start(target, drafter, random_prompts(3)[:1], settings)
+        running = prefill_batch(target, drafter, random_prompts(3)[:1], settings)
         (done,) = [row.generation for row in running.rows]
         rounds = 0
         with waits.counting(monkeypatch):
@@ -239,7 +243,7 @@ def rounds_without_other_waits(
     """Decode in CUDA's sync debug mode, which raises at a wait that was not meant."""
     decode(target, drafter, prompts, settings)  # records every shape
     with torch.inference_mode():
-        running = start(target, drafter, prompts, settings)
+        running = prefill_batch(target, drafter, prompts, settings)
         with devices.no_waiting(target.device):
             while running.rows:
                 running.round()

@@ -56,7 +56,7 @@ class Waits:
             context.setattr(
                 torch, "from_numpy", self._counted("torch.from_numpy", torch.from_numpy)
             )
-            for name in ("tensor", "fill", "sent", "sent_together"):
+            for name in ("tensor", "fill", "copy_to_device", "copy_arrays_to_device"):
                 context.setattr(devices, name, self._free(getattr(devices, name)))
             context.setattr(devices, "read", self._read)
             context.setattr(devices, "synchronize", self._synchronize)

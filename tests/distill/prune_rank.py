@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from distill.config import ImportanceConfig, PruneConfig
 from distill.prune import importance
+from distill.prune.context import SourceModel
 from distill.prune.cut import cut_model
-from distill.prune.job import workbench
+from distill.prune.job import build_context
 from distill.prune.modes import _removal, _scores
-from distill.prune.workbench import Source
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
 from jobs.launch import _free_port
@@ -51,14 +51,16 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
         ),
         parallel=ParallelConfig(kind=kind),
     )
-    bench = workbench(config, Path(target))
-    source = Source(bench.teacher, Path(target))
+    bench = build_context(config, Path(target))
+    source = SourceModel(bench.teacher, Path(target))
     # first, as where scores were cached: its first forward is the model's
     order = _removal(bench, source)
     scores = _scores(bench, source)
     shape = student_config(SHAPE, source.model.config)
     student = cut_model(
-        source.model, importance.strongest(scores, order[-2:], shape, source.model.config), shape
+        source.model,
+        importance.cut_by_scores(scores, order[-2:], shape, source.model.config),
+        shape,
     )
     found = scores.tensors() | {
         f"student.{name}": tensor for name, tensor in student.state_dict().items()

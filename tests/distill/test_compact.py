@@ -17,7 +17,7 @@ from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
-from distill.compact import run, zero_channels
+from distill.compact import find_zero_channels, run
 from distill.config import CompactConfig
 from jobs.config import typed
 from jobs.job import CONF, register
@@ -99,7 +99,7 @@ def test_a_compacted_model_gives_equal_logits(
     weights = load_file(compact / "model.safetensors")
     assert weights["model.layers.0.self_attn.o_proj.weight"].shape == (TRUE, 32)
     assert ("lm_head.weight" in weights) is not tied
-    assert not zero_channels(weights).any()
+    assert not find_zero_channels(weights).any()
     assert "32 -> 20 channels" in capsys.readouterr().out
     run(configured(stored, tmp_path / "run"))
     assert "finished before" in capsys.readouterr().out

@@ -11,9 +11,22 @@ import torch
 from decoding.errors import UserError
 from decoding.models.native.model import NativeTarget
 from decoding.models.prefill import prefill
-from distill.prune.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
+from distill.prune.cut import (
+    Cut,
+    cut_model,
+    keep_everything,
+    load_cut,
+    refuse_other_shape,
+    save_cut,
+)
 from distill.prune.l0 import masked
-from distill.shapes import narrower, odd_widths, other_size, refuse_wider, student_config
+from distill.shapes import (
+    describe_size_mismatch,
+    nearest_divisible_width,
+    refuse_wider,
+    student_config,
+    warn_unaligned_widths,
+)
 from training.config import StudentConfig
 from training.models.attention import document_mask
 from training.models.shapes import parameter_counts
@@ -128,7 +141,7 @@ def test_the_whole_cut_is_the_target(name: str):
     target = family(name)
     shape = student_config(StudentConfig(num_hidden_layers=4), target.config)
     torch.testing.assert_close(
-        logits(cut_model(target, whole(target.config), shape).eval()), logits(target)
+        logits(cut_model(target, keep_everything(target.config), shape).eval()), logits(target)
     )
 
 
@@ -145,7 +158,7 @@ def test_a_students_weights_are_copies():
     target = family("llama")
     student = cut_model(
         target,
-        whole(target.config),
+        keep_everything(target.config),
         student_config(StudentConfig(num_hidden_layers=4), target.config),
     )
     theirs = {parameter.data_ptr() for parameter in target.parameters()}
@@ -155,7 +168,7 @@ def test_a_students_weights_are_copies():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, the target has 4.*never larger"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, the target has 4.*cannot be larger"),
         ({"hidden_size": 30}, "hidden_size is 30, the target has 24"),
         ({"intermediate_size": 64}, "intermediate_size is 64"),
         (
@@ -163,15 +176,15 @@ def test_a_students_weights_are_copies():
             "num_key_value_heads is 6, the target has 3",
         ),
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
-        ({"head_dim": 4}, "rope turns each channel"),
+        ({"head_dim": 4}, "rope rotates each channel"),
         (
             {"num_attention_heads": 3, "num_key_value_heads": 2},
-            "no multiple of num_key_value_heads",
+            "not a multiple of num_key_value_heads",
         ),
         ({"num_attention_heads": 7}, "num_attention_heads is 7, the target has"),
         (
             {"num_attention_heads": 6, "hidden_size": 20},
-            "hidden_size .20. is no multiple of its 6 query heads",
+            "hidden_size .20. is not a multiple of its 6 query heads",
         ),
     ],
 )
@@ -209,14 +222,14 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
     shape = LlamaConfig(
         vocab_size=32000, hidden_size=256, num_hidden_layers=1, intermediate_size=512
     )
-    note = other_size(name, shape)  # 17.0 M
+    note = describe_size_mismatch(name, shape)  # 17.0 M
     assert bool(note) == noted
     if noted:
         assert (
-            f"student.name is {name}, and with this target's vocabulary of 32,000 the shape has "
+            f"student.name is {name}, but with this target's vocabulary of 32,000 the shape has "
             f"17.0 M" in note
         )
-        assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
+        assert note.endswith(f"{name.rsplit('_')[0]}_17m")
 
 
 @pytest.mark.parametrize(
@@ -225,15 +238,15 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
 def test_a_width_that_heads_do_not_divide_hears_one_that_products_like(
     size: int, heads: int, below: int
 ):
-    assert narrower(size, heads) == below
+    assert nearest_divisible_width(size, heads) == below
 
 
 def test_odd_widths_are_warned_of():
     shape = student_config(
         StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config
     )
-    assert odd_widths(shape) == [
-        "student.intermediate_size is 100, no multiple of 64: 128 is often as fast"
+    assert warn_unaligned_widths(shape) == [
+        "student.intermediate_size is 100, not a multiple of 64: 128 is often as fast"
     ]
 
 
@@ -248,7 +261,7 @@ def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(UserError, match="was made for another target"):
         load_cut(path, "b" * 64)
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="does not exist, expected"):
         load_cut(tmp_path / "none", "a" * 64)
     refuse_other_shape(cut, shape, "here")
     other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)
@@ -257,5 +270,5 @@ def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
     ):
         refuse_other_shape(cut, other, "here")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="no whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         load_cut(path, "a" * 64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from distill.regenerate.answering import Request
+from distill.regenerate.batches import answer_batch
 from distill.regenerate.dialogues import (
     CUT,
     EMPTY,
@@ -14,11 +14,11 @@ from distill.regenerate.dialogues import (
     Account,
     Answer,
     Dialogue,
+    EndingRules,
     Key,
-    Rules,
-    requests_of,
+    split_requests,
 )
-from distill.regenerate.turns import series
+from distill.regenerate.generate import Request
 from training.data.readers import Chat
 
 
@@ -48,15 +48,15 @@ def answer(
     ],
 )
 def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list[list[str]]):
-    found = requests_of(chat(*turns).messages)
+    found = split_requests(chat(*turns).messages)
     assert [[message["content"] for message in request] for request in found] == asked
 
 
 def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
     dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
-    dialogue.take(answer(0, "mine"), Rules())
+    dialogue.take(answer(0, "mine"), EndingRules())
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
-    dialogue.take(answer(1, "mine too"), Rules())
+    dialogue.take(answer(1, "mine too"), EndingRules())
     assert dialogue.ended == "complete"
     assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == [
         "s",
@@ -73,16 +73,16 @@ LOOPING = [1, 2] * 20
 @pytest.mark.parametrize(
     ("new", "rules", "kept", "ended"),
     [
-        (answer(1, finish="length"), Rules("end"), 2, CUT),
-        (answer(1, finish="length"), Rules("drop"), 1, CUT),
-        (answer(1, finish="length"), Rules("go_on"), 2, ""),
-        (answer(1, text=" \n"), Rules(), 1, EMPTY),
-        (answer(1, tokens=LOOPING), Rules(drop_loops=True), 1, LOOP),
-        (answer(1, tokens=LOOPING), Rules(), 2, ""),
-        (answer(1), Rules("drop", drop_loops=True), 2, ""),
+        (answer(1, finish="length"), EndingRules("end"), 2, CUT),
+        (answer(1, finish="length"), EndingRules("drop"), 1, CUT),
+        (answer(1, finish="length"), EndingRules("go_on"), 2, ""),
+        (answer(1, text=" \n"), EndingRules(), 1, EMPTY),
+        (answer(1, tokens=LOOPING), EndingRules(drop_loops=True), 1, LOOP),
+        (answer(1, tokens=LOOPING), EndingRules(), 2, ""),
+        (answer(1), EndingRules("drop", drop_loops=True), 2, ""),
     ],
 )
-def test_what_an_answer_does_to_its_chat(new: Answer, rules: Rules, kept: int, ended: str):
+def test_what_an_answer_does_to_its_chat(new: Answer, rules: EndingRules, kept: int, ended: str):
     dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
     dialogue.take(answer(0), rules)
     dialogue.take(new, rules)
@@ -104,8 +104,8 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
     ]
     calls: list[tuple[list[tuple[int, int, int]], bool]] = []
 
-    def answering(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
-        calls.append(([request.key for request in requests], goes_on))
+    def answering(requests: Sequence[Request], continues: bool) -> list[Answer]:
+        calls.append(([request.key for request in requests], continues))
         return [Answer(*request.key, 10, 9, [5, 2], "stop", "fine", 2, 0.1) for request in requests]
 
     def ask(dialogue: Dialogue) -> Request | None:
@@ -115,7 +115,7 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
     def run_all(known: dict[Key, Answer]) -> list[int]:
         dialogues = [Dialogue(number, 0, chat(*parts)) for number, parts in enumerate(turns)]
         batch = [(one, found) for one in dialogues if (found := ask(one)) is not None]
-        return [len(turn) for turn, _ in series(batch, known, answering, ask, Rules())]
+        return [len(turn) for turn, _ in answer_batch(batch, known, answering, ask, EndingRules())]
 
     known: dict[Key, Answer] = {}
     first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
@@ -135,7 +135,7 @@ def test_an_account_that_does_not_balance_is_an_error():
     account = Account(input=2)
     account.add(Dialogue(0, 0, chat("a0")))
     with pytest.raises(
-        RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in all"
+        RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in total"
     ):
         account.check()
     account.add(Dialogue(1, 0, chat("a1")))

@@ -225,7 +225,7 @@ def test_the_whole_recipe_runs_on_a_base_model(
         composed.stage_overrides[stage] += overrides
     (tmp_path / "toy.yaml").write_text(OmegaConf.to_yaml(composed))
     said = ran("--config-file", str(tmp_path / "toy.yaml"))
-    assert "so prompts are shown as plain text" in said
+    assert "so prompts are given as plain text" in said
     assert (folder / "distill.prune" / "stages" / "1_3_layers").is_dir(), (
         "a cut of at most five eighths at once"
     )

@@ -10,16 +10,16 @@ import torch
 import distill.prune.importance
 from distill.prune.cut import cut_model
 from distill.prune.importance import (
-    Scores,
+    ImportanceScores,
     collect,
-    dealt,
+    cut_by_scores,
+    rank_batches,
     read_order,
     read_scores,
-    strongest,
     write_order,
     write_scores,
 )
-from distill.prune.layer_choice import CRITERIA, candidates, most_candidates, removal_order
+from distill.prune.layer_choice import CRITERIA, max_layer_sets, propose_layer_sets, removal_order
 from distill.shapes import student_config
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
@@ -76,11 +76,19 @@ def test_the_scores_of_ranks_add_up():
     whole = collect(target, rows, show=False).finished().tensors()
     for ranks in (2, 3, 7):
         parts = [collect(target, rows, False, rank, ranks).tensors() for rank in range(ranks)]
-        summed = Scores(**{name: sum(part[name] for part in parts) for name in whole}).finished()
+        summed = ImportanceScores(
+            **{name: sum(part[name] for part in parts) for name in whole}
+        ).finished()
         for name, tensor in whole.items():
             torch.testing.assert_close(summed.tensors()[name], tensor)
-    assert [len(dealt(rows, rank, 3)) for rank in range(3)] == [2, 2, 2], "all run as many forwards"
-    assert [sum(counts for _, counts in dealt(rows, rank, 3)) for rank in range(3)] == [2, 2, 1]
+    assert [len(rank_batches(rows, rank, 3)) for rank in range(3)] == [2, 2, 2], (
+        "all run as many forwards"
+    )
+    assert [sum(counts for _, counts in rank_batches(rows, rank, 3)) for rank in range(3)] == [
+        2,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,14 +122,14 @@ def test_what_does_nothing_goes_first(name: str):
         config,
     )
     scores = collect(target, batches(), show=False).finished()
-    student = cut_model(target, strongest(scores, range(4), shape, config), shape).eval()
+    student = cut_model(target, cut_by_scores(scores, range(4), shape, config), shape).eval()
     torch.testing.assert_close(logits(student), logits(target), rtol=1e-4, atol=1e-4)
 
 
 def test_query_heads_are_kept_equally_in_every_group():
     target = family("llama")
     scores = collect(target, batches(), show=False).finished()
-    cut = strongest(scores, [0, 3], student_config(SHAPE, target.config), target.config)
+    cut = cut_by_scores(scores, [0, 3], student_config(SHAPE, target.config), target.config)
     assert cut.queries_LKG.shape == (2, 2, 1)
     for layer, source in enumerate(cut.layers):
         for place, group in enumerate(cut.groups_LK[layer].tolist()):
@@ -140,7 +148,7 @@ def test_a_cut_norm_keeps_the_scale_of_its_output():
     shape = student_config(dataclasses.replace(SHAPE, num_hidden_layers=4), target.config)
     off = []
     for rescale in (True, False):
-        cut = strongest(scores, range(4), shape, target.config, rescale)
+        cut = cut_by_scores(scores, range(4), shape, target.config, rescale)
         student = cut_model(target, cut, shape)
         with torch.no_grad():
             x = target.model.embed_tokens.weight[3:60]
@@ -202,7 +210,7 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
 
 def test_candidates_are_the_sets_that_their_names_say():
     influence = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.8, 0.3])
-    found = candidates(3, 6, torch.tensor([0.9, 0.1, 0.5, 0.6, 0.2, 0.3]), [1, 3, 0, 2, 4])
+    found = propose_layer_sets(3, 6, torch.tensor([0.9, 0.1, 0.5, 0.6, 0.2, 0.3]), [1, 3, 0, 2, 4])
     assert found == {
         "even": [0, 2, 5],
         "even_without_last": [0, 2, 4],
@@ -211,13 +219,13 @@ def test_candidates_are_the_sets_that_their_names_say():
         "contiguous": [0, 1, 5],
         "early_exit": [0, 1, 2],
     }
-    found = candidates(3, 6, influence, [1, 3, 5, 2, 4])
+    found = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4])
     assert "influence" not in found and "greedy" not in found, (
         "both propose what even_without_last proposes"
     )
-    every = candidates(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
+    every = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
     assert every["influence"] == every["greedy"] == every["even_without_last"] == [0, 2, 4]
-    assert candidates(1, 6, influence, [1, 3, 5, 2, 0]) == {
+    assert propose_layer_sets(1, 6, influence, [1, 3, 5, 2, 0]) == {
         "even": [0],
         "greedy": [4],
         "contiguous": [5],
@@ -233,7 +241,7 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
     for count in range(1, layers + 1):
         influence = torch.rand(layers, generator=generator)
         removal = torch.randperm(layers, generator=generator).tolist()[: layers - 1]
-        every = candidates(count, layers, influence, removal, distinct=False)
+        every = propose_layer_sets(count, layers, influence, removal, distinct=False)
         assert tuple(every) == CRITERIA
         for chosen in every.values():
             assert (
@@ -241,13 +249,13 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
                 and len(chosen) == count
                 and {*chosen} <= {*range(layers)}
             )
-        found = candidates(count, layers, influence, removal)
+        found = propose_layer_sets(count, layers, influence, removal)
         assert sorted(found.values()) == sorted(
             map(list, {tuple(chosen) for chosen in every.values()})
         )
-        assert len(found) <= most_candidates(count, layers) <= len(CRITERIA)
+        assert len(found) <= max_layer_sets(count, layers) <= len(CRITERIA)
         assert (count == layers) == all(layers - 1 in chosen for chosen in found.values())
-    assert most_candidates(layers, layers) == 1
+    assert max_layer_sets(layers, layers) == 1
 
 
 @pytest.mark.parametrize("idle", [0, 3])
@@ -257,7 +265,7 @@ def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
     silence(target.model.layers[idle])
     scores = collect(target, rows, show=False).finished()
     removal = removal_order(target, rows, show=False)
-    every = candidates(3, 4, scores.influence_L, removal, distinct=False)
+    every = propose_layer_sets(3, 4, scores.influence_L, removal, distinct=False)
     left = [layer for layer in range(4) if layer != idle]
     assert every["influence"] == every["greedy"] == left
     assert every["even"] != left, "the control: this one looks at no layer"

@@ -10,9 +10,9 @@ import torch
 from decoding.errors import UserError
 from distill.prune.cut import cut_model
 from distill.prune.l0 import MaskedModel, masked
-from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
+from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, describe_masks, refuse_unreachable
 from distill.shapes import student_config
-from training.bounds import Bounds, Done, Place
+from training.bounds import Bounds, Place, RunTotals
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.objectives import hidden_states
@@ -26,7 +26,7 @@ from .test_cut import SHAPE, logits
 
 def at(step: int, total: int) -> Place:
     """The place of a step in a run of `total` steps."""
-    return Place(Done(step), Bounds(steps=total))
+    return Place(RunTotals(step), Bounds(steps=total))
 
 
 @pytest.mark.parametrize("beta", BETA.values())
@@ -62,7 +62,7 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
         refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
     with pytest.raises(
         UserError,
-        match=r"96.0% of the units.*95.0% at most.*take a wider shape, or take mode=importance",
+        match=r"96.0% of the units.*95.0% at most.*use a wider shape, or use mode=importance",
     ):
         refuse_unreachable("units", 0.96, 32, BETA["code"])
 
@@ -118,18 +118,15 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
 def test_masks_that_are_not_to_be_trusted_are_said():
     good = {"sparsity_gap/layers": 0.001, "margin/layers": 0.4, "acceptance": 0.3}
     told = (
-        "masks, expected sparsity against its target and margin of the logits at the cut: "
+        "masks (gap from the target sparsity, margin of the logits at the cut): "
         "layers 0.10% off, margin 0.4"
     )
-    assert in_words(good) == [told]
-    words = in_words(good | {"sparsity_gap/units": 0.3, "margin/units": 0.0})
+    assert describe_masks(good) == [told]
+    words = describe_masks(good | {"sparsity_gap/units": 0.3, "margin/units": 0.0})
     assert "units 30.00% off, margin 0" in words[0]
     assert "warning: masks of units are more than 2% off their sparsity" in words[1]
-    assert (
-        "warning: of units the last that stays and the first that goes have equal logits"
-        in words[2]
-    )
-    assert in_words({}) == [], "where nothing is taken away"
+    assert "warning: the choice among units is arbitrary" in words[2]
+    assert describe_masks({}) == [], "where nothing is taken away"
 
 
 def test_control_without_the_constraint_nothing_goes():

@@ -22,7 +22,7 @@ import distill.prune.masks
 import training.loop
 from decoding.errors import UserError
 from distill.config import PruneConfig
-from distill.prune.job import between_depths, run
+from distill.prune.job import intermediate_depths, run
 from jobs.config import typed
 from jobs.interrupts import Interrupted
 from jobs.job import CONF, register
@@ -363,12 +363,12 @@ def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
 
 
 def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
-    assert between_depths(32, 3, 0.625) == [12, 5]
-    assert between_depths(32, 5, 0.625) == [12]
-    assert between_depths(32, 1, 0.625) == [12, 5, 2]
-    assert between_depths(32, 1, 1.0) == between_depths(32, 12, 0.625) == []
+    assert intermediate_depths(32, 3, 0.625) == [12, 5]
+    assert intermediate_depths(32, 5, 0.625) == [12]
+    assert intermediate_depths(32, 1, 0.625) == [12, 5, 2]
+    assert intermediate_depths(32, 1, 1.0) == intermediate_depths(32, 12, 0.625) == []
     for share in (0.3, 0.5, 0.9):
-        depths = [80, *between_depths(80, 2, share), 2]
+        depths = [80, *intermediate_depths(80, 2, share), 2]
         assert all(
             before > after >= min(before - 1, before * (1 - share))
             for before, after in pairwise(depths)
@@ -384,15 +384,15 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
             ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
-            "has 2 query heads to a key/value head",
+            "has 2 query heads per key/value head",
         ),
         (
             ["student.num_attention_heads=3", "student.num_key_value_heads=2"],
-            r"num_attention_heads \(3\) is no multiple of num_key_value_heads \(2\)",
+            r"num_attention_heads \(3\) is not a multiple of num_key_value_heads \(2\)",
         ),
         (
             ["student.hidden_size=18"],
-            r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest",
+            r"hidden_size \(18\) is not a multiple of its 4 query heads.*Use 16, the nearest",
         ),
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is 'best'"),
@@ -404,17 +404,17 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         ),
         (
             ["mode=l0", "student.intermediate_size=2"],
-            "95.8% of the units.*95.0% at most.*take a wider shape",
+            "95.8% of the units.*95.0% at most.*use a wider shape",
         ),
         (
             ["depths=[2]"],
-            r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the "
-            r"student's 2",
+            r"depths is \[2\], expected decreasing numbers of layers between the target's 4 and "
+            r"the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
         (
             ["data.max_length=99999"],
-            r"data\.max_length is 99999, the context of .* is \d+ tokens: lower data\.max_length",
+            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*lower data\.max_length",
         ),
         (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
         (
@@ -461,7 +461,8 @@ def test_odd_sizes_are_warned_of(
     run(configured(tiny_target, tmp_path / "run", "mode=random", "student.intermediate_size=40"))
     said = capsys.readouterr().out
     assert (
-        "warning: student.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
+        "warning: student.intermediate_size is 40, not a multiple of 64: 64 is often as fast"
+        in said
     )
 
 
@@ -496,7 +497,7 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, which this job does not measure; expected fixed",
+        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed",
     ):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 

@@ -53,7 +53,9 @@ def prune(target: Path, folder: Path, *overrides: str) -> None:
     assert end.returncode == 0, end.stdout[-2000:] + end.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "zero3"], indirect=True)
+@pytest.mark.parametrize(
+    "kind", ["fsdp", "ddp", pytest.param("zero3", marks=pytest.mark.exhaustive)], indirect=True
+)
 @pytest.mark.long
 def test_a_target_in_shares_is_scored_as_a_whole_one(kind: str, tiny_target: Path, tmp_path: Path):
     alone = prune_rank.run(str(tiny_target), str(tmp_path / "one"), "single")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill.regenerate.artefact import same_tokens
+from distill.regenerate.writer import count_same_tokens
 from jobs.amounts import hours
 from jobs.job import CONF
 from training.config import DataConfig
@@ -84,12 +84,12 @@ def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_tar
     ]
     rendered = render_chat(tokenizer, messages)
     drawn = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-    assert same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
+    assert count_same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return"]
-    assert same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
+    assert count_same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
         "the same text in other tokens"
     )
-    assert same_tokens(rendered, []) == 0
+    assert count_same_tokens(rendered, []) == 0
 
 
 def test_the_books_balance_over_input_of_every_kind(
@@ -116,7 +116,7 @@ def test_the_books_balance_over_input_of_every_kind(
     )
     assert found["success"] == len(records) == 2 * len(CHATS)
     assert found["skipped"] == {
-        "broken record, no JSON": 2,
+        "broken record, not JSON": 2,
         "broken record, no turns (conversations or messages)": 2,
         "no human turn": 2,
         "no room in the context": 2,
@@ -158,10 +158,10 @@ def test_answers_that_loop_are_told_or_left_out(
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     regenerated(target, home / "chats.jsonl", tmp_path / "told", "temperature=0")
     assert metrics(tmp_path / "told")["loop_share"] == 1.0
-    assert "note: so many loops" in capsys.readouterr().out
+    assert "note: many answers loop" in capsys.readouterr().out
     with pytest.raises(
         UserError,
-        match=r"no chat is left, expected one or more.\nchats: 6 in, 0 answered, 0 skipped, 6 "
+        match=r"no usable chat is left.*\nchats: 6 in, 0 answered, 0 skipped, 6 "
         r"failed",
     ):
         run(
@@ -187,20 +187,20 @@ def test_a_dry_run_counts_and_writes_nothing(
         )
     )
     said = capsys.readouterr().out
-    assert "would ask 11 requests of 6 chats (of 6, samples counted)" in said
+    assert "would answer 11 requests of 6 chats (of 6, including samples)" in said
     assert f"at most {11 * 16:,} out" in said
     assert (
         f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said
-        and " (1.8 s), into" in said
+        and " (1.8 s), written to" in said
     )
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
-    assert "tokens/s (timed on a batch)" in capsys.readouterr().out
+    assert "tokens/s (measured on one batch)" in capsys.readouterr().out
     away = configured(
         home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b"
     )
     away.target.path = "models/nowhere"
     run(away)
-    assert "would ask 11 requests" in capsys.readouterr().out
+    assert "would answer 11 requests" in capsys.readouterr().out
     assert not folder.exists()
 
 
@@ -210,16 +210,16 @@ def test_a_dry_run_counts_and_writes_nothing(
     [
         (["data.chats=[]"], r"data.chats is \[\], expected ShareGPT files"),
         (["data.chats=[nowhere.json]"], r"nowhere.json does not exist"),
-        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text makes no request"),
+        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text has no requests"),
         (["target.path=nowhere"], r"nowhere does not exist"),
-        (["data.max_length=1024"], r"data.max_length is 1024, the context of .* is 512 tokens"),
+        (["data.max_length=1024"], r"data.max_length is 1024, but the context of .* is 512 tokens"),
         (
             ["max_new_tokens=256"],
             r"max_new_tokens is 256, expected less than data.max_length \(256\)",
         ),
         (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
-        (["samples=2", "temperature=0"], r"samples is 2, expected 1 where temperature is 0"),
+        (["samples=2", "temperature=0"], r"samples is 2, expected 1 at temperature 0"),
         (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
         (["temperature=-1"], r"temperature is -1"),
         (["top_p=0"], r"top_p is 0"),
@@ -229,7 +229,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         ),
         (
             ["drafters=[prompt_lookup,lookahead]"],
-            r"drafters names 2 \(prompt_lookup, lookahead\), expected one at most",
+            r"drafters names 2 \(prompt_lookup, lookahead\), expected at most one",
         ),
         (["drafters=[nothing_such]"], r"neither a folder .* nor the name of a drafter"),
         (
@@ -238,10 +238,10 @@ def test_a_dry_run_counts_and_writes_nothing(
         ),
         (
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
-            r"has verify=token, max_draft_tokens=9, which eval.run alone follows",
+            r"has verify=token, max_draft_tokens=9, which only eval.run supports",
         ),
-        (["data.template=nothing"], r"no chat is left.*unknown chat template 'nothing'"),
-        (["max_new_tokens=255"], r"no chat is left.*no room in the context"),
+        (["data.template=nothing"], r"no usable chat is left.*unknown chat template 'nothing'"),
+        (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )
 def test_bad_input_is_named_and_takes_no_folder(
@@ -266,7 +266,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(home: Path, tmp_path: Path, c
 
 def test_a_file_of_broken_records_is_refused_with_their_places(home: Path, tmp_path: Path):
     file = write_chats(tmp_path / "chats.jsonl", CHATS[:1], lines=("{broken",))
-    with pytest.raises(UserError, match=rf"1 skipped: no JSON \({file}:2\).*data.max_bad"):
+    with pytest.raises(UserError, match=rf"1 skipped: not JSON \({file}:2\).*data.max_bad"):
         run(configured(home / "target", file, tmp_path / "run"))
 
 
@@ -302,7 +302,7 @@ def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: P
         f"output_dir={tmp_path / 'run'}",
     ]
     said = ran("+experiment=quickstart_regenerated", *toy, "dry_run=true")
-    assert "would ask 11 requests" in said and "chats.json is not there yet" in said
+    assert "would answer 11 requests" in said and "chats.json is not there yet" in said
     shutil.rmtree(tmp_path / "run")
     ran("+experiment=quickstart_regenerated", *toy)
     card = json.loads(

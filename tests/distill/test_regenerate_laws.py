@@ -11,9 +11,9 @@ from decoding import generate, load
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from distill.regenerate.answering import Local, request_id
 from distill.regenerate.dialogues import Answer
-from distill.regenerate.journal import read_journal
+from distill.regenerate.generate import AnswerGenerator, request_id
+from distill.regenerate.resume import read_journal
 from training.data.chat import render_prompt
 
 from .regenerating import CHATS, regenerated, with_stops, write_chats
@@ -160,9 +160,9 @@ def test_what_was_read_and_said_of_a_chat_is_not_read_again(
     with_caches = sum(read)
     read.clear()
     monkeypatch.setattr(
-        Local,
+        AnswerGenerator,
         "__call__",
-        lambda self, requests, _, call=Local.__call__: call(self, requests, False),
+        lambda self, requests, _, call=AnswerGenerator.__call__: call(self, requests, False),
     )
     regenerated(tiny_target, tmp_path / "chats.jsonl", tmp_path / "anew", *warped)
     assert (tmp_path / "kept" / "chats.json").read_bytes() == (

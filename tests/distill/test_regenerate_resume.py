@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from decoding.errors import UserError
-from distill.regenerate.journal import Journal, read_journal
+from distill.regenerate.resume import Journal, read_journal
 from jobs.job import CONF
-from jobs.run_files import read_lines
+from jobs.run_files import read_journal_lines
 
 from .regenerating import (
     CHATS,
@@ -123,7 +123,7 @@ def test_another_configuration_or_input_is_refused(home: Path, straight: Path, t
     manifest = tmp_path / "run" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
     write_chats(chats, MANY[1:])
-    with pytest.raises(UserError, match=r"chats.jsonl has changed since .* was begun with it"):
+    with pytest.raises(UserError, match=r"chats.jsonl has changed since the run in .* started"):
         run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3"))
 
 
@@ -138,7 +138,7 @@ def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
     assert read_journal(path) == [{"a": 1}, {"a": "\u2028é"}]
     with Journal(path) as journal:
         journal.append([{"a": 4}])
-    assert "half written (7 bytes) and is cut off" in capsys.readouterr().out
+    assert "incomplete (7 bytes) and is cut off" in capsys.readouterr().out
     assert path.read_bytes().startswith(whole) and read_journal(path)[2:] == [{"a": 4}]
     for damage in (
         b"\0\0\0\n" + whole,
@@ -156,7 +156,7 @@ def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
         ) + damage.count(whole.splitlines()[0])
         with Journal(path):
             pass
-        assert read_lines(path, dict).wrong == [] and read_journal(path) == left
+        assert read_journal_lines(path, dict).wrong == [] and read_journal(path) == left
 
 
 def test_every_flipped_bit_of_a_journal_is_found(tmp_path: Path):
@@ -217,7 +217,7 @@ def test_a_kill_in_the_middle_changes_nothing(
     wait_for_answers(process, journal, 5)
     process.send_signal(ending)
     _, words = process.communicate(timeout=60)
-    told = "interrupted: what was finished is kept. Run the same command to go on" in words
+    told = "interrupted: finished work is kept. Run the same command to continue" in words
     assert told == (ending == signal.SIGTERM), words
     before = journal.read_bytes()
     assert (

@@ -20,7 +20,7 @@ from decoding.models.native.model import Skips
 from decoding.rounds.settings import Settings
 from distill import skip_search
 from distill.config import SkipSearchConfig
-from distill.skip_search import Costs, measured_costs
+from distill.skip_search import SubLayerCosts, measure_sub_layers
 from jobs.config import typed
 from jobs.job import CONF, register
 from training.config import StudentConfig
@@ -120,7 +120,7 @@ def test_an_interrupted_search_takes_the_same_path(found: Path, target: Path, tm
 
 def test_a_parallel_target_is_refused(target: Path, tmp_path: Path):
     with pytest.raises(
-        UserError, match="target.parallel is layers .*eval.run is the one that splits it"
+        UserError, match="target.parallel is layers .*only eval.run splits the target"
     ):
         skip_search.run(
             configured(target, tmp_path, "target.parallel=layers", "target.processes=2")
@@ -133,7 +133,7 @@ def test_a_dry_run_says_what_it_costs(
 ):
     skip_search.run(configured(target, tmp_path, "dry_run=true"))
     assert "8 sub-layers" in (said := capsys.readouterr().out)
-    assert "forwards over the target's answers" in said
+    assert "forward passes over the target's answers" in said
     assert json.loads((tmp_path / "skips.json").read_text())["dry_run"], "a stand-in that says so"
     skip_search.run(configured(target, tmp_path))
     assert "dry_run" not in json.loads((tmp_path / "skips.json").read_text())
@@ -175,7 +175,7 @@ class Clocked:
         return self.bare_ms + kept[0] * self.attention_ms + kept[1] * self.mlp_ms
 
 
-def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch) -> Costs:
+def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch) -> SubLayerCosts:
     """What is measured on a machine that is so many times slower at each timing."""
     left = iter(paces)
 
@@ -188,7 +188,7 @@ def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch
         )
 
     monkeypatch.setattr(skip_search, "time_parts", timed)
-    return measured_costs(Clocked(), [1, 2, 3], file)  # type: ignore[arg-type]
+    return measure_sub_layers(Clocked(), [1, 2, 3], file)  # type: ignore[arg-type]
 
 
 EVERY = tuple(range(12))
@@ -205,7 +205,7 @@ def test_costs_are_those_of_the_machine_whatever_its_pace(
     assert (costs.attention_ms, costs.mlp_ms, costs.bare_ms) == pytest.approx((0.2, 0.1, 0.5))
     for skips in CUTS:
         assert costs.draft_ms(skips) == pytest.approx(Clocked(skips).step_ms)
-    assert measured_costs(Clocked(), [1], tmp_path / "costs.json") == costs, "kept"  # type: ignore[arg-type]
+    assert measure_sub_layers(Clocked(), [1], tmp_path / "costs.json") == costs, "kept"  # type: ignore[arg-type]
 
 
 def test_no_set_is_promised_more_than_there_is_to_save(

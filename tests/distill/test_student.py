@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from decoding.errors import UserError
 from decoding.models.text.tokenizer import copy_tokenizer
 from distill.shapes import student_config
-from distill.student import build_student, chosen_layers
+from distill.student import build_student, choose_layers
 from training.config import StudentConfig
 
 
@@ -40,7 +40,7 @@ def test_chosen_layers_are_the_ones_named(target):
 
 
 def test_default_layers_are_first_last_and_evenly_spaced():
-    assert [chosen_layers(StudentConfig(num_hidden_layers=n), 13) for n in (1, 2, 3, 4)] == [
+    assert [choose_layers(StudentConfig(num_hidden_layers=n), 13) for n in (1, 2, 3, 4)] == [
         [0],
         [0, 12],
         [0, 6, 12],
@@ -81,15 +81,18 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (StudentConfig(num_hidden_layers=5), "the target has 4; use init=random"),
-        (StudentConfig(num_hidden_layers=0), "at least one layer"),
+        (
+            StudentConfig(num_hidden_layers=5),
+            "the target has only 4 layers: use student.init=random",
+        ),
+        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1"),
         (StudentConfig(num_hidden_layers=1, layers=[4]), "from 0 to 3"),
         (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
         (StudentConfig(hidden_size=64), "student.hidden_size is 64, the target's is 32"),
         (StudentConfig(init="copy"), "expected layers, folder, random"),
         (
             StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2),
-            "no multiple of",
+            "not a multiple of",
         ),
     ],
 )

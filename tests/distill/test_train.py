@@ -316,7 +316,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 130, words
-    assert "Run the same command to go on" in words
+    assert "Run the same command to continue" in words
     stopped = checkpoint.latest(tmp_path / "checkpoints", report=print)
     assert stopped is not None
     assert 3 < stopped.state["step"] < 200

@@ -87,7 +87,7 @@ def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(
     )
     with pytest.raises(
         UserError,
-        match=r"benchmark.render=text takes them .*benchmark.chat_template=vicuna\|llama2",
+        match=r"benchmark.render=text leaves them .*benchmark.chat_template=vicuna\|llama2",
     ):
         load_benchmark(BenchmarkConfig(path=path), words, **options)
 
@@ -100,7 +100,7 @@ def test_a_base_model_is_shown_prompts_as_they_stand(
     cfg = BenchmarkConfig(path=str(tiny.prompts(tmp_path / "mine.jsonl")), render=render)
     found = load_benchmark(cfg, words, max_length=256, max_new_tokens=32, limit=1)
     assert found.render == shown
-    assert ("shown as plain text" in capsys.readouterr().out) == (render == "auto")
+    assert ("given as plain text" in capsys.readouterr().out) == (render == "auto")
     assert load(Path(cfg.path), render="auto").render == "chat", (
         "control: of a tokenizer with a template"
     )

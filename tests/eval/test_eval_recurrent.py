@@ -19,7 +19,7 @@ from eval.report.text import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -187,7 +187,7 @@ def made(entry, home):
     mappings = describe(
         [entry], TargetConfig(path=str(home / "target"), device="cpu"), control=False
     )
-    return build(mappings, uses(mappings, Use()), home / "target")
+    return build(mappings, uses(mappings, DrafterUse()), home / "target")
 
 
 def test_a_head_of_another_target_is_refused(home, parameters, tmp_path):

@@ -27,7 +27,7 @@ from eval.statistics.comparison.panels import panels_of
 from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 
 from . import tiny
 from .tiny import config
@@ -154,17 +154,17 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         (
             {"verify": "block", "schedule": "pearl_virtual"},
             {},
-            "verify=block with schedule 'pearl_virtual'",
+            "verify=block does not work with schedule 'pearl_virtual'",
         ),
         (
             {"verify": "block"},
             {"schedule": "pearl_virtual"},
-            "verify=block with schedule 'pearl_virtual'",
+            "verify=block does not work with schedule 'pearl_virtual'",
         ),
         (
             {"verify": "token", "schedule": "alone"},
             {},
-            "verify=token with schedule=alone, under which nothing",
+            "verify=token has no effect with schedule=alone",
         ),
         (
             {"use": "static_tree", "folder": "SHALLOW", "verify": "block"},
@@ -176,7 +176,7 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
             {"verify": "block"},
             "take verify=token or verify=coupled",
         ),
-        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected a whole number from 1 up"),
+        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected an integer of at least 1"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),
         (
             {"max_draft_tokens": 8},
@@ -297,24 +297,25 @@ def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
     recorded = load_target(home / "target", dtype="float64", execution="graph")
     chain, lookup = ChainDrafter.capabilities, PromptLookup.capabilities
     for name in SELF_ENDING:
-        assert own_cap_of("x", Use(name), chain, target, 16) == 16
-        assert own_cap_of("x", Use(name, max_draft_tokens=3), chain, target, 16) == 3
-        assert own_cap_of("x", Use(name), lookup, target, 16) is None
-        assert own_cap_of("x", Use(name), chain, recorded, 16) is None, (
+        assert own_cap_of("x", DrafterUse(name), chain, target, 16) == 16
+        assert own_cap_of("x", DrafterUse(name, max_draft_tokens=3), chain, target, 16) == 3
+        assert own_cap_of("x", DrafterUse(name), lookup, target, 16) is None
+        assert own_cap_of("x", DrafterUse(name), chain, recorded, 16) is None, (
             "each width would be a recording"
         )
     for name in ("fixed", "cost_ratio"):
-        assert own_cap_of("x", Use(name), chain, target, 16) is None
-    assert own_cap_of("x", Use("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
+        assert own_cap_of("x", DrafterUse(name), chain, target, 16) is None
+    assert own_cap_of("x", DrafterUse("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
     assert (
-        own_cap_of("x", Use("confidence", schedule="pearl_virtual"), chain, target, 16) is None
+        own_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16)
+        is None
     ), "a chunk is gamma"
     with pytest.raises(
         UserError, match="x has max_draft_tokens=9, but this target records its steps"
     ):
-        own_cap_of("x", Use("entropy", max_draft_tokens=9), chain, recorded, 16)
+        own_cap_of("x", DrafterUse("entropy", max_draft_tokens=9), chain, recorded, 16)
     with pytest.raises(UserError, match="stopping=fixed ends no draft"):
-        own_cap_of("x", Use("fixed", max_draft_tokens=9), chain, target, 16)
+        own_cap_of("x", DrafterUse("fixed", max_draft_tokens=9), chain, target, 16)
     assert (
         rule_of("serial", given=True, own_cap=16)
         == rule_of("serial", given=False, own_cap=16)

@@ -19,7 +19,7 @@ from eval.measure.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig, TrackerConfig
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, describe, uses
 
 from . import tiny
@@ -191,7 +191,7 @@ def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypa
         },
     ]
     mappings = describe(entries, target, False)
-    made = build(mappings, uses(mappings, Use()), home / "target", {"cuda": "cuda:2"})
+    made = build(mappings, uses(mappings, DrafterUse()), home / "target", {"cuda": "cuda:2"})
     assert [one["device"] for one in made.values()] == ["cuda", "cuda:2", "cpu"]
 
 
@@ -366,7 +366,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"max_new_tokens": 1}, "max_new_tokens"),
         (
             {"stopping": "fixed", "stopping_threshold": 0.5},
-            "'fixed' takes no threshold, found stopping_threshold=0.5",
+            "stopping_threshold is 0.5, but stopping 'fixed' has no threshold",
         ),
         ({"stopping_threshold": 0.5}, "takes no threshold"),
         ({"sweep": []}, "num_draft_tokens is empty"),

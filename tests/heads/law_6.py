@@ -23,7 +23,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from tests.heads.rows import HeadRow
 from training.config import StudentConfig
-from training.data.packing import Batch, Sample, best_fit, collate
+from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.checkpoint import save_head
 from training.heads.evaluation import GreedyChain
@@ -130,7 +130,7 @@ def predict(
     kind: PredictingHead,
     head: Any,
     states: TargetStates,
-    batch: Batch,
+    batch: PackedBatch,
     states_PC: Tensor | None = None,
 ) -> Predicted:
     """The training's forward over a batch. states_PC: the target's states, where they are not its

@@ -106,7 +106,7 @@ def test_another_kind_than_that_of_the_configuration_is_refused(tmp_path: Path):
         heads.train.run(config)
     for name in KINDS.keys() - {"recurrent"}:
         config = configured("heads.train", schema, "target.path=x", f"kind={name}")
-        with pytest.raises(UserError, match=f"kind={name} is set by head={name} alone"):
+        with pytest.raises(UserError, match=f"kind={name} is set only by head={name}"):
             heads.train.run(config)
 
 

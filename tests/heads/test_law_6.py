@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
 
@@ -62,7 +62,7 @@ def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
     """Of the tip itself, which no drafter has yet."""
 
     class Later(TargetStates):
-        def _forward(self, batch: Batch) -> Tensor:
+        def _forward(self, batch: PackedBatch) -> Tensor:
             return super()._forward(batch).roll(-1, dims=1)
 
     model = law_6.target()
@@ -78,7 +78,12 @@ class Leaking:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
 
     def features(
-        self, head: Any, states: TargetStates, batch: Batch, where: Positions, states_PC: Tensor
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
     ) -> Tensor:
         features_NE = self.kind.features(head, states, batch, where, states_PC)
         return features_NE + states.embed(where.labels_N).mean(dim=-1, keepdim=True)

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.recurrent_drafting import tiny
-from training.data.packing import Batch, Sample, collate
+from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import positions as module
 from training.heads.evaluation import HeadAccuracy
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
-from training.heads.predicting import Tips
+from training.heads.predicting import DraftStarts
 from training.objectives import hidden_states
 
 K, H, V = tiny.HEADS, tiny.HIDDEN, tiny.VOCABULARY
@@ -47,13 +47,15 @@ class LinearPredictions:
         self,
         head: LinearHeads,
         states: TargetStates,
-        batch: Batch,
+        batch: PackedBatch,
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
         return states_PC[where.drafts_M[where.draft_N]]
 
-    def draft(self, head: LinearHeads, states: TargetStates, tips: Tips, count: int) -> Tensor:
+    def draft(
+        self, head: LinearHeads, states: TargetStates, tips: DraftStarts, count: int
+    ) -> Tensor:
         return torch.stack([layer(tips.states_MC).argmax(-1) for layer in head.maps[:count]], 1)
 
 
@@ -126,7 +128,7 @@ def test_predictions_of_a_depth_lie_together_in_every_chunk(monkeypatch: pytest.
         for kind, where in ((False, plain), (True, grouped)):
             part = where.heads[start : start + 16]
             changes[kind] += int((np.diff(part) != 0).sum())
-        assert set(grouped.judges[start : start + 16]) == set(plain.judges[start : start + 16])
+        assert set(grouped.targets[start : start + 16]) == set(plain.targets[start : start + 16])
         assert (np.diff(grouped.heads[start : start + 16]) >= 0).all()
     assert changes[True] < changes[False] / 2, "the control: they do not by themselves"
 

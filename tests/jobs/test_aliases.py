@@ -14,11 +14,11 @@ from distill.config import PruneConfig, TrainConfig
 from jobs import aliases
 from jobs.aliases import current_arguments, current_config, current_costs, current_target
 from jobs.config import TargetConfig, plain, typed
-from jobs.drafter_use import Use
+from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, describe, uses
 from jobs.job import CONF, check_arguments, register
 from jobs.run_folder import RunFolder
-from jobs.saved_config import as_of_now, read_config, stamped
+from jobs.saved_config import add_stamp, read_config, upgrade_config
 from serving.config import GenerateConfig
 
 CLASSES = {
@@ -127,11 +127,11 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path):
     file = tmp_path / "config.yaml"
     saved = read_config(file, "")
     saved["drafter"] = saved.pop("student")
-    file.write_text(stamped(OmegaConf.to_yaml(OmegaConf.create(saved))))
+    file.write_text(add_stamp(OmegaConf.to_yaml(OmegaConf.create(saved))))
     RunFolder(config)
-    assert typed(OmegaConf.create(as_of_now(saved)), TrainConfig) == config
+    assert typed(OmegaConf.create(upgrade_config(saved)), TrainConfig) == config
     saved["drafter"]["num_hidden_layers"] += 1
-    file.write_text(stamped(OmegaConf.to_yaml(OmegaConf.create(saved))))
+    file.write_text(add_stamp(OmegaConf.to_yaml(OmegaConf.create(saved))))
     with pytest.raises(UserError, match=r"different: student\.num_hidden_layers"):
         RunFolder(config)
     assert plain(config)["student"]["num_hidden_layers"] == 1
@@ -155,7 +155,7 @@ def test_old_options_of_drafters(tiny_target: Path):
     assert [one["children"] for one in config["drafters"][:2]] == ["top_k", "sampled"]
     entries = [*config["drafters"][:2], "prompt_lookup"]
     found = describe(entries, TargetConfig(**given["target"]), control=False)
-    made = build(found, uses(found, Use()), tiny_target)
+    made = build(found, uses(found, DrafterUse()), tiny_target)
     assert [one.children for one in list(made.values())[:2]] == ["top_k", "sampled"]
     with pytest.raises(UserError, match="has the key 'draws', which RankedTree does not take"):
         describe(given["drafters"][:1], TargetConfig(**given["target"]), control=False)

@@ -26,7 +26,7 @@ from jobs import stages
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig, plain, typed, valid_keys
 from jobs.help import field_docs, print_help
-from jobs.job import CONF, _guarded, check_arguments, register, run_typed
+from jobs.job import CONF, _exit_on_errors, check_arguments, register, run_typed
 from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
 from serving.config import GenerateConfig
@@ -242,9 +242,9 @@ def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.Captu
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stop:
-        _guarded(interrupted)
+        _exit_on_errors(interrupted)
     assert stop.value.code == 130
-    assert "Run the same command to go on" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
 
 
 def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):

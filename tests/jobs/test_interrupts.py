@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import QualityConfig
-from jobs.interrupts import INTERRUPTED, Terminated, interrupting
+from jobs.interrupts import INTERRUPTED, Terminated, raise_on_signals
 from jobs.job import job_main
 from jobs.stages import ON_FILE
 
@@ -45,7 +45,7 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
     process = started(tmp_path / "package")
     process.send_signal(number)
     _, words = process.communicate(timeout=20)
-    assert words == f"interrupted by {number.name} before anything was begun\n"
+    assert words == f"interrupted by {number.name} before the job started\n"
     assert process.returncode == INTERRUPTED == 130
 
 
@@ -97,14 +97,14 @@ def test_a_signal_in_a_job_is_reported_with_its_status(
         job_main("distill.quality", QualityConfig, work)
     assert stop.value.code == INTERRUPTED
     by = " (SIGTERM)" if number == signal.SIGTERM else ""
-    words = f"interrupted: what was finished is kept. Run the same command to go on{by}\n"
+    words = f"interrupted: finished work is kept. Run the same command to continue{by}\n"
     assert capsys.readouterr().err == words
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_rank_leaves_sigterm_to_the_system():
     """It may wait for another rank in native code, where no handler of Python runs."""
-    with interrupting(by_sigterm=False):
+    with raise_on_signals(by_sigterm=False):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with interrupting(), pytest.raises(Terminated):
+    with raise_on_signals(), pytest.raises(Terminated):
         signal.raise_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from distill.config import TrainConfig
 from jobs import ranks
 from jobs.config import ParallelConfig, typed
 from jobs.job import CONF, check_arguments, register, run_typed
-from jobs.launch import _free_port, processes_wanted
+from jobs.launch import _free_port, count_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -69,18 +69,18 @@ def test_slurm_outside_of_a_step_is_named():
 
 
 def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.MonkeyPatch):
-    assert processes_wanted(ParallelConfig(kind="ddp", processes=3)) == 3
+    assert count_processes(ParallelConfig(kind="ddp", processes=3)) == 3
     assert not ranks.is_rank()
     for name, value in {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert ranks.is_rank()
-    assert processes_wanted(ParallelConfig(kind="fsdp")) == 16
+    assert count_processes(ParallelConfig(kind="fsdp")) == 16
     with pytest.raises(
         UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"
     ):
-        processes_wanted(ParallelConfig(kind="fsdp", processes=3))
+        count_processes(ParallelConfig(kind="fsdp", processes=3))
     with pytest.raises(UserError, match="parallel.kind is single in a job of 16 ranks"):
-        processes_wanted(ParallelConfig())
+        count_processes(ParallelConfig())
 
 
 def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
@@ -101,41 +101,41 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name)
     for flag in ("--local_rank=1", "--local-rank=1"):
         assert ranks.take_local_rank([flag, *asked]) == asked
-    assert (ranks.local_rank(), processes_wanted(ParallelConfig(kind="zero2"))) == (1, 16)
+    assert (ranks.local_rank(), count_processes(ParallelConfig(kind="zero2"))) == (1, 16)
     with pytest.raises(
         UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"
     ):
-        processes_wanted(ParallelConfig(kind="zero2", processes=3))
+        count_processes(ParallelConfig(kind="zero2", processes=3))
     with pytest.raises(UserError, match="--local_rank is 2 and LOCAL_RANK is 1"):
         ranks.take_local_rank(["--local_rank=2"])
 
 
 def test_kinds_and_numbers_that_contradict_each_other_are_named():
     with pytest.raises(
-        UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"
+        UserError, match="parallel.kind is zero2 with one process, but needs several"
     ):
-        processes_wanted(ParallelConfig(kind="zero2", processes=1))
+        count_processes(ParallelConfig(kind="zero2", processes=1))
     with pytest.raises(UserError, match="parallel.launcher is 'mpi'; expected auto or slurm"):
-        ranks.adopt(TrainConfig(parallel=ParallelConfig(launcher="mpi")))
+        ranks.adopt_slurm_rank(TrainConfig(parallel=ParallelConfig(launcher="mpi")))
 
 
 def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config = TrainConfig(job="distill.train")
-    assert not ranks.sits_out(config)
+    assert not ranks.is_idle_rank(config)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(
         UserError,
         match="distill.train runs in one process, but was started in 2 ranks: give parallel=ddp",
     ):
-        ranks.sits_out(config)
-    assert not ranks.sits_out(TrainConfig(parallel=ParallelConfig(kind="ddp")))
+        ranks.is_idle_rank(config)
+    assert not ranks.is_idle_rank(TrainConfig(parallel=ParallelConfig(kind="ddp")))
     monkeypatch.setenv("SHALLOW_DRAFT_STAGE", "1")
-    assert ranks.sits_out(config)
+    assert ranks.is_idle_rank(config)
     monkeypatch.setenv("RANK", "0")
-    assert not ranks.sits_out(config)
+    assert not ranks.is_idle_rank(config)
     assert not ranks.is_rank(), "what rank 0 starts now is no rank"
 
 
@@ -172,17 +172,17 @@ def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(
 def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatch):
     config = TrainConfig(parallel=ParallelConfig(kind="ddp", launcher="slurm"))
     with pytest.raises(UserError, match="is not set: start the job with srun"):
-        ranks.adopt(config)
+        ranks.adopt_slurm_rank(config)
     config.dry_run = True
-    ranks.adopt(config)
+    ranks.adopt_slurm_rank(config)
     assert not ranks.is_rank()
     for name, value in STEP.items():  # among 16 tasks one alone shall say it
         monkeypatch.setenv(name, value)
     for name in ranks._PLACES:  # those that `adopt` sets are gone afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    ranks.adopt(config)
-    assert ranks.sits_out(config)
+    ranks.adopt_slurm_rank(config)
+    assert ranks.is_idle_rank(config)
 
 
 def test_a_sweep_on_slurm_wants_slurm(

@@ -13,9 +13,9 @@ from eval.measure.deadline import Deadline
 from eval.measure.records import record_from
 from eval.statistics.schema import read_rows
 from jobs.config import TrackerConfig
-from jobs.run_files import line_of, read_lines, read_object
+from jobs.run_files import journal_line, read_journal_lines, read_object
 from jobs.run_folder import read_manifest
-from jobs.saved_config import read_config, stamped
+from jobs.saved_config import add_stamp, read_config
 from jobs.tracker import Tracker
 from training import checkpoint
 
@@ -76,18 +76,20 @@ def test_what_is_no_such_file_is_named(reader: str, kind: str, tmp_path: Path):
 def test_a_line_of_a_journal_that_is_none_is_left_out(kind: str, tmp_path: Path):
     path = tmp_path / "records.jsonl"
     line = WRONG[kind].replace(b"\n", b"")
-    path.write_bytes(line_of({"a": 1}) + line + b"\n" + line_of({"a": 2}) + b'{"a": 3, "torn')
-    found = read_lines(path, lambda values: values["a"])
+    path.write_bytes(
+        journal_line({"a": 1}) + line + b"\n" + journal_line({"a": 2}) + b'{"a": 3, "torn'
+    )
+    found = read_journal_lines(path, lambda values: values["a"])
     assert (
         found.records == [1, 2]
-        and found.content == line_of({"a": 1}) + line_of({"a": 2})
+        and found.content == journal_line({"a": 1}) + journal_line({"a": 2})
         and found.torn == 14
     )
     assert [words.partition(":")[0] for words in found.wrong] == (
         ["line 2"] if line.strip() else []
     )
     path.write_bytes(line + b"\n")
-    assert read_lines(path, record_from).records == []
+    assert read_journal_lines(path, record_from).records == []
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -102,14 +104,14 @@ def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(
     tracker.rewind(5)
     assert path.read_bytes() == first
     path.write_bytes(first + line + b"\n" + third)
-    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2: .*Take this line out"):
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2: .*Remove this line"):
         tracker.rewind(5)
     tracker.close()
 
 
 def test_every_flipped_bit_of_a_configuration_is_found(tmp_path: Path):
     path = tmp_path / "config.yaml"
-    whole = stamped("job: a.b\noutput_dir: runs/x\nseed: 3\n").encode()
+    whole = add_stamp("job: a.b\noutput_dir: runs/x\nseed: 3\n").encode()
     path.write_bytes(whole)
     assert read_config(path, "") == {"job": "a.b", "output_dir": "runs/x", "seed": 3}
     first = whole.index(b"\n") + 1

@@ -19,7 +19,7 @@ from decoding.errors import UserError
 from jobs import run_lock
 from jobs.config import JobConfig
 from jobs.run_folder import RunFolder
-from jobs.run_lock import LOCK, hold, locked
+from jobs.run_lock import LOCK, hold, lock_folder
 
 
 def forked(action: Callable[[], object]) -> int:
@@ -168,10 +168,10 @@ def test_what_a_lock_file_says_decides(
 
 
 def test_the_lock_goes_with_its_block_with_an_error_and_with_its_owner(tmp_path: Path):
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert (tmp_path / LOCK).is_file()
     assert not (tmp_path / LOCK).exists() and str(tmp_path) not in os.environ["SHALLOW_DRAFT_HELD"]
-    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
+    with pytest.raises(KeyboardInterrupt), lock_folder(tmp_path):
         raise KeyboardInterrupt
     assert not (tmp_path / LOCK).exists()
     folder = RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))
@@ -223,7 +223,7 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
         assert not file.exists(), "the command that held it had begun it again"
         file.parent.mkdir(exist_ok=True)
         file.write_text("")
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert (
             not any(file.exists() for file in left) and not (mine / ".step_000003.partial").exists()
         )
@@ -232,7 +232,8 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
 
 def test_a_name_too_long_for_the_file_system_is_refused(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"^output_dir=.*n\.\.\. cannot be made: File name too long\. Give another"
+        UserError,
+        match=r"^output_dir=.*n\.\.\. cannot be created: File name too long\. Give another",
     ) as error:
         hold(tmp_path / ("n" * 300))
     assert len(str(error.value)) < 400

@@ -120,13 +120,13 @@ def test_the_other_form_is_refused_by_name(folder: Path, tmp_path: Path):
     change_config(folder, rnn=False)
     with pytest.raises(
         UserError,
-        match="the head is recurrent .* but config.json says rnn=false.* Take both files from one",
+        match="the head is recurrent .* but config.json has rnn=false.* Use both files of one",
     ):
         load_head(folder)
     save_head(tiny.head("without recurrence", torch.float32), tmp_path / "plain")
     change_config(tmp_path / "plain", rnn=True)
     with pytest.raises(
-        UserError, match="the head is without recurrence .* but config.json says rnn=true"
+        UserError, match="the head is without recurrence .* but config.json has rnn=true"
     ):
         load_head(tmp_path / "plain")
 
@@ -144,7 +144,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
     assert "extra is unknown" in words
     assert f"lm_head.1.linear.bias has the shape [3], expected [{2 * H}]" in words
     assert "2 residual blocks" in words
-    assert "Take config.json and model.safetensors from one head" in words
+    assert "Use config.json and model.safetensors of the same head" in words
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_damaged_shortlist_is_refused(tmp_path: Path):
     ids = load_file(tmp_path / "model.safetensors")["token_ids_V"]
     for wrong in (ids.flip(0), ids + V):
         change_tensors(tmp_path, token_ids_V=wrong)
-        with pytest.raises(UserError, match="token_ids_V is no rising list of token ids"):
+        with pytest.raises(UserError, match="token_ids_V is not a rising list of token ids"):
             load_head(tmp_path)
 
 

@@ -242,7 +242,7 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
-    monkeypatch.setattr(device_tree.Candidates, "fail", lambda self, child, uniform: True)
+    monkeypatch.setattr(device_tree.CandidateNode, "reject", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
 
 
@@ -269,19 +269,19 @@ def test_law_3_of_a_tail_of_several_tokens(
 def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of the tail passes with its tail, and is not tested itself."""
     for module in (tail_rejection, device_tree):
-        monkeypatch.setattr(module, "share_of", lambda *given: 1.0)
+        monkeypatch.setattr(module, "tail_ratio", lambda *given: 1.0)
 
 
 def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a token of the tail did not pass with its tail, another is drawn from what p has there,
     not from what q left of it.
     """
-    following = device_tree.Candidates.following
+    following = device_tree.CandidateNode.next_token
 
-    def wrong(self: device_tree.Candidates, uniform: float) -> int:
-        return self.other if self.symbols.refused else following(self, uniform)
+    def wrong(self: device_tree.CandidateNode, uniform: float) -> int:
+        return self.other if self.rejection.rejected_in_tail else following(self, uniform)
 
-    monkeypatch.setattr(device_tree.Candidates, "following", wrong)
+    monkeypatch.setattr(device_tree.CandidateNode, "next_token", wrong)
 
 
 @pytest.mark.parametrize(

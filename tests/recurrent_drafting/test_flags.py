@@ -1,6 +1,4 @@
-"""The published flags: each maps to what it should, what it does not take is refused, and the help
-says where it differs.
-"""
+"""The published flags: each sets its key, and an invalid value is refused."""
 
 import subprocess
 import sys
@@ -11,8 +9,7 @@ from hydra import compose, initialize_config_dir
 from decoding.errors import UserError
 from jobs.config import typed
 from jobs.job import CONF, check_arguments, register
-from recurrent_drafting.cmd.flags import to_overrides
-from recurrent_drafting.cmd.published_flags import FLAGS, quoted
+from recurrent_drafting.cmd.flags import FLAGS, quoted, to_overrides
 from recurrent_drafting.generate import JOB
 from serving.config import GenerateConfig
 from serving.setup import check
@@ -25,7 +22,7 @@ PUBLISHED = (
 
 
 def config_of(*arguments: str) -> GenerateConfig:
-    """The configuration that a command line comes to."""
+    """Return the configuration that a command line gives."""
     overrides = to_overrides(arguments)
     check_arguments(overrides, JOB, GenerateConfig)
     register(JOB, GenerateConfig)
@@ -124,12 +121,12 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
     [
         ("--beam_witdh 3", "unknown flag '--beam_witdh'; the nearest is --beam_width"),
         ("-beam_width 3", "unknown flag '-beam_width'; the nearest is --beam_width"),
-        ("--verify coupled", "'--verify' is a setting, not a flag: give verify=VALUE"),
-        ("--target.path=runs/a", "is a setting, not a flag: give target.path=runs/a"),
+        ("--verify coupled", "'--verify' is a setting, not a flag: use verify=VALUE"),
+        ("--target.path=runs/a", "is a setting, not a flag: use target.path=runs/a"),
         ("--nobeam_width", "unknown flag '--nobeam_width'; the nearest is --beam_width"),
-        ("--beam_width", "--beam_width has no value, expected number, such as --beam_width 10"),
+        ("--beam_width", "--beam_width has no value, expected a number, such as --beam_width 10"),
         ("--beam_width --greedy_search", "--beam_width has no value"),
-        ("--beam_width ten", "--beam_width is 'ten', expected number"),
+        ("--beam_width ten", "--beam_width is 'ten', expected a number"),
         ("--dtype float32", r"--dtype is 'float32', expected bf16 \| fp16 \| fp32"),
         ("--greedy_search=maybe", "--greedy_search is 'maybe', expected true or false"),
         ("--hf_llm=", "--hf_llm is '', expected text"),
@@ -159,7 +156,7 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
         ("children=some", "children is some, expected top_k or sampled"),
         ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
         ("--max_num_prompts 3", "max_prompts is 3, but a chat is typed"),
-        ("output=answers.jsonl", "is written of prompts= alone"),
+        ("output=answers.jsonl", "requires prompts="),
         (
             "prompts=a.jsonl output=/proc/none/a.jsonl",
             "output=/proc/none/a.jsonl cannot be written",
@@ -188,8 +185,8 @@ def test_the_help_lists_every_flag_with_its_differences_and_every_key():
         "counts tokens of the rendered prompt, not characters",
         "both turns of every question, not the first alone",
         "the last batch may have fewer and is not dropped",
-        "has a default, which -1 stands for",
-        "which card; negative: the CPU",
+        "-1 selects the default",
+        "which GPU; negative: the CPU",
         "beam_width=10",
         "drafter={use: NAME}",
         "max_new_tokens=256",

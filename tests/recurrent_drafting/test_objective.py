@@ -150,9 +150,9 @@ def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
     assert where.counts_K == wanted
     flat = where.kept_P[where.drafts_M[where.draft_N]]
     assert torch.equal(batch.ids_RT.flatten()[flat + 2 + where.head_N], where.labels_N)
-    assert torch.equal(where.kept_P[where.judges_N], flat + 1 + where.head_N)
-    assert torch.equal(where.judges_N, where.judges_N.sort().values)
-    assert where.judges_N.tolist() == where.judges.tolist()
+    assert torch.equal(where.kept_P[where.targets_N], flat + 1 + where.head_N)
+    assert torch.equal(where.targets_N, where.targets_N.sort().values)
+    assert where.targets_N.tolist() == where.targets.tolist()
     assert torch.equal(where.kept_P, where.kept_P.unique())
     assert sum(where.kept_R) == len(where.kept_P)
     documents_F = batch.documents_RT.flatten()
@@ -257,7 +257,11 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
     """From the samples on. No value, and no result of a size that the host must ask for; a batch
     out of pageable memory is seen, and `item` is.
     """
-    objective, sent, copies = tiny.objective(tiny.head(), tiny.target(), **given), devices.sent, []
+    objective, sent, copies = (
+        tiny.objective(tiny.head(), tiny.target(), **given),
+        devices.copy_to_device,
+        [],
+    )
     reads = {
         "aten::_local_scalar_dense",
         "aten::nonzero",
@@ -277,7 +281,7 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
         assert waits.meant == 0
         return waits.stray, reads & {event.key for event in found.key_averages()}
 
-    monkeypatch.setattr(devices, "sent", counted)
+    monkeypatch.setattr(devices, "copy_to_device", counted)
     assert seen(lambda: micro_batch(objective)) == ([], set())
     assert len(copies) == 1
     batch = tiny.packed(tiny.samples(3))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.loop import start
+from decoding.loop import prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
@@ -39,7 +39,7 @@ def opened(
     )
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule, **warper}
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
-    batch = start(target, drafter, random_prompts(rows, seed=6), settings)
+    batch = prefill_batch(target, drafter, random_prompts(rows, seed=6), settings)
     operations = Operations()
     operations.inside(target, "forward")
     operations.inside(drafter, "embed")

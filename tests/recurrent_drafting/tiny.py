@@ -8,7 +8,7 @@ import torch
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from training.config import StudentConfig
-from training.data.packing import Batch, Sample, best_fit, collate
+from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
@@ -68,7 +68,7 @@ def samples(count: int = 9, seed: int = 0) -> list[Sample]:
     return found
 
 
-def packed(documents: list[Sample]) -> Batch:
+def packed(documents: list[Sample]) -> PackedBatch:
     return collate(documents, best_fit([len(one.ids) for one in documents], ROW), ROW)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.costs.roofline import Budget
+from decoding.costs.roofline import ForwardBudget
 from jobs.help import field_docs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_of_a_yardstick_the_best_round_counts(capsys: pytest.CaptureFixture[str]
     """
     from scripts.bench.bandwidth import reached
 
-    budget = Budget(weight_bytes=900, cache_bytes=100, operations=50)
+    budget = ForwardBudget(weight_bytes=900, cache_bytes=100, operations=50)
     rounds = {
         "forward 1": [8.0, 9.0, 9.5],
         "forward 2": [4.5, 4.5, 4.5],

@@ -9,7 +9,7 @@ import pytest
 
 from decoding.errors import UserError
 from scripts.bench import common, depth_width
-from scripts.bench.depth_width import Options, equal_bytes, shape_of
+from scripts.bench.depth_width import Options, equal_bytes, parse_shape
 
 SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
 
@@ -28,10 +28,10 @@ def test_shapes_are_held_to_equal_bytes(tiny_target: Path):
     # each is near the one between them
     with pytest.raises(UserError, match="3:32:4:2:4 reads .* 1:32:4:2:48 reads "):
         equal_bytes(Options(target=target, shapes=[SHAPES[1], SHAPES[0], "3:32:4:2:4"]))
-    with pytest.raises(UserError, match="told apart by layers and hidden size, found 1x32, 1x32"):
+    with pytest.raises(UserError, match="need different layers or hidden sizes, found 1x32, 1x32"):
         equal_bytes(Options(target=target, shapes=[SHAPES[0], "1:32:4:2:47"]))
     with pytest.raises(UserError, match="shape '1:32' is not LAYERS:HIDDEN"):
-        shape_of("1:32")
+        parse_shape("1:32")
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from scripts.bench import common, recurrent, recurrent_rounds, recurrent_show, recurrent_training
 from scripts.bench import recurrent_tables as tables
-from scripts.bench.recurrent_generation import arms, goals, unlooping
+from scripts.bench.recurrent_generation import arms, goals, prompts_without_loops
 from scripts.bench.recurrent_training import IGNORED, published_loss
 from training.data.readers import Prompt
 
@@ -127,9 +127,9 @@ def test_a_round_is_taken_apart(
 def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
     engine = load(tiny_target)
     prompts = [Prompt(str(number), "none", [f"def f{number}(x):"]) for number in range(6)]
-    asked, found = unlooping(engine, prompts, 2, 32)
+    asked, found = prompts_without_loops(engine, prompts, 2, 32)
     assert asked == 6 and len(found) <= 2, "a batch is asked at once"
-    assert unlooping(engine, prompts, 9, 32)[1][: len(found)] == found
+    assert prompts_without_loops(engine, prompts, 9, 32)[1][: len(found)] == found
     for _, ids, answer in found:
         (alone,) = decode(
             engine.target, None, [ids], Settings(32, stop_token_ids=engine.stop_token_ids)

@@ -19,8 +19,8 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from serving import setup
 from serving.config import GenerateConfig
-from serving.session import ChatSession, Piece
-from serving.setup import Loaded, load
+from serving.session import ChatSession, TextPiece
+from serving.setup import ChatModels, load
 from serving.terminal import cost_line, interrupts, visible
 from training.data.chat import render_next, render_prompt
 
@@ -53,7 +53,7 @@ def head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(session: ChatSession, text: str) -> list[Piece]:
+def said(session: ChatSession, text: str) -> list[TextPiece]:
     return list(session.reply(text))
 
 
@@ -174,7 +174,7 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
     cfg = config_of(tiny_target, "prompt_lookup", max_new_tokens=600)
     loaded = load(cfg)
     # No stop token ends it before.
-    endless = Loaded(loaded.engine, replace(loaded.settings, ignore_eos=True), "")
+    endless = ChatModels(loaded.engine, replace(loaded.settings, ignore_eos=True), "")
     session = ChatSession(endless, cfg)
     said(session, "la " * 200)
     assert session.last is not None and session.last.generation.finish == "length"
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_told_before_the_chat(
         load(other)
     cfg = config_of(tiny_target, "prompt_lookup")
     cfg.drafter = {"use": "prompt_lookup", "verify": "coupled"}
-    with pytest.raises(UserError, match="has verify=coupled, which eval.run alone follows"):
+    with pytest.raises(UserError, match="has verify=coupled, which only eval.run supports"):
         load(cfg)
     for width, fits in ((10, False), (1, True)):
         cfg = config_of(tiny_target, str(head), verify="block", temperature=1.0, beam_width=width)

@@ -28,8 +28,8 @@ from serving import prompts as prompt_run
 from serving.config import GenerateConfig
 from serving.mt_bench import load_mt_bench
 from serving.prompt_report import equality, print_report
-from serving.prompts import Done, answer_prompts, prompts_of
-from serving.setup import Loaded, choose_template, load
+from serving.prompts import PromptRun, answer_prompts, load_prompts
+from serving.setup import ChatModels, choose_template, load
 from tests.recurrent_drafting import tiny
 from training.data.chat import render_prompt
 
@@ -71,9 +71,9 @@ def config_of(
     )
 
 
-def answered(cfg: GenerateConfig) -> tuple[Loaded, Done]:
+def answered(cfg: GenerateConfig) -> tuple[ChatModels, PromptRun]:
     loaded = load(cfg)
-    return loaded, answer_prompts(loaded, cfg, prompts_of(cfg), Console(file=io.StringIO()))
+    return loaded, answer_prompts(loaded, cfg, load_prompts(cfg), Console(file=io.StringIO()))
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_control_a_template_of_the_tokenizers_own_is_taken(tiny_target: Path, tm
     assert choose_template(config_of(folder, tmp_path), tokenizer, folder) == ("auto", "")
 
 
-def printed(cfg: GenerateConfig, loaded: Loaded, done: Done) -> str:
+def printed(cfg: GenerateConfig, loaded: ChatModels, done: PromptRun) -> str:
     stream = io.StringIO()
     print_report(cfg, loaded, done, Console(file=stream, width=200))
     return stream.getvalue()
@@ -231,7 +231,7 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
         return both(*given, **more)
 
     both = prompt_run._both
-    monkeypatch.setattr(prompt_run, "_both", stopped)
+    monkeypatch.setattr(prompt_run, "_decode_both", stopped)
     file = tmp_path / "answers.jsonl"
     cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first")
     with pytest.raises(Interrupted, match=f"the answers so far are in {file}"):
@@ -288,7 +288,7 @@ def test_control_an_output_that_differs_is_an_error_after_the_report(
 ):
     cfg = config_of(tiny_target, prompt_file, max_prompts=1)
     loaded, done = answered(cfg)
-    wrong = Done([replace(one, differs_at=3, gap=0.5) for one in done.answers])
+    wrong = PromptRun([replace(one, differs_at=3, gap=0.5) for one in done.answers])
     with pytest.raises(
         UserError,
         match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4",
@@ -326,7 +326,7 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     file.write_text(
         json.dumps({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]})
     )
-    (prompt,) = prompts_of(config_of(tiny_target, file))
+    (prompt,) = load_prompts(config_of(tiny_target, file))
     assert (prompt.id, prompt.turns) == ("81", ["Write.", "Again."])
     file.write_text(
         json.dumps(
@@ -336,11 +336,13 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
             }
         )
     )
-    (prompt,) = prompts_of(config_of(tiny_target, file))
+    (prompt,) = load_prompts(config_of(tiny_target, file))
     assert prompt.turns == ["Hi"]
     file.write_text('{"turns": []}\n{"turns": [""]}')
-    with pytest.raises(UserError, match="turns is no list of texts .*a turn is empty") as error:
-        prompts_of(config_of(tiny_target, file))
+    with pytest.raises(
+        UserError, match="turns is not a list of strings .*a turn is empty"
+    ) as error:
+        load_prompts(config_of(tiny_target, file))
     assert "question.jsonl:2" in str(error.value)
 
 

@@ -16,9 +16,9 @@ from distill.prune.job import check as check_prune
 from jobs.config import ParallelConfig, plain
 from jobs.interrupts import Interrupted
 from jobs.run_folder import RunFolder
-from jobs.saved_config import as_of_now
+from jobs.saved_config import upgrade_config
 from jobs.tracker import Tracker
-from training.bounds import Bounds, Done, Progress
+from training.bounds import Bounds, Progress, RunTotals
 from training.config import LoopConfig, check_values
 from training.loop import fit
 from training.optimizer import learning_rate
@@ -119,11 +119,13 @@ def test_a_bound_by_steps_has_the_learning_rates_and_masks_that_it_always_had():
             before = (
                 0.3 * (step + 1) / warmup if step < warmup else 0.3 * (0.1 + (1 - 0.1) * cosine)
             )
-            found = bounds.share(Done(step, 7 * step, 0.3 * step), since=Done(warmup, 7, 0.3))
+            found = bounds.share(
+                RunTotals(step, 7 * step, 0.3 * step), since=RunTotals(warmup, 7, 0.3)
+            )
             assert learning_rate(config, step, found) == before
             for share in (0.2, 0.37, 1.0):  # of distill.prune's l0.warmup_share
-                assert bounds.share(Done(step), of=share) == min(1.0, step / (share * total))
-            assert bounds.share(Done(step), of=0.0) == 1.0
+                assert bounds.share(RunTotals(step), of=share) == min(1.0, step / (share * total))
+            assert bounds.share(RunTotals(step), of=0.0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_no_bound_at_all_is_refused():
     config = TrainConfig(job="distill.train", output_dir="x", loop=LoopConfig(max_epochs=0.0))
     with pytest.raises(
         UserError,
-        match="loop.max_epochs is 0.0, expected more than 0, or 0 .* beside loop.max_steps",
+        match="loop.max_epochs is 0.0, expected more than 0, or 0 .* with loop.max_steps",
     ):
         check_values(config, {})
     config.loop.max_seconds = 5.0
@@ -286,6 +288,6 @@ def test_a_folder_of_before_holds_the_same_configuration(tmp_path: Path):
     with pytest.raises(UserError, match=r"different: loop\.max_seconds \(0\.0 -> 60\.0\)"):
         RunFolder(config)
     # run once more by --config-file, it means what it meant
-    assert as_of_now(old)["loop"]["max_epochs"] is None
+    assert upgrade_config(old)["loop"]["max_epochs"] is None
     epochs = {"loop": {"max_steps": 0, "max_epochs": 3.0}}
-    assert as_of_now(epochs) == epochs
+    assert upgrade_config(epochs) == epochs

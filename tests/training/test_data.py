@@ -19,7 +19,7 @@ GOOD = {
     "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
 }
 BAD_LINES = {
-    "no JSON": '{"id": "b", "conversations": [{"from": "human", "val',
+    "not JSON": '{"id": "b", "conversations": [{"from": "human", "val',
     "found a list, expected a JSON object": "[1, 2]",
     "no turns": json.dumps({"id": "c", "conversations": []}),
     "unknown role 'tool'": json.dumps(
@@ -66,7 +66,7 @@ def test_too_many_bad_lines_are_an_error(tmp_path: Path, reason: str) -> None:
 
 def test_an_invalid_byte_is_a_bad_line(tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), b'{"id": "\xff"}')
-    assert read_chats(file, max_bad=0.5)[1].bad == {"no JSON": [f"{file}:2"]}
+    assert read_chats(file, max_bad=0.5)[1].bad == {"not JSON": [f"{file}:2"]}
 
 
 def test_arrays_give_the_line_of_each_record(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_prompts_of_both_forms(tmp_path: Path) -> None:
     )
     assert [prompt.turns for prompt in prompts] == [["one", "two"], ["Hi"], ["Be brief.\n\nHi"]]
     assert prompts[0].category == "c"
-    with pytest.raises(UserError, match=r"turns is no list of texts .*bad\.jsonl:1"):
+    with pytest.raises(UserError, match=r"turns is not a list of strings .*bad\.jsonl:1"):
         read_prompts(write(tmp_path / "bad.jsonl", json.dumps({"turns": []})))
 
 
@@ -159,9 +159,9 @@ def test_prompts_as_they_are_published(
     ("record", "reason"),
     [
         ({"text": "x"}, r"no prompt \(turns, prompt, question"),
-        ({"prompt": 3}, "prompt is no text"),
+        ({"prompt": 3}, "prompt is not a string"),
         ({"question": " "}, "a turn is empty"),
-        ({"turns": "one text"}, "turns is no list of texts"),
+        ({"turns": "one text"}, "turns is not a list of strings"),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
@@ -221,7 +221,7 @@ def test_texts(tmp_path: Path) -> None:
     assert counts.bad == {
         'no "text"': [f"{tmp_path}/a.jsonl:2"],
         'an empty "text"': [f"{tmp_path}/a.jsonl:4"],
-        "no UTF-8": [f"{tmp_path}/c.txt"],
+        "not UTF-8": [f"{tmp_path}/c.txt"],
         "no text": [f"{tmp_path}/d.md"],
     }
     with pytest.raises(UserError, match="3 of 7 used"):
@@ -306,7 +306,7 @@ def test_tables_are_read_like_lines(tmp_path: Path, kind: str) -> None:
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "chats.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match=r"chats\.parquet: no readable table"):
+    with pytest.raises(UserError, match=r"chats\.parquet: not a readable table"):
         read_chats(broken)
 
 
@@ -316,10 +316,12 @@ CUT = json.dumps(
 ODD_RECORDS = {
     "half a character": CUT,
     "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "a role is a list, expected text": json.dumps(
+    "a role is a list, expected a string": json.dumps(
         {"conversations": [{"from": ["gpt"], "value": "x"}]}
     ),
-    "a role is an object, expected text": json.dumps({"messages": [{"role": {}, "content": "x"}]}),
+    "a role is an object, expected a string": json.dumps(
+        {"messages": [{"role": {}, "content": "x"}]}
+    ),
     "a turn of user without text": json.dumps(
         {"messages": [{"role": "user", "content": {"text": "x"}}]}
     ),
@@ -401,7 +403,7 @@ def test_skipped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     file = write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}')
     assert len(read_prompts(file, max_bad=0.5)) == 1
     assert (
-        f"note: prompts: 1 of 2 used; 1 skipped: prompt is no text ({file}:2)"
+        f"note: prompts: 1 of 2 used; 1 skipped: prompt is not a string ({file}:2)"
         in capsys.readouterr().err
     )
 

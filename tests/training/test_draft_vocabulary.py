@@ -44,5 +44,5 @@ def test_published_forms_say_the_same():
 @pytest.mark.parametrize("wrong", [IDS.flip(0), IDS + 10, IDS - 3, IDS.int(), torch.tensor([1, 1])])
 def test_what_is_no_draft_vocabulary_is_refused(wrong: torch.Tensor):
     check_tokens(Path("model.safetensors"), "token_ids_V", IDS, V)
-    with pytest.raises(UserError, match="token_ids_V is no rising list of token ids .* below 64"):
+    with pytest.raises(UserError, match="token_ids_V is not a rising list .* below 64"):
         check_tokens(Path("model.safetensors"), "token_ids_V", wrong, V)

@@ -159,7 +159,7 @@ def test_a_target_whose_files_name_its_weights_otherwise_is_read_whole(
     monkeypatch.setattr(Parallel, "place_frozen", lambda self, model: model)
     monkeypatch.setattr("training.models.frozen._names", lambda file: [])
     model = load_frozen(tmp_path, torch.float32, Parallel(ParallelConfig(), "cpu"))
-    assert "every rank reads the whole target before it is cut" in capsys.readouterr().out
+    assert "every rank reads the full target before sharding it" in capsys.readouterr().out
     assert not next(model.parameters()).is_meta and not next(model.parameters()).requires_grad
 
 

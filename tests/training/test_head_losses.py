@@ -18,7 +18,7 @@ from training.losses.heads import (
     chunked_by_head,
     listed_cross_entropy_rows,
 )
-from training.losses.soft import Judgement, Teacher, eager_soft, kl_rows, lk_hybrid_rows, lk_rows
+from training.losses.soft import Teacher, TeacherRows, eager_soft, kl_rows, lk_hybrid_rows, lk_rows
 
 N, E, G, V, K = 37, 6, 5, 23, 3
 SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}
@@ -27,7 +27,7 @@ LISTED = torch.tensor([0, 2, 3, 7, 8, 11, 19, 22])
 JUDGES = torch.arange(N) // 3 + torch.arange(N) // 11
 
 
-def shared(teacher: Teacher) -> Callable[[int, int], Judgement]:
+def shared(teacher: Teacher) -> Callable[[int, int], TeacherRows]:
     return teacher.shared(JUDGES, JUDGES.numpy())
 
 
@@ -96,7 +96,7 @@ def test_gradcheck_rejects_a_wrong_gradient():
     features, weight, teacher, teacher_weight, head = inputs()
     against = shared(Teacher(teacher, teacher_weight))
 
-    def forgetful(logits: Tensor, judgement: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+    def forgetful(logits: Tensor, judgement: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
         loss, gradient, metric = lk_rows(logits, judgement)
         return loss, gradient * metric, metric  # the control: TV's gradient for -log alpha
 
@@ -150,7 +150,7 @@ def test_the_teacher_judges_each_position_once():
     made: list[int] = []
 
     class Counted(Teacher):
-        def at(self, start: int, end: int) -> Judgement:
+        def at(self, start: int, end: int) -> TeacherRows:
             made.append(end - start)
             return super().at(start, end)
 

@@ -72,13 +72,13 @@ def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_
         (
             {},
             {"benchmark_render": "chat"},
-            "benchmark_render=text takes them .* data.template=vicuna",
+            "benchmark_render=text leaves them .* data.template=vicuna",
         ),
-        ({}, {"held_out": HeldOutConfig(render="chat")}, "held_out.render=text takes them"),
+        ({}, {"held_out": HeldOutConfig(render="chat")}, "held_out.render=text leaves them"),
         (
             {},
             {"benchmark_render": "plain"},
-            "benchmark_render='plain' is not known. Expected one of: auto, chat, text",
+            "benchmark_render='plain' is unknown. Expected one of: auto, chat, text",
         ),
         ({}, {"benchmark_prompts": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ],

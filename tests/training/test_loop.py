@@ -20,7 +20,7 @@ from training import checkpoint
 from training import loop as loop_module
 from training.bounds import Bounds, Progress
 from training.config import LoopConfig, StudentConfig
-from training.data.packing import Batch, PackedData, Sample
+from training.data.packing import PackedBatch, PackedData, Sample
 from training.loop import fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
@@ -129,7 +129,7 @@ def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
     train(tmp_path / "straight", loop(8), dtype=dtype)
-    with pytest.raises(Interrupted, match="Run the same command to go on"):
+    with pytest.raises(Interrupted, match="Run the same command to continue"):
         train(tmp_path / "stopped", loop(8), stop_after=5, dtype=dtype)
     assert newest(tmp_path / "stopped").state["step"] == 5
     train(tmp_path / "stopped", loop(8), dtype=dtype)
@@ -179,7 +179,7 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (waits.meant, waits.stray) == (2, [])
     real = module.forward
 
-    def read(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, metrics = real(batch)
         assert loss.item() > 0
         return loss, metrics
@@ -298,6 +298,6 @@ except UserError as error:
         cwd=Path(__file__).resolve().parents[2],
     )
     assert "could not write" in done.stderr
-    assert "MB are free there; the last whole checkpoint is kept" in done.stderr
+    assert "the last complete checkpoint is kept" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert checkpoint.load(tmp_path / "step_000001").state["step"] == 1

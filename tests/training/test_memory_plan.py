@@ -16,7 +16,11 @@ from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
-from training.parallel.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
+from training.parallel.memory_plan import (
+    activation_bytes,
+    answering_bytes,
+    bytes_per_rank,
+)
 
 
 def test_the_stages_are_the_papers():
@@ -54,7 +58,7 @@ def test_unknown_kinds_are_named():
         UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"
     ):
         bytes_per_rank(1, 1, "zero4", 2, "float32")
-    with pytest.raises(UserError, match="not for dtype 'float16'"):
+    with pytest.raises(UserError, match="dtype is 'float16'"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
 
 
@@ -80,30 +84,38 @@ def test_a_target_that_answers_is_held_a_second_time():
     assert answering_bytes(target, config)["second copy"] == parameters
 
 
-SHAPE = Shape(layers=4, hidden=64, heads=4, head_dim=16, intermediate=160, vocabulary=67)
+SHAPE = LlamaConfig(
+    num_hidden_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=160,
+    vocab_size=67,
+)
 
 
 def make(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     shape = StudentConfig(
-        hidden_size=SHAPE.hidden,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.heads,
-        num_key_value_heads=2,
+        hidden_size=SHAPE.hidden_size,
+        num_hidden_layers=SHAPE.num_hidden_layers,
+        num_attention_heads=SHAPE.num_attention_heads,
+        num_key_value_heads=SHAPE.num_key_value_heads,
         head_dim=SHAPE.head_dim,
-        intermediate_size=SHAPE.intermediate,
+        intermediate_size=SHAPE.intermediate_size,
     )
     return build_llama(
         shape,
         dtype,
-        vocab_size=SHAPE.vocabulary,
+        vocab_size=SHAPE.vocab_size,
         max_position_embeddings=2048,
         initializer_range=0.1,
     )
 
 
 def one_row(tokens: int) -> list[Sample]:
-    ids = torch.arange(tokens).remainder(SHAPE.vocabulary).numpy().astype("int32")
+    ids = torch.arange(tokens).remainder(SHAPE.vocab_size).numpy().astype("int32")
     return [Sample(ids, ids >= 0)]
 
 

@@ -173,7 +173,7 @@ def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
     state["shares"] = {"code": 0.1, "prose": 0.1, "maths": 0.8}
     again.load(state)
     assert [again.step_rows(step) for step in range(3, 9)] != after
-    with pytest.raises(ValueError, match="step 3 was asked for, the next one is 9"):
+    with pytest.raises(ValueError, match="step 3 was requested, but the next one is 9"):
         again.step_rows(3)
 
 
@@ -208,7 +208,7 @@ def test_fixed_shares_stay():
 def test_a_domain_too_small_for_one_step_is_named():
     with pytest.raises(
         UserError,
-        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 wants \d+ .*give it more",
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*add text to it",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
@@ -250,7 +250,7 @@ def test_a_state_without_data_is_the_start():
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),
         ({"uniform_share": 2.0}, "data.uniform_share is 2.0"),
         ({"held_out_tokens": -1}, "data.held_out_tokens is -1"),
-        ({"texts": ["more.txt"]}, "data.domains stands beside data.chats, texts"),
+        ({"texts": ["more.txt"]}, "data.domains cannot be combined with data.chats, texts"),
     ],
 )
 def test_bad_mixtures_are_named(changes: dict[str, object], words: str):
@@ -262,7 +262,7 @@ def test_bad_mixtures_are_named(changes: dict[str, object], words: str):
 def test_mixings_that_a_job_does_not_measure_and_mixings_without_domains_are_named():
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, which this job does not measure; expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
     ):
         check_mixture(config(mixing="acceptance"), ("loss",))
     with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):

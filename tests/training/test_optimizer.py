@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from training.bounds import Bounds, Done
+from training.bounds import Bounds, RunTotals
 from training.optimizer import learning_rate
 from training.optimizer_config import OptimizerConfig
 
@@ -14,7 +14,9 @@ from training.optimizer_config import OptimizerConfig
 def rate(config: OptimizerConfig, step: int, total: int) -> float:
     """The learning rate of a step in a run of `total` steps."""
     return learning_rate(
-        config, step, Bounds(steps=total).share(Done(step), since=Done(config.warmup_steps))
+        config,
+        step,
+        Bounds(steps=total).share(RunTotals(step), since=RunTotals(config.warmup_steps)),
     )
 
 

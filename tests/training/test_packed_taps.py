@@ -11,14 +11,14 @@ from torch import Tensor
 from decoding.models.native.model import NativeTarget
 from tests.distill.families import FAMILIES, SIZES, family
 from tests.recurrent_drafting import tiny
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import freeze
 
 TAPS = tuple(range(SIZES["num_hidden_layers"] + 1))
 
 
-def packed_states(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+def packed_states(model: torch.nn.Module, batch: PackedBatch) -> tuple[Tensor, ...]:
     """Hugging Face's hidden states of packed rows, each (R, T, C)."""
     bias = document_mask(batch.documents_RT, model.dtype)
     with torch.inference_mode():

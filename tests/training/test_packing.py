@@ -62,7 +62,7 @@ def test_every_sample_lies_in_exactly_one_row_and_rows_hold_what_they_can():
 
 
 def test_a_sample_longer_than_a_row_is_refused():
-    with pytest.raises(UserError, match="has 200 tokens, a packed row holds 128"):
+    with pytest.raises(UserError, match="has 200 tokens, but a packed row holds 128"):
         best_fit([5, 200], 128)
 
 
@@ -131,7 +131,11 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
     are, is seen.
     """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
-    rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), devices.sent, []
+    rows, sent, copies = (
+        best_fit([len(sample.ids) for sample in samples], 64),
+        devices.copy_to_device,
+        [],
+    )
     states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
     module = (
         LanguageModelling(model)
@@ -143,7 +147,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
         copies.append(host.numel())
         return sent(host, device)
 
-    monkeypatch.setattr(devices, "sent", counted)
+    monkeypatch.setattr(devices, "copy_to_device", counted)
     waits = Waits()
     with waits.counting(monkeypatch):
         module(collate(samples, rows, 64))[0].backward()

@@ -13,7 +13,7 @@ from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
 from training.data.packing import PackedData, collate
 from training.features.states import TargetStates, layers_read
-from training.features.stores import Layout, MemoryStore, states_on_disk
+from training.features.stores import MemoryStore, StoreLayout, states_on_disk
 from training.features.taps import read_layers
 from training.heads.positions import count_kept, positions
 from training.models.attention import document_mask
@@ -72,7 +72,7 @@ def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path)
 
     def store(taps: tuple[int, ...]) -> Any:
         channels = H * len(layers_read(taps, LAYERS, final=True))
-        layout = Layout(tiny.HEADS, True, channels, torch.float64, taps=taps)
+        layout = StoreLayout(tiny.HEADS, True, channels, torch.float64, taps=taps)
         if kind == "memory":
             return MemoryStore(10**6)
         return states_on_disk(
@@ -95,9 +95,9 @@ def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path)
 def test_what_the_target_goes_on_with_does_not_depend_on_taps(final: bool):
     model = tiny.target()
     batch, where = batch_of(model)
-    plain_PH, said_PK = TargetStates(model).go_on(batch, where, 3)
+    plain_PH, said_PK = TargetStates(model).continue_greedily(batch, where, 3)
     states = TargetStates(model, taps=(1,), final=final)
-    read_PC, also_PK = states.go_on(batch, where, 3)
+    read_PC, also_PK = states.continue_greedily(batch, where, 3)
     assert torch.equal(said_PK, also_PK)
     torch.testing.assert_close(read_PC, states(batch, where))
     if final:

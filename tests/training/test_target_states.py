@@ -21,7 +21,7 @@ from tests.recurrent_drafting import tiny
 from training.data.packing import PackedData, Sample, collate
 from training.features import stores as module
 from training.features.states import TargetStates
-from training.features.stores import DiskStore, Layout, MemoryStore, Store, states_on_disk
+from training.features.stores import DiskStore, MemoryStore, Store, StoreLayout, states_on_disk
 from training.heads.positions import count_kept, positions
 from training.objectives import freeze
 
@@ -42,7 +42,7 @@ def on_disk(
         root,
         target,
         data(),
-        Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
+        StoreLayout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
         lambda mask: count_kept(mask, tiny.HEADS, judged),
         show,
     )
@@ -90,7 +90,10 @@ def test_what_the_target_goes_on_with_is_kept_with_its_states(
         for these in (rows, [[], rows[0]]):
             batch = collate(data().samples, these, tiny.ROW)
             where = positions(batch, tiny.HEADS, judged=False)
-            found, made = kept.go_on(batch, where, 3), TargetStates(target).go_on(batch, where, 3)
+            found, made = (
+                kept.continue_greedily(batch, where, 3),
+                TargetStates(target).continue_greedily(batch, where, 3),
+            )
             assert torch.equal(found[0], made[0]) and torch.equal(found[1], made[1])
             assert found[1].shape == (len(where.kept_P), 3) and found[1].dtype == torch.int64
     assert kept.reads == len(rows)
@@ -106,7 +109,7 @@ def test_every_family_goes_on_as_it_decodes(name: str):
     samples = tiny.samples()
     batch = tiny.packed(samples)
     where = positions(batch, tiny.HEADS, judged=False)
-    _, said_PK = TargetStates(model).go_on(batch, where, 4)
+    _, said_PK = TargetStates(model).continue_greedily(batch, where, 4)
     said = dict(zip(where.kept_P.tolist(), said_PK.tolist(), strict=True))
     compared = 0
     for number, row in enumerate(batch.rows):
@@ -272,6 +275,6 @@ def test_the_price_is_told_before_the_room_is_taken(
     )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
-        UserError, match=r"full/.* needs .* MB, 0.0 MB are free there: give states.folder"
+        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free: set states.folder"
     ):
         on_disk(tmp_path / "full")

@@ -95,7 +95,6 @@ def test_a_target_that_is_nowhere_names_its_path_and_the_known_ones():
 def test_a_configuration_of_no_model_is_named(config: dict[str, object]):
     with pytest.raises(
         UserError,
-        match="target.config is no configuration of a model: .*Expected the values of a "
-        "config.json",
+        match="target.config is not a model configuration: .*Expected the values of a config.json",
     ):
         target_config(TargetConfig(path="/no/such/model", config=config))

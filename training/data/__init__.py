@@ -1,1 +1,1 @@
-"""Chats and texts to token ids and loss masks: readers, packing, mixtures."""
+"""Chats and texts as token ids and loss masks: readers, packing, mixtures."""

@@ -1,16 +1,15 @@
-"""Chats -> token ids and the mask of what is supervised: the assistant's answers with their end
-tokens.
+"""Chats as token ids with a mask of the supervised tokens: the answers with their end tokens.
 
-A mask that is wrong by a few tokens trains a drafter that is accepted rarely, and nothing else
-shows it. So the chat is rendered to text once, the answers are found as spans of that text, and the
-text is tokenized once, without special tokens (the template writes them; a tokenizer that adds its
-own would double the BOS). Spans are found
+A mask that is wrong by a few tokens trains a drafter with a low acceptance rate, and nothing else
+shows the error. So the chat is rendered to text once, the answers are located as spans of that
+text, and the text is tokenized once, without special tokens (the template writes them; a tokenizer
+that adds its own would double the BOS). Spans are found
 
-1. by the template's `{% generation %}` marks, where it has them;
-2. else by prefix rendering: turns up to i with the generation prompt must be a prefix of turns up
-   to i + 1, and the difference is supervised;
-3. else with our own template of the same family (`training.data.templates`), which has marks; else
-   the error names the turn.
+- by the template's `{% generation %}` marks, if it has them;
+- else by prefix rendering: turns up to i with the generation prompt must be a prefix of turns up to
+  i + 1, and the difference is supervised;
+- else with our own template of the same family (`training.data.templates`), which has marks; else
+  the error names the turn.
 """
 
 import re
@@ -28,36 +27,32 @@ from training.data.templates import TEMPLATES, family_of
 
 Message = dict[str, str]
 Span = tuple[int, int]
-RENDERINGS = ("auto", "chat", "text")  # how prompts are shown to a target: see `choose_rendering`
+RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
 
-# Unicode noncharacters, "for internal use": they mark answers in the rendered text and are taken
-# out again.
+# Unicode noncharacters, "for internal use": they mark answers in the rendered text and are removed.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One chat as tokens; `mask[i]` is True where token i belongs to an answer (its end token
-    included).
-    """
+    """One chat as tokens; `mask[i]` is True if token i belongs to an answer or is its end token."""
 
     ids: list[int]
     mask: list[bool]
 
 
 class _NoPrefixError(Exception):
-    """Prefix rendering does not hold; the message names the turn and says why."""
+    """Failure of prefix rendering; the message names the turn and the reason."""
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
 ) -> Rendered:
-    """Render `messages` ({"role", "content"}) with the tokenizer's chat template, or with one of
-    ours by name.
+    """Render `messages` ({"role", "content"}) with the tokenizer's chat template or a named one.
 
-    Raises UserError, naming the turn, where the template refuses a role or an order of turns, where
-    no way shows which tokens are the answer, or where there is no answer.
+    Raises UserError for a chat without an answer, and naming the turn if the template refuses a
+    role or an order of turns, or if the answer's tokens cannot be located.
     """
     messages = list(messages)
     source = template_source(tokenizer, template)
@@ -75,9 +70,7 @@ def render_chat(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
 ) -> list[int]:
-    """Return the ids of `messages` followed by the generation prompt: what a target is asked to
-    continue.
-    """
+    """Return the ids of `messages` followed by the generation prompt, for a target to continue."""
     messages = list(messages)
     text = _render(tokenizer, template_source(tokenizer, template), messages, prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -91,13 +84,12 @@ def render_next(
     *,
     template: str = "auto",
 ) -> list[int]:
-    """As `render_prompt`, for a turn after one that was decoded: the last message but one is its
-    answer.
+    """Return the ids of a prompt whose last message but one is the answer of the previous turn.
 
-    prompt, answer: ids of that turn as they were decoded. A model may spell a text in other tokens
-    than its tokenizer does, and caches hold what it wrote; so these ids stand as they are, and the
-    new ones follow. Where the rendered text does not show where they end (a template that trims the
-    answer, a tokenizer without offsets), all is tokenized anew.
+    prompt, answer: ids of the previous turn as they were decoded. A model may spell a text in other
+    tokens than its tokenizer, and caches hold those; so these ids are kept and the new ones follow.
+    If the rendered text does not show where they end (a template that trims the answer, a tokenizer
+    without offsets), all of it is tokenized again.
     """
     messages, source = list(messages), template_source(tokenizer, template)
     text = _render(tokenizer, source, messages, prompt=True)
@@ -108,17 +100,15 @@ def render_next(
     if not tokenizer.is_fast:
         return ids
     before = _render(tokenizer, source, messages[:-2], prompt=True)
-    end = _end_of_said(tokenizer, text, before, messages[-2]["content"], answer)
+    end = _end_of_answer_text(tokenizer, text, before, messages[-2]["content"], answer)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
 
 
-def _end_of_said(
+def _end_of_answer_text(
     tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
 ) -> int | None:
-    """Where in the text the answer ends that follows `before`, its end token included if it has
-    one; None: that cannot be told.
-    """
+    """Return where the answer after `before` ends, with its end token; None if it is not found."""
     at = text.find(content, len(before)) if text.startswith(before) else -1
     if at < 0 or text[len(before) : at].strip():
         return None
@@ -135,15 +125,15 @@ def choose_rendering(
     keys: tuple[str, str],
     show: bool = True,
 ) -> str:
-    """Return how prompts are shown to a target: `chat` or `text`.
+    """Return the form in which a target receives prompts: `chat` or `text`.
 
-    render: chat, text, or auto, which is chat where the tokenizer has a chat template or `template`
-    names one of ours, and plain text, with a note, for base models. keys: what the two are called
-    in the configuration. Raises UserError for an unknown one, and for chat without a template.
+    render: chat, text, or auto: chat if the tokenizer has a chat template or `template` names one
+    of ours, and plain text, with a note, for base models. keys: names of the two in the
+    configuration. Raises UserError for an unknown form, and for chat without a template.
     """
     if render not in RENDERINGS:
         raise UserError(
-            f"{keys[0]}={render!r} is not known. Expected one of: {', '.join(RENDERINGS)}."
+            f"{keys[0]}={render!r} is unknown. Expected one of: {', '.join(RENDERINGS)}."
         )
     if render == "text":
         return render
@@ -153,35 +143,33 @@ def choose_rendering(
     ours = f"{keys[1]}={'|'.join(TEMPLATES)}"
     if render == "chat":
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts by; "
-            f"{keys[0]}=text takes them as they stand (base models), {ours} names one of ours "
-            f"(chat models)"
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with; "
+            f"{keys[0]}=text leaves them unchanged (base models), {ours} names one of ours (chat "
+            f"models)"
         )
     if show:
         print(
             f"note: {tokenizer.name_or_path}: the tokenizer has no chat template, so prompts are "
-            f"shown as plain text; for a chat model name its template: {ours}"
+            f"given as plain text; for a chat model name its template: {ours}"
         )
     return "text"
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a plain text to continue, with the first token (BOS) where the tokenizer
-    adds one.
-    """
-    # not verbose: prompts over the context are counted, not run, so its warning of them would
-    # mislead
+    """Return the ids of a plain text to continue, with a BOS if the tokenizer adds one."""
+    # not verbose: prompts longer than the context are only counted, so a warning would mislead
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
 def template_names() -> tuple[str, ...]:
-    """Return what a configuration may call a chat template."""
+    """Return the names of chat templates that a configuration accepts."""
     return ("auto", *TEMPLATES)
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """Return the Jinja source that `template` names. Raises UserError for an unknown one, and for a
-    tokenizer that has none of its own.
+    """Return the Jinja source of the named template.
+
+    Raises UserError for an unknown name, and for a tokenizer without its own template.
     """
     if template in TEMPLATES:
         return TEMPLATES[template]
@@ -198,11 +186,11 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 
 def _check(messages: list[Message], source: str) -> None:
-    """Refuse what no template can render, and the noncharacters that would be taken for marks."""
+    """Raise UserError for chats that no template renders, and for noncharacters in a message."""
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
-            f"the chat has {len(messages)} turns and no answer (role assistant); nothing to learn "
-            f"from it"
+            f"the chat has {len(messages)} turns and no answer (role assistant); there is nothing "
+            f"to learn from it"
         )
     if messages[0]["role"] == "assistant" and not _MARK.search(source):
         raise UserError(
@@ -212,29 +200,29 @@ def _check(messages: list[Message], source: str) -> None:
     for number, message in enumerate(messages, 1):
         if _OPEN in message["content"] or _CLOSE in message["content"]:
             raise UserError(
-                f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are no "
+                f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are not "
                 f"characters; remove them"
             )
 
 
 def _family(source: str, reason: str) -> str:
-    """Return the name of our template for a template without marks whose prefixes do not hold."""
+    """Return the name of our template for a template without marks whose prefixes do not match."""
     family = family_of(source)
     if family is None:
         raise UserError(
-            f"cannot tell which tokens are the answer: {reason}. Give the tokenizer's chat "
-            f"template {{% generation %}} marks, or choose one of ours (data.template=...): "
+            f"cannot locate the tokens of the answer: {reason}. Add {{% generation %}} marks to "
+            f"the tokenizer's chat template, or choose one of ours (data.template=...): "
             f"{', '.join(TEMPLATES)}"
         )
-    _say_once(
-        f"the tokenizer's chat template shows no answers ({reason}); chats are rendered with ours: "
-        f"'{family}'"
+    _note_once(
+        f"answers cannot be located with the tokenizer's chat template ({reason}); chats are "
+        f"rendered with ours: '{family}'"
     )
     return family
 
 
 @lru_cache(maxsize=64)
-def _say_once(text: str) -> None:
+def _note_once(text: str) -> None:
     print_note(text)
 
 
@@ -245,9 +233,7 @@ def _render(
     *,
     prompt: bool = False,
 ) -> str:
-    """Render to text; an error of the template becomes a UserError that names the first turn at
-    which it is raised.
-    """
+    """Render to text; a template's error becomes a UserError that names the first bad turn."""
     try:
         return _apply(tokenizer, source, messages, prompt)
     except TemplateError as error:
@@ -257,9 +243,9 @@ def _render(
             except TemplateError as first:
                 role = messages[count - 1]["role"]
                 raise UserError(
-                    f"turn {count} ({role}): the chat template refuses it: {first}"
+                    f"turn {count} ({role}): the chat template rejects it: {first}"
                 ) from error
-        raise UserError(f"the chat template refuses the chat: {error}") from error
+        raise UserError(f"the chat template rejects the chat: {error}") from error
 
 
 def _apply(
@@ -270,9 +256,7 @@ def _apply(
 
 @lru_cache(maxsize=64)
 def _with_sentinels(source: str) -> str:
-    """Replace generation marks by blocks that write a sentinel; blocks, so that Jinja trims white
-    space as before.
-    """
+    """Replace generation marks by blocks that write a sentinel and trim white space as before."""
 
     def block(match: re.Match[str]) -> str:
         sentinel = _CLOSE if match["end"] else _OPEN
@@ -284,7 +268,7 @@ def _with_sentinels(source: str) -> str:
 def _marked(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
-    """Return the text and the spans inside the template's generation marks, one span an answer."""
+    """Return the text and the spans inside the template's generation marks, one per answer."""
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _with_sentinels(source), messages))
     text, starts, ends = "", [], []
     for piece in pieces:
@@ -306,9 +290,7 @@ def _marked(
 def _by_prefixes(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
-    """Return the text and, for each answer, what its turn adds to the turns before it with the
-    generation prompt.
-    """
+    """Return the text and, for each answer, the span that it adds to the generation prompt."""
     text = _render(tokenizer, source, messages)
     spans = []
     for index, message in enumerate(messages):
@@ -332,9 +314,7 @@ def _by_prefixes(
 
 
 def _end_of_answer(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
-    """Return where the answer ends: white space after its end token (ChatML's line end) is written
-    by no model.
-    """
+    """Return where the answer ends, without white space after its end token (ChatML's newline)."""
     stripped = text[start:].rstrip()
     if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):
         return start + len(stripped)
@@ -346,9 +326,8 @@ def _tokenize(
 ) -> Rendered:
     """Tokenize once and mark the tokens that lie in a span by their character offsets.
 
-    A token that begins before a span counts where only white space of it lies outside (" Hello"
-    after a prompt that ends in a blank); one that mixes text of the prompt with text of the answer
-    is not supervised.
+    A token that begins before a span is supervised if only white space of it lies outside (" Hello"
+    after a prompt that ends in a blank), and not if it mixes text of prompt and answer.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -369,7 +348,7 @@ def _tokenize(
             token += 1
         if not any(mask[first:token]):
             raise UserError(
-                f"turn {turn} (assistant): no token of its own; the tokenizer merges it with the "
+                f"turn {turn} (assistant) has no separate token; the tokenizer merges it with the "
                 f"prompt"
             )
     return Rendered(list(encoded["input_ids"]), mask)

@@ -1,9 +1,9 @@
-"""Real text that every machine with Python has: the sources of its standard library.
+"""Real text available on every machine with Python: the sources of its standard library.
 
-The embedded target is trained on it, and the embedded chats and prompts are cut from it. Modules
-are split by a stable hash of their dotted name, so that what is held out on one machine is held out
-on every other, whatever its Python version. A function makes a chat: the request is its signature
-and docstring, the answer is its body.
+The embedded target is trained on it, and the embedded chats and prompts are taken from it. A stable
+hash of a module's dotted name chooses its split, so a module held out on one machine is held out on
+every other, for any Python version. A function makes a chat: the request is its signature and
+docstring, the answer its body.
 """
 
 import ast
@@ -45,10 +45,10 @@ class Module:
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method, cut out of its module and dedented.
+    """One function or method, cut from its module and dedented.
 
-    `signature` is the `def` with its colon, `docstring` is the literal as written in the source,
-    indented by four spaces ("" if there is none), `body` is what follows it, dedented to column 0.
+    signature: the `def` with its colon. docstring: the literal in the source, indented by four
+    spaces ("" if there is none). body: the rest, dedented to column 0.
     """
 
     module: str
@@ -59,39 +59,37 @@ class Function:
 
     @property
     def request(self) -> str:
-        """What the user says: the signature, and the docstring where there is one."""
+        """The user's turn: the signature, and the docstring if there is one."""
         return f"{self.signature}\n{self.docstring}" if self.docstring else self.signature
 
 
 def split_of(module: str) -> Split:
-    """Return the split of a module: by the first 32 bits of the sha256 of its dotted name, modulo
-    100.
-    """
+    """Return a module's split, by the first 32 bits of its name's SHA-256, modulo 100."""
     number = int.from_bytes(hashlib.sha256(module.encode()).digest()[:4], "big")
     return "held_out" if number % 100 < HELD_OUT_PERCENT else "train"
 
 
 def documents(split: Split, roots: Sequence[Path] = ()) -> list[str]:
-    """Return the whole sources of the modules of `split`: of the standard library, then of the
-    folders in `roots`.
+    """Return the sources of the modules of `split`: standard library, then the folders in `roots`.
 
-    Modules under `roots` (installed packages, say) that copy a held-out module of the standard
+    Modules under `roots` (such as installed packages) that copy a held-out module of the standard
     library are left out.
     """
     return [module.text for module in _modules(split, roots)]
 
 
 def functions(split: Split, roots: Sequence[Path] = ()) -> list[Function]:
-    """Return the functions of `split` whose request and body are of moderate length, no pair twice.
+    """Return the distinct functions of `split` with request and body of moderate length.
 
-    A held-out function whose body also stands in a training module (copied code) is left out.
+    A held-out function whose body also occurs in a training module (copied code) is left out.
     """
     return list(_functions(split, tuple(roots)))
 
 
 def chats(split: Split, roots: Sequence[Path] = ()) -> list[Messages]:
-    """Return every function of `split` as a chat; neighbours of every tenth module or class share
-    one of 2-3 turns.
+    """Return every function of `split` as a chat.
+
+    The functions of every tenth module or class are merged to chats of up to 3 turns.
     """
     conversations: list[list[Function]] = []
     for function in functions(split, roots):
@@ -117,9 +115,7 @@ def messages_of(function: Function) -> Messages:
 
 
 def held_out_text() -> str:
-    """Return the held-out modules of the standard library in one string, in order of
-    their names.
-    """
+    """Return the held-out modules of the standard library in one string, sorted by name."""
     return "\n".join(documents("held_out"))
 
 
@@ -157,23 +153,19 @@ def _modules(split: Split, roots: Sequence[Path]) -> list[Module]:
 
 
 def _is_copy(module: Module, known: set[str]) -> bool:
-    """Tell whether a good part of a module's telling lines stands in `known`: vendored copies have
-    other names.
-    """
+    """Return True if many of a module's long lines are in `known`, as in vendored copies."""
     lines = _lines(module)
     return sum(line in known for line in lines) > MAX_COPIED_SHARE * len(lines)
 
 
 def _lines(module: Module) -> list[str]:
-    """Return the stripped lines that are long enough to be told apart from boilerplate."""
+    """Return the stripped lines that are too long to be boilerplate."""
     return [line.strip() for line in module.text.splitlines() if len(line.strip()) >= 30]
 
 
 @lru_cache(maxsize=8)
 def _read_folder(folder: Path) -> tuple[Module, ...]:
-    """Read every module under `folder` once, in order of the dotted names; tables and unreadable
-    files are left out.
-    """
+    """Read every module under `folder` once, by name, without tables and unreadable files."""
     return tuple(sorted(_walk(folder), key=lambda module: module.name))
 
 
@@ -185,10 +177,10 @@ def _walk(folder: Path) -> Iterator[Module]:
         try:
             with tokenize.open(path) as file:
                 text = file.read()
-            with warnings.catch_warnings():  # "invalid escape sequence" is the file's own business
+            with warnings.catch_warnings():  # such as "invalid escape sequence"
                 warnings.simplefilter("ignore")
                 table = _is_table(text, ast.parse(text))
-        # templates and codec samples that are no Python of this version
+        # templates and codec samples that are not Python of this version
         except (SyntaxError, UnicodeDecodeError):
             continue
         if text.strip() and not table:
@@ -196,9 +188,7 @@ def _walk(folder: Path) -> Iterator[Module]:
 
 
 def _is_table(text: str, tree: ast.Module) -> bool:
-    """Tell whether most of a file is literal data (character maps, entity names, help topics): it
-    teaches nothing.
-    """
+    """Return True if most of a file is literal data (character maps, help topics) to skip."""
     lines = text.splitlines()
     characters = 0
     for node in tree.body:
@@ -227,9 +217,7 @@ def _functions_of(module: Module) -> Iterator[Function]:
 def _definitions(
     node: ast.AST, prefix: str
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield (qualified name, node) of functions and methods in source order, without functions
-    inside functions.
-    """
+    """Yield (qualified name, node) of unnested functions and methods in source order."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + child.name, child
@@ -242,9 +230,7 @@ def _definitions(
 def _cut(
     module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Function | None:
-    """Cut one function out of its lines, or return None where it has no body of its own lines or is
-    too long.
-    """
+    """Cut one function out of its lines; return None if it shares a line or is too long."""
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
     # the line before the first statement; comments between them belong to the body
@@ -266,8 +252,9 @@ def _cut(
 
 
 def _is_usable(function: Function) -> bool:
-    """Keep what fits its limits and still is Python after the cut (a string at column 0 stops the
-    dedent).
+    """Return True if a function fits the limits and is still Python after the cut.
+
+    A string at column 0 stops the dedent.
     """
     if len(function.body) > MAX_BODY_CHARACTERS or len(function.request) > MAX_REQUEST_CHARACTERS:
         return False

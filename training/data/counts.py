@@ -1,4 +1,4 @@
-"""What became of the records of a file: used, or skipped with a reason and a place."""
+"""Counts of a file's records: used, or skipped with a reason and a place."""
 
 import sys
 from dataclasses import dataclass, field
@@ -10,8 +10,9 @@ SHOWN_PLACES = 5
 
 
 def print_note(text: str) -> None:
-    """Print a note on stderr, from the first rank alone: jobs configure no logging, which would
-    hide it.
+    """Print a note on stderr, on the first rank only.
+
+    Jobs configure no logging, which would hide it.
     """
     if ranks.rank() == 0:
         print(f"note: {text}", file=sys.stderr)
@@ -19,10 +20,10 @@ def print_note(text: str) -> None:
 
 @dataclass
 class Counts:
-    """What became of the records: read = used + skipped; `bad` maps a reason to the places
-    ("file:line") it was met.
+    """Counts of records: read = used + skipped.
 
-    `cut` does so for records that are used without a part of them.
+    bad: reason -> places ("file:line") of the skipped records. cut: the same for records of which a
+    part was removed.
     """
 
     read: int = 0
@@ -38,28 +39,24 @@ class Counts:
         self.bad.setdefault(reason, []).append(place)
 
     def line(self, what: str) -> str:
-        """Return one line for the terminal: how many were used, and where and why the others were
-        not.
-        """
-        told = [("skipped", *found) for found in self.bad.items()] + [
+        """Return one line for the terminal, with places and reasons of the unused records."""
+        others = [("skipped", *found) for found in self.bad.items()] + [
             ("cut", *found) for found in self.cut.items()
         ]
         return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
             f"; {len(places):,} {fate}: {reason} "
             f"({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
-            for fate, reason, places in told
+            for fate, reason, places in others
         )
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Print a note of skipped and cut records; raise UserError when they are more than the
-        share `max_bad` of those read.
-        """
+        """Print a note of skipped and cut records. Raises UserError above the share `max_bad`."""
         if self.skipped > max_bad * self.read:
             # Jobs that measure have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: "
-                f"mend or remove these lines"
+                f"fix or remove these lines"
             )
         if self.skipped or self.cut:
             print_note(self.line(what))

@@ -1,6 +1,4 @@
-"""The samples of a job: chats and texts from files, or from the standard library of this Python; as
-one heap, or by domain.
-"""
+"""The samples of a job: chats and texts from files or Python's standard library."""
 
 import dataclasses
 import math
@@ -21,8 +19,9 @@ from training.data.samples import chat_samples, text_samples
 def training_data(
     tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
 ) -> PackedData:
-    """The train split as rows of data.max_length tokens, loop.tokens_per_step of them a step; of
-    domains, if there are any.
+    """Return the train split as rows of data.max_length tokens.
+
+    A step has loop.tokens_per_step tokens. Domains, if any, are mixed.
     """
     made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
     if show and isinstance(made, MixedData):
@@ -31,11 +30,11 @@ def training_data(
 
 
 def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
-    """The train split by domain; without domains under an empty name."""
+    """Return the train split by domain; without domains under an empty name."""
     if show and (shared := trained_and_held_out(data)):
         print(
-            f"warning: {', '.join(shared)} is both trained on and held out: what is measured there "
-            f"says little of other text. Hold out another file"
+            f"warning: {', '.join(shared)} is both trained on and held out: figures measured on it "
+            f"do not generalize to other text. Hold out another file"
         )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
@@ -50,7 +49,10 @@ def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[
 def row_data(
     texts: dict[str, list[Sample]], data: DataConfig, rows_per_step: int, seed: int
 ) -> PackedData:
-    """What `training_texts` read, in rows of data.max_length tokens; of domains by their shares."""
+    """Pack the samples of `training_texts` into rows of data.max_length tokens.
+
+    Domains, if any, are mixed by their shares.
+    """
     if data.domains:
         return MixedData(texts, data, rows_per_step, seed)
     return PackedData(texts[""], data.max_length, rows_per_step, seed)
@@ -59,7 +61,7 @@ def row_data(
 def held_out_domains(
     tokenizer: Any, data: DataConfig, show: bool = True
 ) -> dict[str, list[Sample]]:
-    """Held-out samples of every domain that has some, about data.held_out_tokens tokens of each."""
+    """Return held-out samples of every domain, about data.held_out_tokens tokens of each."""
     found = {}
     for name, domain in data.domains.items():
         if not (domain.held_out_chats or domain.held_out_texts):
@@ -69,25 +71,23 @@ def held_out_domains(
         samples = read_samples(
             tokenizer, domain_data(data, name), "held_out", show, f"data.domains.{name}"
         )
-        found[name] = drawn_evenly(samples, data.held_out_tokens)
+        found[name] = sample_evenly(samples, data.held_out_tokens)
         if not any(sample.mask.any() for sample in found[name]):
             raise UserError(
-                f"data.domains.{name}: no token of its held-out text is supervised: look at the "
+                f"data.domains.{name}: no token of its held-out text is supervised: check the "
                 f"chat template and data.train_on"
             )
     return found
 
 
-def drawn_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Every n-th sample, so that about `tokens` tokens are left; all of them where tokens is 0 or
-    there are not more.
-    """
+def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
+    """Return every n-th sample, so that about `tokens` tokens remain; 0 keeps all."""
     total = sum(len(sample.ids) for sample in samples)
     return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
 
 
 def domain_data(data: DataConfig, name: str) -> DataConfig:
-    """The data of one domain as data of its own, with its paths started from data.root."""
+    """Return the data of one domain as a DataConfig, with its paths relative to data.root."""
     domain = data.domains[name]
 
     def rooted(paths: list[str]) -> list[str]:
@@ -106,17 +106,17 @@ def domain_data(data: DataConfig, name: str) -> DataConfig:
 
 
 def each_data(data: DataConfig) -> list[DataConfig]:
-    """The data of every domain; where there are none, the data itself."""
+    """Return the data of every domain; without domains, the data itself."""
     return [domain_data(data, name) for name in data.domains] or [data]
 
 
 def sources(data: DataConfig) -> list[str]:
-    """What is trained on, as it was named."""
+    """Return the paths of the training data as configured."""
     return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
-    """Files that both splits name; the standard library keeps its own splits apart."""
+    """Return the files in both splits; the standard library separates its own."""
     held_out = {
         path for one in each_data(data) for path in (*one.held_out_chats, *one.held_out_texts)
     }
@@ -128,22 +128,21 @@ def trained_and_held_out(data: DataConfig) -> list[str]:
 
 
 def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
-    """Rows that an optimizer step sees. Raises UserError for a step that holds none."""
+    """Return the number of rows of an optimizer step. Raises UserError if a step holds none."""
     rows_per_step = loop.tokens_per_step // data.max_length
     if rows_per_step == 0:
         raise UserError(
             f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length "
-            f"({data.max_length}) tokens: raise the one or lower the other"
+            f"({data.max_length}) tokens: raise it, or lower data.max_length"
         )
     return rows_per_step
 
 
 def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
-    """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is
-    this Python's own, whose version is noted.
+    """Return the files and folders of both splits, for the manifest, without `embedded:stdlib`.
 
-    dry_run: one that is not there is told and left out, as an earlier stage may have yet to write
-    it.
+    The manifest records the Python version instead. dry_run: note and leave out missing files,
+    which an earlier stage may have yet to write.
     """
     named = [
         path
@@ -163,9 +162,7 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
 
 
 def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
-    """Chats of the `train` or `held_out` split, and what became of the records that they were read
-    from.
-    """
+    """Return chats of the `train` or `held_out` split, and counts of the records they came from."""
     paths = data.chats if split == "train" else data.held_out_chats
     chats: list[Chat] = []
     if "embedded:stdlib" in paths:
@@ -187,10 +184,9 @@ def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Coun
 def read_samples(
     tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
 ) -> list[Sample]:
-    """Samples of the `train` or `held_out` split and, with `show`, a printed account of what was
-    used and what was not.
+    """Return samples of the `train` or `held_out` split; with `show`, print what was used.
 
-    key: the configuration key that the paths stand under, for messages.
+    key: the configuration key of the paths, for messages.
     """
     text_paths = data.texts if split == "train" else data.held_out_texts
     samples: list[Sample] = []
@@ -228,8 +224,8 @@ def read_samples(
     if not samples and (documents or chats):
         raise UserError(
             f"the {split} split is empty: zero supervised tokens in "
-            f"{len(documents) + len(chats):,} texts and chats of {key}. The line above says why: "
-            f"look at data.max_length, the chat template and data.train_on"
+            f"{len(documents) + len(chats):,} texts and chats of {key}. The line above gives the "
+            f"reasons: check data.max_length, the chat template and data.train_on"
         )
     if not samples:
         held = "" if split == "train" else "held_out_"

@@ -1,15 +1,13 @@
-"""Dynamic batch loading: rows from named domains by a share each, and shares that follow the
-held-out figures.
+"""Dynamic batch loading: rows sampled from named domains by shares that follow held-out figures.
 
-A drafter is judged by the domain that it drafts worst, and a mixture that suits the start of a
-training does not suit its end. Shares move at evaluations only: by the gap to reference losses
-(Sheared-LLaMA, arXiv 2310.06694, section 2.2 and appendix A, algorithm 1), or by the gap in
-held-out acceptance, which is ours: what a drafter is for, and no reference model has to be trained
-or fitted.
+A drafter is judged by its worst domain, and the mixture that suits the start of a training does not
+suit its end. Shares change at evaluations only: by the gap to reference losses (Sheared-LLaMA,
+arXiv 2310.06694, section 2.2 and appendix A, algorithm 1), or by the gap in held-out acceptance,
+which is our method: it is the drafter's purpose and needs no reference model.
 
 A step's rows are a pure function of (seed, step, shares so far): a generator keyed by seed and step
-draws each row's domain, and every domain goes through its own rows in its own shuffled epochs. How
-far each has come and the present shares are all that a checkpoint has to hold.
+samples each row's domain, and every domain has its own shuffled epochs. A checkpoint stores only
+the position in each domain and the current shares.
 """
 
 import math
@@ -25,14 +23,12 @@ from training.data.packing import PackedData, Sample
 
 MIXINGS = ("fixed", "loss", "acceptance")
 EXHAUSTED = ("wrap", "stop")
-# third word of the key of the draws, so that they share no numbers with the epochs' orders
+# third word of the sampling key, which separates it from the keys of the epochs' orders
 _DRAW = 1
 
 
 class MixedData(PackedData):
-    """PackedData whose rows each belong to one domain; `samples` are those of all domains, one
-    domain after another.
-    """
+    """PackedData whose rows each belong to one domain; `samples` are ordered by domain."""
 
     def __init__(
         self,
@@ -41,9 +37,10 @@ class MixedData(PackedData):
         rows_per_step: int,
         seed: int,
     ) -> None:
-        """domains: the samples by name; shares, references and rules are of `config`. Raises
-        UserError for a domain without supervised tokens, and with when_exhausted=stop for one that
-        is too small for the first step.
+        """Pack the samples of each domain; `config` holds shares, references and rules.
+
+        Raises UserError for a domain without supervised tokens, and with when_exhausted=stop for
+        one that is too small for the first step.
         """
         self.config = config
         self.domains = {
@@ -60,16 +57,17 @@ class MixedData(PackedData):
         self.load({})
         if self.ended:
             raise UserError(
-                f"{self.ended}: give it more text, or lower its share or loop.tokens_per_step"
+                f"{self.ended}: add text to it, or lower its share or loop.tokens_per_step"
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """The rows of the next step; `step` is its number. Moves on by that step, so it is asked
-        for once, in order.
+        """Return the rows of the next step, whose number is `step`, and advance by it.
+
+        Steps must be requested once each, in order.
         """
         if step != self.step:
             raise ValueError(
-                f"step {step} was asked for, the next one is {self.step}: load a state first"
+                f"step {step} was requested, but the next one is {self.step}: load a state first"
             )
         rows = []
         for name in self._drawn():
@@ -79,9 +77,7 @@ class MixedData(PackedData):
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The next step's number, and by domain: share, rows used so far, and the moving average of
-        its gap.
-        """
+        """Return the next step's number, and by domain the share, rows used and average gap."""
         return {
             "step": self.step,
             "shares": dict(self.shares),
@@ -90,7 +86,7 @@ class MixedData(PackedData):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; an empty one is the start, with the shares of the configuration."""
+        """Restore what `state` returned; an empty state is the start, with configured shares."""
         given = {name: self.config.domains[name].share for name in self.domains}
         total = sum(given.values())
         self.step: int = state.get("step", 0)
@@ -102,9 +98,7 @@ class MixedData(PackedData):
 
     @property
     def ended(self) -> str:
-        """With when_exhausted=stop: the domain that has fewer rows left than the next step wants of
-        it.
-        """
+        """Reason why the next step lacks rows, with the domain's name (when_exhausted=stop)."""
         if self.config.when_exhausted == "wrap":
             return ""
         for name, wanted in Counter(self._drawn()).items():
@@ -112,17 +106,15 @@ class MixedData(PackedData):
             if used + wanted > size:
                 return (
                     f"domain '{name}' has {size - used} of its {size} rows left and step "
-                    f"{self.step + 1} wants {wanted} (data.when_exhausted=stop; wrap goes through "
-                    f"a domain again)"
+                    f"{self.step + 1} needs {wanted} (data.when_exhausted=stop; wrap starts a "
+                    f"domain again)"
                 )
         return ""
 
     def look(self, figures: dict[str, float]) -> dict[str, float]:
-        """Move the shares by `loss/NAME` or `acceptance/NAME`. Returns share/NAME and rows/NAME
-        (used so far) for the record.
+        """Update the shares by `loss/NAME` or `acceptance/NAME`; return share/NAME and rows/NAME.
 
-        Figures that are not finite say nothing of the mixture: the shares stay, and the loop says
-        what is wrong.
+        Figures that are not finite leave the shares unchanged; the loop reports the error.
         """
         if self.config.mixing != "fixed":
             self._move({name: figures[f"{self.config.mixing}/{name}"] for name in self.domains})
@@ -130,7 +122,7 @@ class MixedData(PackedData):
         return shares | {f"rows/{name}": float(rows) for name, rows in self.used.items()}
 
     def describe(self) -> str:
-        """The mixture in one line for the terminal."""
+        """Describe the mixture in one line for the terminal."""
         parts = (
             f"{name} {self.shares[name]:.1%} of {len(of.rows):,} rows ({of.tokens:,} tokens)"
             for name, of in self.domains.items()
@@ -138,9 +130,7 @@ class MixedData(PackedData):
         return f"mixture ({self.config.mixing}): {', '.join(parts)}"
 
     def _move(self, measured: Mapping[str, float]) -> None:
-        """Move the shares by the held-out losses or acceptances `measured` of the domains; not by
-        ones that are not finite.
-        """
+        """Update the shares by the domains' held-out losses or acceptance, if all are finite."""
         config = self.config
         if not all(map(math.isfinite, measured.values())):
             return
@@ -149,7 +139,7 @@ class MixedData(PackedData):
             self.gaps = loss_gaps(measured, references, config.clip_gaps)
         else:
             references = {name: config.domains[name].reference_acceptance for name in self.domains}
-            keep = config.mixing_smoothing if self.gaps else 0.0  # the first gap is taken as it is
+            keep = config.mixing_smoothing if self.gaps else 0.0  # no average before the first gap
             now = acceptance_gaps(measured, references)
             self.gaps = {
                 name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap
@@ -160,7 +150,7 @@ class MixedData(PackedData):
         )
 
     def _drawn(self) -> list[str]:
-        """The domain of each row of the next step."""
+        """Return the domain of each row of the next step."""
         draw = np.random.default_rng([self.seed, self.step, _DRAW])
         names = list(self.domains)
         chosen = draw.choice(
@@ -175,10 +165,10 @@ class MixedData(PackedData):
 def loss_gaps(
     losses: Mapping[str, float], references: Mapping[str, float], clip: bool
 ) -> dict[str, float]:
-    """loss - reference in nats a token, by domain.
+    """Return loss - reference in nats per token, by domain.
 
-    clip: at 0, as in the paper's algorithm 1; its published code leaves that out, so that a domain
-    better than its reference loses share.
+    clip: at 0, as in the paper's algorithm 1; its published code does not, so that a domain better
+    than its reference loses share.
     """
     gaps = {name: loss - references[name] for name, loss in losses.items()}
     return {name: max(0.0, gap) for name, gap in gaps.items()} if clip else gaps
@@ -187,9 +177,7 @@ def loss_gaps(
 def acceptance_gaps(
     acceptance: Mapping[str, float], references: Mapping[str, float]
 ) -> dict[str, float]:
-    """max(0, reference - acceptance) by domain; a reference of 0 stands for the best domain's
-    acceptance.
-    """
+    """Return max(0, reference - acceptance) by domain; a reference of 0 means the best domain's."""
     best = max(acceptance.values())
     return {
         name: max(0.0, (references[name] or best) - alpha) for name, alpha in acceptance.items()
@@ -203,10 +191,8 @@ def updated(
     uniform: float,
     floor: float,
 ) -> dict[str, float]:
-    """share x exp(rate x gap), normalised; then (1 - uniform) of that and uniform / domains; then
-    no share below `floor`.
-    """
-    most = max(gaps.values())  # taken off every exponent: it cancels, and nothing overflows
+    """Return the normalised share x exp(rate x gap), mixed with `uniform` / domains and floored."""
+    most = max(gaps.values())  # subtracted from every exponent: it cancels and avoids overflow
     grown = {name: share * math.exp(rate * (gaps[name] - most)) for name, share in shares.items()}
     total = sum(grown.values())
     mixed = {
@@ -216,8 +202,9 @@ def updated(
 
 
 def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
-    """The shares with those below `floor` raised to it and the others scaled to what is left: their
-    sum stays 1. floor: at most 1 / domains.
+    """Raise shares below `floor` to it and rescale the others, so that the sum stays 1.
+
+    floor: at most 1 / domains.
     """
     if floor * len(shares) >= 1:
         return dict.fromkeys(shares, 1 / len(shares))
@@ -233,8 +220,9 @@ def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
 
 
 def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
-    """Raise UserError for a mixture that cannot be, by the key that is wrong. measured: the mixings
-    whose figures the job has.
+    """Raise UserError for an invalid mixture, naming the key.
+
+    measured: the mixings whose figures the job measures.
     """
     if data.mixing not in MIXINGS:
         raise UserError(f"data.mixing is '{data.mixing}'; expected one of {', '.join(MIXINGS)}")
@@ -251,13 +239,13 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
         return
     if data.mixing not in ("fixed", *measured):
         raise UserError(
-            f"data.mixing is {data.mixing}, which this job does not measure; expected "
+            f"data.mixing is {data.mixing}, whose figures this job does not measure; expected "
             f"{' or '.join(('fixed', *measured))}"
         )
     if data.chats or data.texts or data.held_out_chats or data.held_out_texts:
         raise UserError(
-            "data.domains stands beside data.chats, texts, held_out_chats or held_out_texts: give "
-            "these a domain of their own, or start from data=domains, which has none"
+            "data.domains cannot be combined with data.chats, texts, held_out_chats or "
+            "held_out_texts: put these into a domain, or start from data=domains, which has none"
         )
     _check_numbers(data)
     for name in data.domains:
@@ -292,8 +280,8 @@ def _check_domain(name: str, data: DataConfig) -> None:
         raise UserError(f"{key} is empty: give it chats or texts, or leave the domain out")
     if data.mixing != "fixed" and not (domain.held_out_chats or domain.held_out_texts):
         raise UserError(
-            f"{key} has no held-out text, by which data.mixing={data.mixing} moves its share: give "
-            f"held_out_chats or held_out_texts"
+            f"{key} has no held-out text, which data.mixing={data.mixing} needs to update its "
+            f"share: give held_out_chats or held_out_texts"
         )
     if data.mixing == "loss" and domain.reference <= 0:
         raise UserError(

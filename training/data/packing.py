@@ -1,7 +1,7 @@
-"""Best-fit packing of documents into rows of one length, and the batches that a step sees.
+"""Best-fit packing of documents into rows of one length, and the batches of a step.
 
-Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste
-only what no document fits into, and attention stays inside a document
+Padding is the largest waste in drafter training, as chats differ tenfold in length. Packed rows
+waste only the space that no document fits into, and attention stays inside a document
 (training/models/attention.py), so that packed and separate documents give equal losses and
 gradients.
 
@@ -24,8 +24,9 @@ from decoding.errors import UserError
 
 @dataclass
 class Sample:
-    """One document or chat: its token ids, and which of them are supervised (predicted by the token
-    before).
+    """One document or chat: its token ids, and a mask of the supervised ones.
+
+    A supervised token is predicted from the one before it.
     """
 
     ids: np.ndarray  # int32 [length]
@@ -36,16 +37,16 @@ class Sample:
 class HostRows:
     """Packed rows in the host's memory."""
 
-    ids_RT: np.ndarray  # int64, 0 where no document lies
+    ids_RT: np.ndarray  # int64, 0 outside documents
     positions_RT: np.ndarray  # int64, position inside the document
-    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 where none lies
+    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 outside
     next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
-    # bool at t: the token at t + 1 is supervised and of the same document
+    # bool at t: the token at t + 1 is supervised and in the same document
     supervised_RT: np.ndarray
 
     @property
     def places_N(self) -> np.ndarray:
-        """Of the flattened rows, rising: where the next token is supervised."""
+        """Rising indices into the flattened rows where the next token is supervised."""
         return np.flatnonzero(self.supervised_RT)
 
     def row(self, index: int) -> "HostRows":
@@ -60,8 +61,8 @@ class HostRows:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What a device reads of packed rows; as `HostRows`, all int64."""
+class _DeviceRows:
+    """Packed rows on a device, all int64; see `HostRows`."""
 
     ids_RT: Tensor
     positions_RT: Tensor
@@ -70,11 +71,11 @@ class _Sent:
     places_N: Tensor
 
 
-class Batch:
+class PackedBatch:
     """Packed rows on a device.
 
-    They are made on the host, whose copy stays, and travel when they are first asked for, in one
-    copy that nobody waits for. Indices that are made of them on the host travel along (`send`).
+    They are made on the host, which keeps a copy, and transferred in one asynchronous copy when
+    first used. Indices computed from them on the host can join that copy (`send`).
     """
 
     def __init__(
@@ -82,23 +83,24 @@ class Batch:
         host: HostRows,
         rows: list[tuple[int, ...]],
         device: torch.device,
-        there: _Sent | None = None,
+        there: _DeviceRows | None = None,
     ) -> None:
-        """rows: the samples in each row. there: what is on the device already."""
+        """Store the rows.
+
+        rows: the samples in each row. there: rows that are on the device already.
+        """
         self.host, self.rows, self.device = host, rows, device
         self._sent = there
 
     def send(self, *indices: np.ndarray) -> list[Tensor]:
-        """Indices on the device, int64, in the rows' own copy where these have not
-        travelled yet.
-        """
+        """Transfer indices to the device as int64, together with the rows if still pending."""
         if self._sent is not None:
-            return devices.sent_together(indices, self.device)
+            return devices.copy_arrays_to_device(indices, self.device)
         host = self.host
-        own = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
-        found = devices.sent_together([*own, *indices], self.device)
-        self._sent = _Sent(*found[: len(own)])
-        return found[len(own) :]
+        arrays = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
+        found = devices.copy_arrays_to_device([*arrays, *indices], self.device)
+        self._sent = _DeviceRows(*found[: len(arrays)])
+        return found[len(arrays) :]
 
     @property
     def ids_RT(self) -> Tensor:
@@ -117,27 +119,28 @@ class Batch:
         return self._there().next_RT
 
     def at_supervised(self, values_RTx: Tensor) -> Tensor:
-        """The values [N, ...] of those [R, T, ...] where the next token is supervised; a mask as
-        the index would wait for the device.
+        """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
+
+        Indexing with a mask would wait for the device.
         """
         return values_RTx.flatten(0, 1)[self._there().places_N]
 
-    def row(self, index: int) -> "Batch":
-        """One row as a batch of its own."""
-        one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
+    def row(self, index: int) -> "PackedBatch":
+        """Return one row as a batch."""
+        one, host, sent = slice(index, index + 1), self.host.row(index), self._there()
         before = int(self.host.supervised_RT[:index].sum())
         places_N = (
-            whole.places_N[before : before + int(host.supervised_RT.sum())]
+            sent.places_N[before : before + int(host.supervised_RT.sum())]
             - index * host.ids_RT.shape[1]
         )
-        there = _Sent(
-            whole.ids_RT[one],
-            whole.positions_RT[one],
-            whole.documents_RT[one],
-            whole.next_RT[one],
+        there = _DeviceRows(
+            sent.ids_RT[one],
+            sent.positions_RT[one],
+            sent.documents_RT[one],
+            sent.next_RT[one],
             places_N,
         )
-        return Batch(host, self.rows[one], self.device, there)
+        return PackedBatch(host, self.rows[one], self.device, there)
 
     @property
     def tokens(self) -> int:
@@ -147,7 +150,7 @@ class Batch:
     def supervised(self) -> int:
         return int(self.host.supervised_RT.sum())
 
-    def _there(self) -> _Sent:
+    def _there(self) -> _DeviceRows:
         if self._sent is None:
             self.send()
         assert self._sent is not None
@@ -155,9 +158,10 @@ class Batch:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of sample indices with at most `capacity` tokens each: best fit, decreasing.
+    """Pack samples into rows of at most `capacity` tokens: best fit, decreasing.
 
-    Every index appears exactly once. Raises UserError for a sample longer than a row.
+    Returns rows of sample indices; every index appears exactly once. Raises UserError for a sample
+    longer than a row.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     rows: list[list[int]] = []
@@ -166,7 +170,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise UserError(
-                f"sample {index} has {length} tokens, a packed row holds {capacity}: raise "
+                f"sample {index} has {length} tokens, but a packed row holds {capacity}: raise "
                 f"data.max_length or split it first"
             )
         at = bisect.bisect_left(free, (length, -1))
@@ -183,8 +187,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
-    """A plain document as samples of at most `max_length` tokens, all supervised; neighbours share
-    one token so that none is lost.
+    """Split a plain document into samples of at most `max_length` tokens, all supervised.
+
+    Neighbours share one token, so that none is lost.
     """
     array = np.asarray(ids, dtype=np.int32)
     samples = []
@@ -201,8 +206,8 @@ def collate(
     rows: Sequence[Sequence[int]],
     capacity: int,
     device: str | torch.device = "cpu",
-) -> Batch:
-    """The rows as a batch for the device."""
+) -> PackedBatch:
+    """Return the rows as a batch for the device."""
     shape = (len(rows), capacity)
     ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     supervised = np.zeros(shape, dtype=bool)
@@ -219,16 +224,15 @@ def collate(
             start = end
 
     keys = [tuple(row) for row in rows]
-    return Batch(
+    return PackedBatch(
         HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
     )
 
 
 class PackedData:
-    """All samples of a job, packed once an epoch; a step's rows are a pure function of (seed,
-    step).
+    """All samples of a job, packed once; a step's rows are a pure function of (seed, step).
 
-    Nothing is remembered between steps, so resuming needs only the number of the step.
+    Nothing is stored between steps, so resuming needs only the number of the step.
     """
 
     def __init__(
@@ -239,7 +243,7 @@ class PackedData:
         seed: int,
         rows: list[list[int]] | None = None,
     ) -> None:
-        """rows: the samples packed already; None packs them best fit."""
+        """Pack the samples best fit, or use `rows` as they are."""
         self.samples = samples
         self.capacity = capacity
         self.rows_per_step = rows_per_step
@@ -250,7 +254,7 @@ class PackedData:
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
             raise UserError(
-                f"zero supervised tokens in {len(samples)} samples: look at the chat template and "
+                f"zero supervised tokens in {len(samples)} samples: check the chat template and "
                 f"data.train_on (no answer is left to learn from)"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -262,9 +266,7 @@ class PackedData:
 
     @property
     def ended(self) -> str:
-        """Why no further step can be served, in words; empty while one can. Here always: epochs
-        follow each other.
-        """
+        """Reason why no further step is possible; empty here, as epochs repeat."""
         return ""
 
     @property
@@ -272,16 +274,12 @@ class PackedData:
         return len(self.rows) / self.rows_per_step
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other
-        without a gap.
-        """
+        """Return the rows of optimizer step `step` (from 0), over all ranks and across epochs."""
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
     def row(self, position: int) -> list[int]:
-        """The row at `position` of the endless order, which goes through all rows in
-        every epoch.
-        """
+        """Return the row at `position` of the endless order, which shuffles every epoch."""
         epoch, offset = divmod(position, len(self.rows))
         if self._order[0] != epoch:
             self._order = (
@@ -291,21 +289,20 @@ class PackedData:
         return self.rows[int(self._order[1][offset])]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to remember of the data, as JSON: nothing."""
+        """Return the data's part of a checkpoint, as JSON: nothing here."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Restore what `state` returned."""
 
     def look(self, figures: dict[str, float]) -> dict[str, float]:
-        """Learn from the held-out figures of an evaluation; returns what to log of it. Here every
-        sample counts the same.
-        """
+        """Adapt to the held-out figures of an evaluation and return values to log: nothing here."""
         return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
-        """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank
-        without a message.
+        """Count the supervised tokens in `rows`, the global divisor of a step's loss.
+
+        Every rank computes it without communication.
         """
         return int(sum(int(self.samples[index].mask[1:].sum()) for row in rows for index in row))
 
@@ -313,9 +310,7 @@ class PackedData:
 def micro_batches(
     rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int
 ) -> Iterator[list[Sequence[int]]]:
-    """This rank's share of a step's rows, cut into forwards; every rank gets the same number of
-    forwards.
-    """
+    """Yield this rank's rows of a step by forward; all ranks get equally many forwards."""
     mine = list(rows[rank::world_size])
     most = math.ceil(len(rows) / world_size)
     forwards = math.ceil(most / rows_per_micro_batch)

@@ -1,12 +1,12 @@
-"""Readers of chats, texts and prompts: what is used, what is not, and why, by file and line.
+"""Readers of chats, texts and prompts, which report used and skipped records by file and line.
 
-Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`),
-`{"messages": [{"role", "content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes
-its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and
-`.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks are
-published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
-texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is
-skipped, counted and named in a note on stderr; above a limit the file is refused.
+Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role",
+"content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON
+array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of
+them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks are published: `{"prompt"}`
+(HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and texts may also be
+tables with the same columns (Parquet, Arrow, saved datasets). A bad record is skipped, counted and
+named in a note on stderr; above a limit the file is refused.
 """
 
 import json
@@ -25,13 +25,13 @@ from training.data.chat import Rendered, render_chat, template_source
 from training.data.counts import Counts
 from training.data.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
-# ShareGPT names the product that answered; whichever it was, its turns are the answers.
+# ShareGPT names the product that answered.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
     "system": "system",
 }
-# Keys of a prompt's turns, and of its number, in the files that benchmarks are published as.
+# Keys of a prompt's turns and of its number in published benchmarks.
 TURN_KEYS, NUMBER_KEYS = (
     ("turns", "prompt", "question"),
     ("id", "question_id", "task_id", "prompt_id"),
@@ -50,8 +50,9 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Chat:
-    """One dialogue: `messages` are {"role": user | assistant | system, "content"}; `source` is
-    "file:line".
+    """One dialogue: `messages` are {"role": user | assistant | system, "content"}.
+
+    source: "file:line".
     """
 
     id: str
@@ -69,11 +70,11 @@ class Prompt:
 
 
 class _BadRecordError(Exception):
-    """Why a record cannot be used; counted under this text."""
+    """Reason why a record is skipped; records are counted by this text."""
 
 
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
-    """Read ShareGPT or messages files (or folders of them); see the module for the forms.
+    """Read ShareGPT or messages files (or folders of them); see the module for the formats.
 
     Answers before a chat's first request are cut off and counted: ShareGPT's long chats were split
     anywhere, and no chat template begins with an answer.
@@ -99,8 +100,7 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts of any form (see the module); of a chat, its system and first human
-    turn.
+    """Read evaluation prompts of any format; of a chat, the system and first user turns.
 
     Raises UserError as `read_chats` does.
     """
@@ -109,10 +109,9 @@ def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
 
 
 def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
-    """Read plain documents: a record's "text" (.jsonl, tables) or a whole .txt, .py or .md file
-    each; folders are walked.
+    """Read plain documents: "text" of each record (.jsonl, tables), or .txt, .py, .md files.
 
-    Raises UserError as `read_chats` does.
+    Folders are searched. Raises UserError as `read_chats` does.
     """
     documents: list[str] = []
     counts = Counts()
@@ -130,7 +129,7 @@ def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Co
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            counts.skip("no UTF-8", str(file))
+            counts.skip("not UTF-8", str(file))
             continue
         if text.strip():
             documents.append(text)
@@ -148,11 +147,10 @@ def render_chats(
     template: str = "auto",
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Rendered], Counts]:
-    """Render every chat; one that the template refuses is skipped and counted under `max_bad`, as a
-    bad line is.
+    """Render every chat; skip and count those that the template rejects, like bad lines.
 
-    `Counts.used` of the result matches the list. Raises UserError above the limit, and for a
-    tokenizer without a template.
+    `Counts.used` of the result matches the list. Raises UserError above the share `max_bad`, and
+    for a tokenizer without a template.
     """
     if chats:
         template_source(tokenizer, template)
@@ -176,8 +174,9 @@ def _read(
     max_bad: float,
     warn: bool = True,
 ) -> tuple[list[Read], Counts]:
-    """Parse every record of `files`; `parse` gets the decoded JSON and its place, and raises
-    _BadRecordError.
+    """Parse every record of `files` with `parse`.
+
+    It receives the decoded JSON and its place, and raises _BadRecordError.
     """
     counts, found = Counts(), []
     for file in files:
@@ -203,9 +202,7 @@ def _read(
 
 
 def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that `paths` name, those of folders in order of their names; each must exist
-    and hold something.
-    """
+    """Return the existing, non-empty files that `paths` name; folders are sorted by name."""
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
@@ -238,9 +235,7 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an
-    array, lines or a table.
-    """
+    """Yield ("file:line", decoded JSON or _BadRecordError) of an array, lines or a table."""
     if file.is_dir() or file.suffix in TABLE_SUFFIXES:
         yield from table_records(file)
         return
@@ -248,7 +243,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         stream = file.open("rb")
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}); expected a file that this user may read"
+            f"{file}: cannot be read ({error.strerror}); check its permissions"
         ) from error
     with stream:
         start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -262,16 +257,14 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             try:
                 record = json.loads(line)
             except ValueError:  # JSONDecodeError or UnicodeDecodeError
-                record = _BadRecordError("no JSON")
+                record = _BadRecordError("not JSON")
             except RecursionError:
                 record = _BadRecordError(_TOO_DEEP)
             yield f"{file}:{number}", record
 
 
 def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array with the line each begins at, and its number where another
-    began there; a break cannot be passed over.
-    """
+    """Yield the elements of a JSON array with their first line, numbered if several share it."""
     decoder, separators = json.JSONDecoder(), " \t\r\n,"
     place, line, number, last_line = 0, 1, 0, 0
     try:
@@ -306,23 +299,21 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             place = end
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: no UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
+            f"{file}: not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
         ) from error
     except RecursionError as error:
         raise UserError(
-            f"{file}:{line}: a record is nested too deeply to be read; mend the file"
+            f"{file}:{line}: a record is nested too deeply to be read; fix the file"
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
-            "mend the file, or write one object a line (.jsonl), of which bad ones can be skipped"
+            "fix the file, or write one object a line (.jsonl), where bad ones can be skipped"
         ) from error
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Return where the array or object that begins at a place ends: at the bracket that closes it,
-    those inside texts left out.
-    """
+    """Return the end of the array or object at a place, ignoring brackets inside strings."""
     depth = 0
     for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
@@ -332,7 +323,7 @@ def _end_of_value(text: str, place: int) -> int:
 
 
 def _chat(record: dict[str, Any], place: str) -> Chat:
-    """Return the chat in a record of any form."""
+    """Return the chat in a record of any format."""
     if "instruction" in record:
         record = {**record, "conversations": _turns_of_instruction(record)}
     key = "conversations" if "conversations" in record else "messages"
@@ -346,24 +337,24 @@ def _chat(record: dict[str, Any], place: str) -> Chat:
             (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
         )
         if not isinstance(role, str | None):
-            raise _BadRecordError(f"a role is {json_kind(role)}, expected text")
+            raise _BadRecordError(f"a role is {json_kind(role)}, expected a string")
         if role not in ROLES:
             raise _BadRecordError(f"unknown role {role!r} (known: {', '.join(ROLES)})")
         if not isinstance(text, str) or not text.strip():
             raise _BadRecordError(f"a turn of {role} without text")
-        messages.append({"role": ROLES[role], "content": _whole(text)})
-    return Chat(_whole(str(record.get("id", place))), messages, place)
+        messages.append({"role": ROLES[role], "content": _checked_text(text)})
+    return Chat(_checked_text(str(record.get("id", place))), messages, place)
 
 
-def _whole(text: str) -> str:
-    """Return a text that every tokenizer can read; a JSON escape may name half a character."""
+def _checked_text(text: str) -> str:
+    """Return a text unchanged. Raises _BadRecordError for half a character in a JSON escape."""
     if _HALF.search(text):
         raise _BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")
     return text
 
 
 def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """An Alpaca record (instruction, input where there is one, output) as ShareGPT turns."""
+    """Return an Alpaca record (instruction, optional input, output) as ShareGPT turns."""
     request, further = record["instruction"], record.get("input")
     if isinstance(request, str) and isinstance(further, str) and further.strip():
         request = f"{request}\n\n{further}"
@@ -371,11 +362,9 @@ def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompt(record: dict[str, Any], place: str) -> Prompt:
-    """Return the prompt in an evaluation record, or in a chat: what stands before its
-    first answer.
-    """
+    """Return the prompt in an evaluation record, or the part of a chat before its first answer."""
     if "turns" not in record and any(key in record for key in CHAT_KEYS):
-        return _prompt_of(_chat(record, place), _whole(str(record.get("category", "chat"))))
+        return _prompt_of(_chat(record, place), _checked_text(str(record.get("category", "chat"))))
     key = next((key for key in TURN_KEYS if key in record), None)
     if key is None:
         raise _BadRecordError(f"no prompt ({', '.join((*TURN_KEYS, *CHAT_KEYS))})")
@@ -384,17 +373,19 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
         turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise _BadRecordError(
-            f"{key} is no list of texts" if key == "turns" else f"{key} is no text"
+            f"{key} is not a list of strings" if key == "turns" else f"{key} is not a string"
         )
     if not all(turn.strip() for turn in turns):
         raise _BadRecordError("a turn is empty")
     number = next((record[name] for name in NUMBER_KEYS if name in record), place)
     category = str(record.get("category", "none"))
-    return Prompt(_whole(str(number)), _whole(category), [_whole(turn) for turn in turns])
+    return Prompt(
+        _checked_text(str(number)), _checked_text(category), [_checked_text(turn) for turn in turns]
+    )
 
 
 def _prompt_of(chat: Chat, category: str) -> Prompt:
-    """Return what stands before the chat's first answer, as one turn."""
+    """Return the part of a chat before its first answer, as one turn."""
     roles = [message["role"] for message in chat.messages]
     if "user" not in roles:
         raise _BadRecordError("no human turn")
@@ -412,4 +403,4 @@ def _text(record: dict[str, Any], place: str) -> str:
         raise _BadRecordError('no "text"')
     if not text.strip():
         raise _BadRecordError('an empty "text"')
-    return _whole(text)
+    return _checked_text(text)

@@ -1,4 +1,4 @@
-"""Chats and texts as samples for packing, every loss of tokens counted and shown."""
+"""Chats and texts as samples for packing, with every loss of tokens counted and reported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from training.data.readers import MAX_BAD, Chat, render_chats
 
 @dataclass
 class Account:
-    """What became of the input: read = used + dropped; truncated ones are among the used."""
+    """Counts of the input: read = used + dropped; `used` includes truncated records."""
 
     read: int = 0
     used: int = 0
@@ -26,13 +26,13 @@ class Account:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def leave_out(self, reason: str, count: int) -> None:
-        """Count records that were read from a file, but never reached the tokenizer."""
+        """Count records that were read from a file but not tokenized."""
         if count:
             self.read += count
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
     def line(self, what: str) -> str:
-        """One line for the terminal."""
+        """Return one line for the terminal."""
         lost = "; ".join(f"{count:,} dropped: {reason}" for reason, count in self.dropped.items())
         share = 100 * self.supervised / max(1, self.tokens)
         text = (
@@ -54,10 +54,9 @@ def chat_samples(
     train_on: str,
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Sample], Account]:
-    """Rendered chats, cut at `max_length` tokens; a chat whose answers lie beyond the cut is
-    dropped and counted.
+    """Render chats, cut at `max_length` tokens; chats without an answer before it are dropped.
 
-    train_on: `answers` or `all`. Raises UserError when the template refuses more than the share
+    train_on: `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.
     """
     if train_on not in ("answers", "all"):
@@ -85,8 +84,9 @@ def chat_samples(
 def text_samples(
     tokenizer: Any, documents: Sequence[str], max_length: int
 ) -> tuple[list[Sample], Account]:
-    """Plain documents, each with the tokenizer's first token (BOS) where it adds one, cut into
-    pieces of `max_length` tokens.
+    """Tokenize plain documents and split them at `max_length` tokens.
+
+    The tokenizer may add a BOS to each document.
     """
     samples: list[Sample] = []
     account = Account()

@@ -1,6 +1,4 @@
-"""Chats and texts in tables: Parquet and Arrow files, and folders that `datasets` saved. Hugging
-Face `datasets` does the reading.
-"""
+"""Chats and texts in tables read by `datasets`: Parquet, Arrow, and folders that it saved."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +7,18 @@ from typing import Any
 from decoding.errors import UserError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
-_SAVED = "dataset_info.json"  # what `Dataset.save_to_disk` leaves in its folder
+_SAVED = "dataset_info.json"  # written by `Dataset.save_to_disk`
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """True for a folder that `Dataset.save_to_disk` wrote."""
+    """Return True for a folder that `Dataset.save_to_disk` wrote."""
     return (path / _SAVED).is_file()
 
 
 def table_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:row", columns as a dict) for every row, counted from 1. Raises UserError for a
-    file that is no such table.
+    """Yield ("file:row", columns as a dict) for every row from 1.
+
+    Raises UserError for other files.
     """
     import datasets
 
@@ -34,7 +33,7 @@ def table_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             )
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise UserError(
-            f"{path}: no readable table ({error}); expected Parquet, Arrow or a saved dataset"
+            f"{path}: not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
         ) from error
     for number, row in enumerate(table, 1):
         yield f"{path}:{number}", dict(row)

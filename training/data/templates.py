@@ -1,16 +1,15 @@
-"""Chat templates of ours, with generation marks, for tokenizers whose own template does not show
-where answers lie.
+"""Our chat templates with generation marks, for tokenizers whose template does not show answers.
 
 Each is the published format of its family; golden renders are in the tests. `{% generation %}`
 encloses exactly what the model has to write: the answer and its end token, and the blank before the
-answer where the prompt ends without it. A system turn may only come first.
+answer if the prompt ends without it. Only the first turn may be a system turn.
 """
 
 import re
 
 _UNKNOWN = (
     "{% else %}{{ raise_exception('role ' + message['role'] + ' is unknown to this template "
-    "or stands where it cannot (system comes first)') }}{% endif %}"
+    "or in the wrong place (system comes first)') }}{% endif %}"
 )
 
 # FastChat `vicuna_v1.1`: SeparatorStyle.ADD_COLON_TWO with the separators " " and "</s>".
@@ -29,8 +28,8 @@ VICUNA = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
-# Meta `llama/generation.py`: every exchange has its own BOS; the system prompt stands inside the
-# first user turn.
+# Meta `llama/generation.py`: every exchange has its own BOS; the system prompt is inside the first
+# user turn.
 LLAMA_2 = (
     "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}"
     "{% set first_user = 0 if system is none else 1 %}"
@@ -61,8 +60,8 @@ LLAMA_3 = (
     "endif %}"
 )
 
-# ChatML as Qwen writes it, without a default system prompt (Qwen3); the line end after <|im_end|>
-# is never generated.
+# ChatML as Qwen writes it, without a default system prompt (Qwen3); the newline after <|im_end|> is
+# never generated.
 QWEN = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' or (message['role'] == 'system' and loop.first) %}"
@@ -74,8 +73,8 @@ QWEN = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Mistral 7B Instruct v0.3; the system prompt stands before the first user turn, so that later turns
-# do not move it.
+# Mistral 7B Instruct v0.3; the system prompt is before the first user turn, so that later turns do
+# not move it.
 MISTRAL = (
     "{% set system = messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '' %}"
     "{% set first_user = 1 if system else 0 %}"
@@ -98,8 +97,8 @@ TEMPLATES = {
     "mistral": MISTRAL,
 }
 
-# What tells a family by its own template; the first that fits counts.
-_SIGNS = (
+# Markers of a family in its own template; the first match counts.
+_MARKERS = (
     ("llama3", r"<\|start_header_id\|>"),
     ("qwen", r"<\|im_start\|>"),
     ("llama2", r"<<SYS>>"),
@@ -109,7 +108,5 @@ _SIGNS = (
 
 
 def family_of(chat_template: str) -> str | None:
-    """Return the name of our template for the family whose markers `chat_template`
-    uses, or None.
-    """
-    return next((name for name, sign in _SIGNS if re.search(sign, chat_template)), None)
+    """Return the name of our template for the family of `chat_template`, or None."""
+    return next((name for name, marker in _MARKERS if re.search(marker, chat_template)), None)

@@ -1,1 +1,1 @@
-"""What is read of the frozen target, and where it is kept between epochs."""
+"""Features of the frozen target, and stores that keep them between epochs."""

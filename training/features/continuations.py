@@ -1,13 +1,12 @@
-"""What the target itself goes on with behind every position of a text: the labels of the paper's
-distillation.
+"""Greedy continuations by the target at every position of a text, as labels for distillation.
 
-Cheng et al. 2024 (arXiv 2403.09919) let the target go on greedily behind each position of the
-answers, given the text before it, and train the head on these tokens in place of the text's own. A
-head then takes in and predicts what it will when it drafts: the first token behind h is the one
-that the target chooses. The published code has none of this.
+Cheng et al. 2024 (arXiv 2403.09919) let the target continue greedily at each position of the
+answers, given the text before it, and train the head on these tokens instead of the text's. The
+head then reads and predicts what it will while drafting: the first token after h is the target's
+choice. The published code has none of this.
 
-All positions of a row go on together, a token a forward, in which each of them sees the text up to
-its own place and what it has said itself.
+All positions of a row continue together, one token per forward. Each attends to the text up to its
+position and to its own continuation.
 
 Shapes: T tokens of a row, M positions, K tokens of each, H hidden size, C channels of all layers
 that are read.
@@ -19,20 +18,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.taps import Layers, read_layers
 from training.losses.heads import chunked_argmax
 from training.models.attention import document_mask
 
 
 @torch.no_grad()
-def go_on(
-    target: Any, row: Batch, places_M: Tensor, count: int, layers: Layers
+def continue_greedily(
+    target: Any, row: PackedBatch, places_M: Tensor, count: int, layers: Layers
 ) -> tuple[Tensor, Tensor]:
-    """(the target's hidden states at these layers and the places of a row [M, C], its `count`
-    likeliest tokens behind each, one after another [M, K]).
+    """Return the target's states [M, C] at positions of a row, and its greedy continuations [M, K].
 
-    target: a Hugging Face causal LM built with packed attention.
+    target: a Hugging Face causal LM built with packed attention. layers: those whose states are
+    returned. count: K.
     """
     cache, lm_head_VH = DynamicCache(), target.get_output_embeddings().weight
 
@@ -57,7 +56,7 @@ def go_on(
     tokens = [chunked_argmax(states_MC[:, first : first + H], lm_head_VH)]
     positions_1M, bias_11ML = row.positions_RT[:, places_M], bias_11TT[:, :, places_M]
     alone_11MM = torch.full_like(bias_11ML[..., :1], float("-inf")).repeat(1, 1, 1, len(places_M))
-    alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # what others said is not seen
+    alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # each sees only its own continuation
     for ahead in range(1, count):
         bias_11ML = torch.cat((bias_11ML, alone_11MM), dim=-1)
         read_MH = read(tokens[-1][None], positions_1M + ahead, bias_11ML)[0]

@@ -1,12 +1,11 @@
-"""What heads read of the frozen target: its embedding, its lm_head, and at the positions that are
-asked for its hidden states, and what it goes on with where that is asked for too.
+"""Features that heads read of the frozen target: its embedding, lm_head, states and continuations.
 
-The target is the same at every epoch, so what it says may be kept (training/features/stores.py).
-With a cache the target reads one row a forward, so that a row's states do not depend on its
-neighbours and a resumed run equals a straight one bit for bit.
+The target is the same in every epoch, so its states may be stored (training/features/stores.py).
+With a store the target reads one row at a time, so a row's states do not depend on other rows and a
+resumed run equals an uninterrupted one bit for bit.
 
-Shapes: P positions, H hidden size, C channels: those of all layers that are read, K tokens that the
-target goes on with, V vocabulary.
+Shapes: P positions, H hidden size, C channels of all layers that are read, K tokens of a
+continuation, V vocabulary.
 """
 
 from typing import Any, Protocol
@@ -17,25 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.data.packing import Batch
-from training.features.continuations import go_on
+from training.data.packing import PackedBatch
+from training.features.continuations import continue_greedily
 from training.features.stores import RowStates, Store
 from training.features.taps import Layers, check_layers, read_layers
 from training.objectives import hidden_states
 
 
-class Kept(Protocol):
+class ReadPositions(Protocol):
     """Positions of a batch at which the target is read."""
 
-    kept_P: Tensor  # of the flattened batch, rising
-    kept_R: list[int]  # of kept_P, in each row
+    # indices into the flattened batch, rising
+    kept_P: Tensor
+    # number of indices in each row
+    kept_R: list[int]
 
 
 def layers_read(taps: Layers, num_layers: int, final: bool) -> Layers:
-    """Return the layers that are read of a target of so many decoder layers. No taps: the last.
+    """Return the layers to read of a target with `num_layers` decoder layers; by default the last.
 
-    final: the state after the final norm is wanted beside the taps, for the target's own
-    distribution.
+    final: also read the state after the final norm, for the target's own distribution.
     """
     check_layers(taps, num_layers)
     layers = taps or (num_layers,)
@@ -43,15 +43,14 @@ def layers_read(taps: Layers, num_layers: int, final: bool) -> Layers:
 
 
 class TargetStates:
-    """The frozen target as a head sees it. No submodule of an objective, and the same one in every
-    copy of it.
-    """
+    """Features of the frozen target; no submodule of an objective, and shared by its copies."""
 
     def __init__(
         self, target: Any, store: Store | None = None, taps: Layers = (), final: bool = True
     ) -> None:
-        """target: a Hugging Face causal LM with packed attention, before ranks cut it. taps, final:
-        see `layers_read`.
+        """Wrap a Hugging Face causal LM with packed attention, before it is sharded.
+
+        taps, final: see `layers_read`.
         """
         self.target = target
         self.store = store
@@ -65,7 +64,7 @@ class TargetStates:
 
     @property
     def lm_head(self) -> Tensor:
-        """[V, H]."""
+        """The output weights [V, H]."""
         weight = self.target.get_output_embeddings().weight
         assert isinstance(weight, Tensor)
         return weight.detach()
@@ -75,60 +74,59 @@ class TargetStates:
         return self._embedding_VH.shape[0]
 
     def placed(self, device: torch.device) -> None:
-        """To be called when the target has its place: ranks that cut it keep the
-        embedding whole.
-        """
+        """Follow the target to its device; a sharded target keeps the embedding unsharded here."""
         weight = self.target.get_input_embeddings().weight
         self._embedding_VH = (
             self._embedding_VH.to(device) if isinstance(weight, DTensor) else weight.detach()
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The target's own embeddings of tokens, [..., H]."""
+        """Return the target's embeddings of tokens, [..., H]."""
         return F.embedding(ids, self._embedding_VH)
 
     def tapped(self, states_PC: Tensor) -> Tensor:
-        """Of what was read, the states that the head takes in."""
+        """Return the channels that the head reads."""
         return states_PC[:, : self._taps * self._hidden_size]
 
     def final(self, states_PC: Tensor) -> Tensor:
-        """Of what was read, the states after the final norm, [P, H]."""
+        """Return the states after the final norm, [P, H]."""
         first = self.layers.index(self._last) * self._hidden_size
         return states_PC[:, first : first + self._hidden_size]
 
     @torch.no_grad()
-    def read(self, batch: Batch, where: Kept) -> Tensor:
-        """The hidden states at where.kept_P, [P, C], by a forward."""
+    def read(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
+        """Compute the hidden states at where.kept_P, [P, C], with a forward."""
         return self._forward(batch).flatten(0, 1)[where.kept_P]
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, where: Kept) -> Tensor:
-        """The same for training data: from the store where they are kept, and kept there."""
+    def __call__(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
+        """Return the hidden states of training data, [P, C], and store them if there is a store."""
         if self.store is None:
             return self.read(batch, where)
         return torch.cat([row.states_PC for row in self._rows(batch, where, 0)])
 
     @torch.no_grad()
-    def go_on(self, batch: Batch, where: Kept, count: int) -> tuple[Tensor, Tensor]:
-        """(the hidden states at where.kept_P, the target's `count` likeliest tokens behind each [P,
-        K]), as kept as states are.
+    def continue_greedily(
+        self, batch: PackedBatch, where: ReadPositions, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states at where.kept_P and the target's `count` next tokens [P, K].
+
+        Both are stored if there is a store.
         """
         rows = self._rows(batch, where, count)
-        said = [row.tokens_PK for row in rows if row.tokens_PK is not None]
-        return torch.cat([row.states_PC for row in rows]), torch.cat(said)
+        tokens = [row.tokens_PK for row in rows if row.tokens_PK is not None]
+        return torch.cat([row.states_PC for row in rows]), torch.cat(tokens)
 
     @property
     def _hidden_size(self) -> int:
         return self._embedding_VH.shape[1]
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """[R, T, C]."""
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        """Return the states of all positions, [R, T, C]."""
         return read_layers(self.target, self.layers, lambda: hidden_states(self.target, batch))
 
-    def _rows(self, batch: Batch, where: Kept, count: int) -> list[RowStates]:
-        """What is kept of each row of a batch; count: tokens that the target goes on with, 0 for
-        none.
-        """
+    def _rows(self, batch: PackedBatch, where: ReadPositions, count: int) -> list[RowStates]:
+        """Return the features of each row; count: tokens of a continuation, 0 for none."""
         ends = np.cumsum(where.kept_R).tolist()
         length = batch.ids_RT.shape[1]
         rows = []
@@ -140,16 +138,18 @@ class TargetStates:
         return rows
 
     def _none(self, kept_P: Tensor, count: int) -> RowStates:
-        """Of a rank that a step left without a row."""
+        """Return the empty features of a rank without a row in this step."""
         states_PC = self._embedding_VH.new_zeros(0, len(self.layers) * self._hidden_size)
         return RowStates(states_PC, kept_P.new_zeros(0, count) if count else None)
 
-    def _row(self, batch: Batch, index: int, kept_P: Tensor, count: int) -> RowStates:
+    def _row(self, batch: PackedBatch, index: int, kept_P: Tensor, count: int) -> RowStates:
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
             return found.sent(kept_P.device)
         if count:
-            states_MC, said_MK = go_on(self.target, batch.row(index), kept_P, count, self.layers)
+            states_MC, said_MK = continue_greedily(
+                self.target, batch.row(index), kept_P, count, self.layers
+            )
             made = RowStates(states_MC, said_MK)
         else:
             made = RowStates(self._forward(batch.row(index))[0][kept_P])

@@ -1,7 +1,8 @@
-"""Where what the target says at the positions of training rows is kept: in memory up to a limit, or
-in files whose size is known before the first step.
+"""Stores of the target's features at training positions: memory up to a limit, or files.
 
-Shapes: P positions of a row, C channels of a state, K tokens that the target goes on with.
+The size of the files is known before the first step.
+
+Shapes: P positions of a row, C channels of a state, K tokens of a continuation.
 """
 
 import hashlib
@@ -28,10 +29,10 @@ Key = tuple[int, ...]  # the samples in a row
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """What the target says at positions of a row."""
+    """Features of the target at positions of a row."""
 
     states_PC: Tensor
-    # int64: what it goes on with behind each, where that is asked for
+    # continuations, int64, if the loss needs them
     tokens_PK: Tensor | None = None
 
     @property
@@ -43,13 +44,15 @@ class RowStates:
         )
 
     def sent(self, device: torch.device) -> "RowStates":
-        """The same on a device, without waiting for it."""
-        tokens_PK = None if self.tokens_PK is None else devices.sent(self.tokens_PK, device)
-        return RowStates(devices.sent(self.states_PC, device), tokens_PK)
+        """Return a copy on a device, without waiting for the transfer."""
+        tokens_PK = (
+            None if self.tokens_PK is None else devices.copy_to_device(self.tokens_PK, device)
+        )
+        return RowStates(devices.copy_to_device(self.states_PC, device), tokens_PK)
 
 
 class Store(Protocol):
-    """Where rows are kept."""
+    """Storage of features by row."""
 
     def get(self, key: Key) -> RowStates | None: ...
 
@@ -57,9 +60,7 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Rows on the device they were made on, up to a number of bytes; what comes later
-    is made anew.
-    """
+    """Rows on their device, up to a number of bytes; later ones are recomputed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.free_bytes = limit_bytes
@@ -75,36 +76,38 @@ class MemoryStore:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which positions are kept, and what of each."""
+class StoreLayout:
+    """Selection of the stored positions, and contents of each."""
 
     heads: int
-    judged: bool  # positions of the target's own predictions too
+    # positions of the target's own predictions are included
+    judged: bool
     channels: int  # C
     dtype: torch.dtype  # of the states
-    tokens: int = 0  # that the target goes on with behind each
-    taps: Layers = ()  # layers that are read; none: the state after the final norm alone
+    tokens: int = 0  # K
+    # layers that are read; empty: only the state after the final norm
+    taps: Layers = ()
 
     @property
     def bytes(self) -> int:
-        """Of one position."""
+        """Bytes of one position."""
         return self.channels * self.dtype.itemsize + self.tokens * torch.int64.itemsize
 
 
 class DiskStore:
-    """All rows of a data set: states in one file, tokens in another, whose room is taken at the
-    start, and a checksum for every row that is written.
+    """All rows of a data set in preallocated files: states, tokens, and a checksum for each row.
 
-    Ranks share the folder; all make the same files. A row whose checksum is wrong (of a run that
-    was killed while it wrote) is made anew. Writing a row waits for the device, in the first epoch
-    alone.
+    Ranks share the folder, and all create the same files. A row with a wrong checksum, left by a
+    run that was killed while writing, is recomputed. Writing a row waits for the device, in the
+    first epoch only.
     """
 
     def __init__(
-        self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: Layout
+        self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: StoreLayout
     ) -> None:
-        """counts: positions kept of each row. Raises UserError where the disk has no room, and for
-        files of another layout.
+        """Create or open the files. counts: number of positions of each row.
+
+        Raises UserError if the disk is too small, and for files of another layout.
         """
         self._numbers = {key: number for number, key in enumerate(rows)}
         states, tokens, sums = (
@@ -116,8 +119,10 @@ class DiskStore:
             sizes[tokens] = total * layout.tokens * torch.int64.itemsize
         _check_layout(states, sizes[states])
         _take_room(folder, sizes)
-        self._states = _Rows(states, counts, layout.channels, layout.dtype)
-        self._tokens = _Rows(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
+        self._states = _RowFile(states, counts, layout.channels, layout.dtype)
+        self._tokens = (
+            _RowFile(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
+        )
         self._sums = np.memmap(sums, dtype=np.uint32, mode="r+", shape=(len(rows),))
 
     def get(self, key: Key) -> RowStates | None:
@@ -137,13 +142,13 @@ class DiskStore:
         self._sums[number] = self._checksum(number)
 
     def _checksum(self, number: int) -> int:
-        """CRC-32 of the row's bytes, never 0, which stands for a row that was not written."""
+        """Return the CRC-32 of the row's bytes, never 0, which marks an unwritten row."""
         found = self._states.checksum(number, 0)
         return (found if self._tokens is None else self._tokens.checksum(number, found)) or 1
 
 
-class _Rows:
-    """One array of each row, [P, width], in a mapped file."""
+class _RowFile:
+    """One array per row, [P, width], in a mapped file."""
 
     def __init__(self, path: Path, counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
@@ -161,7 +166,7 @@ class _Rows:
         self._of(number).copy_(values.contiguous().cpu().flatten().view(torch.uint8))
 
     def checksum(self, number: int, before: int) -> int:
-        """CRC-32 of the row's bytes, behind those that gave `before`."""
+        """Return the CRC-32 of the row's bytes, continued from `before`."""
         return zlib.crc32(self._of(number).numpy().data, before)
 
     def _of(self, number: int) -> Tensor:
@@ -172,20 +177,20 @@ def states_on_disk(
     root: Path,
     target_hash: str,
     data: PackedData,
-    layout: Layout,
+    layout: StoreLayout,
     count: Callable[[np.ndarray], int],
     show: bool,
 ) -> DiskStore:
-    """The store of a target and its training data under `root`, with its price printed before its
-    room is taken. Raises UserError.
+    """Return the store of a target and its training data under `root`. Raises UserError.
 
-    count: positions that are kept of a document, by its mask.
+    Its size is printed before the space is allocated. count: returns the number of stored positions
+    of a document, given its mask.
     """
     keys = sorted(tuple(row) for row in data.rows)
     of_sample = [count(sample.mask) for sample in data.samples]
     counts = [sum(of_sample[index] for index in key) for key in keys]
-    # What a position takes stands for its width, as in caches of before: those whose files are the
-    # same are read on, others are found and refused.
+    # The width counts bytes per position, as in earlier versions: equal caches stay readable, and
+    # others are found and refused.
     width = layout.bytes // layout.dtype.itemsize
     digest = hashlib.sha256(
         f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode()
@@ -206,33 +211,32 @@ def states_on_disk(
 
 
 def _check_layout(path: Path, size: int) -> None:
-    """Raise UserError for a file that holds more than states. A smaller one is being made by
-    another rank.
-    """
+    """Raise UserError for a file larger than the states; a smaller one is being created."""
     found = path.stat().st_size if path.exists() else 0
     if found > max(1, size):
         raise UserError(
             f"{path} has {found:,} bytes, expected {size:,}: an earlier version kept the target's "
-            f"tokens in the same file as its states, and such a cache is not read. Delete the "
-            f"folder {path.parent}; it is made anew"
+            f"tokens in the same file as its states, which is no longer supported. Delete the "
+            f"folder {path.parent}; it is created again"
         )
 
 
 def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
-    """Make the files so many bytes long with all their room taken; what they hold already stays.
-    Raises UserError where there is too little.
+    """Allocate files of these sizes and keep their contents.
+
+    Raises UserError if the disk is too small.
     """
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     free, size = _free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
-            f"{folder} needs {amount(size)}, {amount(free)} are free there: give states.folder on "
-            f"another disk, or states.cache=memory"
+            f"{folder} needs {amount(size)}, but {amount(free)} are free: set states.folder to "
+            f"another disk, or use states.cache=memory"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path, length in sizes.items():
         with path.open("ab") as file:
-            if hasattr(os, "posix_fallocate"):  # macOS has none: its file grows as rows come
+            if hasattr(os, "posix_fallocate"):  # not on macOS, where the file grows with its rows
                 os.posix_fallocate(file.fileno(), 0, max(1, length))
             file.truncate(max(1, length))
 

@@ -1,8 +1,8 @@
-"""Hidden states of the target at chosen layers, as Hugging Face's `hidden_states` numbers them.
+"""Hidden states of the target at chosen layers, numbered as Hugging Face's `hidden_states`.
 
 Layer 0 is the embedding, layer k the residual stream that enters decoder layer k, and layer L, of L
 decoder layers, the state after the final norm, which the lm_head reads. States of several layers
-lie behind one another in the channels, in the order of the numbers. No taps are layer L alone.
+are concatenated in the channels in the given order. Without taps, layer L is read.
 
 Shapes: R rows, T tokens, H hidden size.
 """
@@ -19,10 +19,9 @@ Layers = tuple[int, ...]
 
 
 def read_layers(target: Any, layers: Layers, forward: Callable[[], Tensor]) -> Tensor:
-    """Return the states at these layers, [R, T, len(layers) H], of a forward that gives those after
-    the final norm.
+    """Run `forward` and return the states at these layers, [R, T, len(layers) H].
 
-    target: a Hugging Face causal LM.
+    target: a Hugging Face causal LM. forward: returns the states after the final norm.
     """
     last = target.config.num_hidden_layers
     if layers == (last,):
@@ -48,10 +47,10 @@ def read_layers(target: Any, layers: Layers, forward: Callable[[], Tensor]) -> T
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Raise UserError for a tap that a target of so many decoder layers does not have."""
+    """Raise UserError for a tap outside a target of `num_layers` decoder layers."""
     wrong = [layer for layer in layers if not 0 <= layer <= num_layers]
     if wrong:
         raise UserError(
             f"the head reads the target at layer {wrong[0]}, expected 0 (the embedding) to "
-            f"{num_layers} (after the final norm): take a head of this target"
+            f"{num_layers} (after the final norm): use a head trained for this target"
         )

@@ -1,1 +1,1 @@
-"""What trained drafter heads share, whatever their kind."""
+"""Training code shared by all kinds of drafter heads."""

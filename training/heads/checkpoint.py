@@ -1,6 +1,4 @@
-"""Weights of heads in folders: config.json and model.safetensors by the layout of their kind, and
-what is refused when they are read.
-"""
+"""Weights of heads in folders: config.json and model.safetensors in the layout of their kind."""
 
 import json
 from pathlib import Path
@@ -16,10 +14,10 @@ from jobs.files import disk_error, save_tensors
 
 
 class FolderLayout(Protocol):
-    """The files of a head's folder: the keys of config.json, and the names of tensors."""
+    """Layout of a head's folder: the keys of config.json and the names of tensors."""
 
     def config(self, shape: Any, dtype: Any) -> dict[str, Any]:
-        """Return config.json."""
+        """Return the values of config.json for a head."""
         ...
 
     def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,15 +25,11 @@ class FolderLayout(Protocol):
         ...
 
     def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Inverse of `exported`. Tensors that it does not know keep their names, which are then
-        refused.
-        """
+        """Invert `exported`; unknown tensors keep their names and are then refused."""
         ...
 
     def extensions(self, shape: Any) -> list[str]:
-        """Return what other readers of the layout do not know, in words; empty where they load
-        all.
-        """
+        """Describe what other readers of the layout cannot load; empty if they load everything."""
         ...
 
 
@@ -47,7 +41,7 @@ def config_text(layout: FolderLayout, shape: Any, dtype: torch.dtype) -> str:
 def save_head(
     layout: FolderLayout, shape: Any, head: Any, folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write config.json and model.safetensors. Raises UserError when a write fails."""
+    """Write config.json and model.safetensors. Raises UserError if a write fails."""
     state = {
         name: tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
@@ -63,7 +57,7 @@ def save_head(
 
 
 def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) -> None:
-    """Give an empty head the weights of a folder. described: what config.json says, in words.
+    """Load a folder's weights into an empty head; described: its config.json in words.
 
     Raises UserError naming every tensor that is missing, unknown, of another shape, or not finite.
     """
@@ -79,7 +73,7 @@ def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) 
     if wrong:
         raise UserError(
             f"{folder / WEIGHTS}: does not hold the head that config.json describes ({described}): "
-            f"{'; '.join(wrong)}. Take config.json and {WEIGHTS} from one head, in the published "
+            f"{'; '.join(wrong)}. Use config.json and {WEIGHTS} of the same head, in the published "
             f"layout"
         )
     refuse_nonfinite(folder, stored)
@@ -87,32 +81,30 @@ def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) 
 
 
 def check_size(file: Path, key: str, value: Any, least: int) -> None:
-    """Raise UserError for a value of config.json that is no whole number of `least` or more."""
+    """Raise UserError for a value of config.json that is not a whole number of `least` or more."""
     if type(value) is not int or value < least:  # true is an int to isinstance
         raise UserError(
-            f"{file}: {key} is {value!r}, expected a whole number of {least} or more; the "
-            f"published layout has it"
+            f"{file}: {key} is {value!r}, expected a whole number of {least} or more, as in the "
+            f"published layout"
         )
 
 
 def check_draft_vocabulary(file: Path, key: str, value: Any, vocab_size: int) -> None:
-    """Raise UserError for a size in config.json that no draft vocabulary has; 0 is none."""
+    """Raise UserError for an invalid size of a draft vocabulary in config.json; 0 is none."""
     if type(value) is not int or not 0 <= value <= vocab_size:
         raise UserError(
             f"{file}: {key} is {value!r}, expected a whole number up to vocab_size "
-            f"({vocab_size}), or no such key"
+            f"({vocab_size}), or that the key is absent"
         )
 
 
 def check_sizes(folder: Path, shape: Any, target: Any) -> None:
-    """Raise UserError for a head that was made for a target of other sizes; target: its Hugging
-    Face configuration.
-    """
+    """Raise UserError for a head of other sizes than the target's Hugging Face configuration."""
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(shape, name), getattr(target, name)
         if ours != theirs:
             raise UserError(
-                f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the "
-                f"hidden states and the embedding of the very target it "
-                "was trained for. Take that target, or train a head for this one"
+                f"{folder}: the head has {name} {ours}, but the target {theirs}: a head reads the "
+                f"hidden states and the embedding of the target it was trained for. Use that "
+                f"target, or train a head for this one"
             )

@@ -1,4 +1,4 @@
-"""Configuration that the training jobs of heads share."""
+"""Configuration shared by the training jobs of heads."""
 
 from dataclasses import dataclass, field
 
@@ -9,22 +9,23 @@ from training.heads.loss_config import HeadLossConfig
 
 @dataclass
 class HeadOptions:
-    """The head: its options are those of its kind."""
+    """The head; each kind adds its own options."""
 
-    name: str = "head"  # name in tables and in the head's card
-    # head folder of the same target to go on from; its shape counts, not the one here
+    # name in tables and in the head's card
+    name: str = "head"
+    # head folder of the same target to continue from; its shape replaces the one here
     path: str = ""
 
 
 @dataclass
 class StatesConfig:
-    """The target's hidden states: made in every step, or kept after the first time, as the target
-    is frozen.
-    """
+    """The target's hidden states: computed in every step, or stored, as the target is frozen."""
 
-    cache: str = "none"  # none | memory | disk
-    memory_mb: int = 1000  # cache=memory: rows beyond it are made anew
-    # cache=disk: one file for each target and data, whose size is told first
+    # none | memory | disk
+    cache: str = "none"
+    # cache=memory: limit in MB; rows beyond it are recomputed
+    memory_mb: int = 1000
+    # cache=disk: folder of the files for each target and data, whose size is printed first
     folder: str = "runs/states"
 
 
@@ -39,11 +40,11 @@ class HeadJobConfig(TrainingJobConfig):
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # evaluation prompts that an experiment's later stages decode; never trained on
     benchmark_prompts: str = ""
-    # how those stages show them to the target (benchmark.render): auto | chat | text
+    # form of those prompts (benchmark.render): auto | chat | text
     benchmark_render: str = "auto"
-    # per-head accuracies on data.held_out_chats: the token is among the k likeliest, k = 1 .. top_k
+    # per-head accuracies on data.held_out_chats count the k likeliest tokens, k = 1 .. top_k
     top_k: int = 5
-    # tokens of one pass over the data, for the hours of a dry run without loop.max_steps
+    # tokens of one pass over the data, from which a dry run without loop.max_steps estimates hours
     assumed_tokens: int = 0
-    # share of them that is supervised, for a dry run (ShareGPT: 60 %)
+    # supervised share of the tokens, for a dry run (ShareGPT: 60 %)
     assumed_supervised: float = 0.6

@@ -1,8 +1,8 @@
-"""Draft vocabularies: the tokens of the target that a head drafts from, where these are not all.
+"""Draft vocabularies: the subset of the target's tokens that a head drafts from.
 
-A head's logits stand in the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
-rising. Published EAGLE-3 heads hold the same as `d2t`, each id less its index, and as `t2d`, which
-of the target's tokens are drafted. A reduced vocabulary restricts q alone, so decoding stays exact.
+A head's logits are in the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
+rising. Published EAGLE-3 heads store them as `d2t`, each id less its index, and as `t2d`, a mask
+over the target's tokens. A reduced vocabulary restricts only q, so decoding stays exact.
 
 Shapes: V drafted vocabulary, T the target's.
 """
@@ -21,9 +21,9 @@ from training.data.packing import Sample
 def choose_tokens(
     samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, show: bool
 ) -> Tensor:
-    """Return the ids [V] that are supervised most often, rising; among equals the smaller ones.
+    """Return the ids [V] that are supervised most often, rising; ties go to smaller ids.
 
-    show: print which share of the training answers' tokens they are.
+    show: print their share of the training answers' tokens.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for sample in samples:
@@ -39,7 +39,7 @@ def choose_tokens(
 
 
 def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
-    """Return each of the target's tokens' index in the logits [T], -1 where it is not drafted."""
+    """Return the index in the logits of each of the target's tokens [T], -1 if not drafted."""
     indices_T = torch.full((vocab_size,), -1, device=ids_V.device)
     indices_T[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
     return indices_T
@@ -56,12 +56,12 @@ def from_d2t(d2t_V: Tensor) -> Tensor:
 
 
 def to_t2d(ids_V: Tensor, vocab_size: int) -> Tensor:
-    """Return which of the target's tokens are drafted, bool [T]."""
+    """Return the mask of the target's tokens that are drafted, bool [T]."""
     return index_tokens(ids_V, vocab_size) >= 0
 
 
 def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
-    """Raise UserError for ids that are no draft vocabulary. name: their tensor's in the file."""
+    """Raise UserError for an invalid draft vocabulary; name: its tensor's name in the file."""
     if (
         ids_V.dtype != torch.long
         or bool((ids_V.diff() <= 0).any())
@@ -69,6 +69,6 @@ def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
         or int(ids_V[-1]) >= vocab_size
     ):
         raise UserError(
-            f"{file}: {name} is no rising list of token ids (int64) below {vocab_size}: the file "
-            f"is damaged, copy it again"
+            f"{file}: {name} is not a rising list of token ids (int64) below {vocab_size}: the "
+            f"file is damaged, copy it again"
         )

@@ -1,31 +1,33 @@
-"""Dry runs of a head's training: parameters, operations, memory, hours, and a head folder of zeros,
-without weights or data.
+"""Dry runs of a head's training: parameters, FLOPs, memory, hours, and a head folder of zeros.
 
-Operations are those of products with weights: two a weight and token forward, and for the head as
-much again twice backward; the target runs forward alone.
+No weights or data are read. FLOPs count products with weights: two per weight and token forward,
+four more backward for the head; the target only runs forward.
 """
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jobs.amounts import hours, operations, size
-from training.drafter_folder import Origin
+from jobs.amounts import size
+from training.drafter_folder import Provenance, keeps_folder
 from training.features.states import layers_read
-from training.features.stores import Layout
+from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
-from training.heads.loss_config import judged, tokens_said
-from training.heads.measure import Measure, measure
-from training.losses.chunked import CHUNK
-from training.models.build import dtype_of, say_missing
-from training.models.shapes import forward_flops, millions, parameter_counts, target_widths
-from training.parallel.memory_plan import answering_bytes, answering_line, bytes_per_rank
-from training.plan import plan_tokens
+from training.heads.loss_config import judged, num_continued_tokens
+from training.heads.measure import HeadStatistics, measure
+from training.models.build import dtype_of, print_missing
+from training.models.shapes import cache_bytes_per_token, forward_flops, millions, parameter_counts
+from training.parallel.memory_plan import (
+    answering_bytes,
+    answering_line,
+    bytes_per_rank,
+    loss_bytes,
+)
+from training.plan import print_plan
 
 
 def dry_run(
@@ -37,12 +39,11 @@ def dry_run(
     folder: Path,
     was_dry: bool,
 ) -> float:
-    """Print what training takes and write the untrained head to `folder`, unless a trained one is
-    there. Returns operations.
+    """Print the cost of training and write the untrained head to `folder`. Returns FLOPs.
 
-    was_dry: what is there was written by a dry run, and is replaced.
+    A trained head is kept; was_dry: the folder was written by a dry run and is replaced.
     """
-    say_missing(config.target)
+    print_missing(config.target)
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
     describe(kind, shape, target, counted)
     layout = states_layout(config, kind, shape, target)
@@ -50,25 +51,22 @@ def dry_run(
     print_memory(config, target, counted, layout, shape.num_drafted)
     if shape.draft_vocab_size:
         print(
-            "note: the shortlist is counted in the data, which a dry run does not read: the "
+            "note: the shortlist is counted from the data, which a dry run does not read: the "
             "untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)
         counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32)
-    if was_dry:
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        print(f"kept: {folder} is there already")
+    if keeps_folder(folder, was_dry):
         return flops
     write_untrained(kind, shape, target_folder, folder)
-    origin = Origin.untrained(config.head.name, config.target.path, target_folder)
+    origin = Provenance.untrained(config.head.name, config.target.path, target_folder)
     write_card(kind, folder, shape, counted.parameters, origin)
     print(f"untrained head folder, to try loading with: {folder}")
     return flops
 
 
-def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
-    """Parameters of target and head, part by part."""
+def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -> None:
+    """Print the parameters of target and head, part by part."""
     print(
         f"target: {millions(parameter_counts(target)['all'])} parameters, "
         f"{target.num_hidden_layers} layers, frozen"
@@ -80,39 +78,34 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
     )
 
 
-def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Layout:
-    """What a store keeps of the target's states."""
+def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
+    """Return the layout in which a store keeps the target's states."""
     loss, taps = config.loss, kind.taps(shape)
     layers = layers_read(taps, target.num_hidden_layers, judged(loss))
-    return Layout(
+    return StoreLayout(
         loss.predict_n_tokens,
         judged(loss),
         len(layers) * shape.hidden_size,
         dtype_of(config.loop.dtype),
-        tokens_said(loss),
+        num_continued_tokens(loss),
         taps,
     )
 
 
 def target_flops(config: HeadJobConfig, target: Any) -> float:
-    """Operations of the target for a token of the data: its forward, without the lm_head but where
-    a loss asks for it.
-    """
-    lm_head, whole = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
+    """Return the target's FLOPs per token of the data, with lm_head only if the loss needs it."""
+    lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
     # heads that predict the same token share the target's distribution
-    asked, said = (
-        judged(config.loss),
-        tokens_said(config.loss),
-    )
+    judges, continued = judged(config.loss), num_continued_tokens(config.loss)
     # the first token needs no forward of its own
-    forwards = max(0, said - 1) * whole + (lm_head if said else 0)
-    return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
+    forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
+    return forward - lm_head + config.assumed_supervised * (judges * lm_head + forwards)
 
 
-def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Layout) -> float:
-    """Operations, which it returns, and hours; 0 where the data alone tells the number
-    of tokens.
-    """
+def print_cost(
+    config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
+) -> float:
+    """Print FLOPs and hours. Returns FLOPs; 0 if the number of tokens depends on the data."""
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
@@ -122,19 +115,10 @@ def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Lay
         f"{draft / 1e6:,.0f} at each of the {share} that are supervised "
         f"({config.loss.predict_n_tokens} predictions)"
     )
-    plan = plan_tokens(config.loop, token, config.assumed_tflops, config.assumed_tokens)
-    if not plan.tokens:
-        print(
-            f"plan: {plan.words}; their tokens are known when the data is read (or give "
-            f"assumed_tokens)"
-        )
-        return 0.0
-    flops = token * plan.tokens
-    print(
-        f"plan: {plan.words}, {operations(flops)}, {hours(flops / config.assumed_tflops / 1e12)} "
-        f"at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
+    flops = print_plan(
+        config.loop, token, config.assumed_tflops, "assumed_tokens", config.assumed_tokens
     )
-    if config.states.cache == "disk":
+    if flops and config.states.cache == "disk":
         about = "about" if config.assumed_tokens else "at most"
         unknown = (
             ""
@@ -148,20 +132,23 @@ def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Lay
     return flops
 
 
-def states_bytes(config: HeadJobConfig, layout: Layout) -> float:
-    """Of what is kept of the target's states: of one pass over the data, as a later one finds them
-    there.
-    """
+def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
+    """Return the bytes of the stored states of one pass over the data."""
     loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
 
 
 def print_memory(
-    config: HeadJobConfig, target: Any, counted: Measure, layout: Layout, vocabulary: int
+    config: HeadJobConfig,
+    target: Any,
+    counted: HeadStatistics,
+    layout: StoreLayout,
+    vocabulary: int,
 ) -> None:
-    """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk. vocabulary:
-    tokens that are drafted from.
+    """Estimate a rank's memory in megabytes, part by part; the loss by its largest chunk.
+
+    vocabulary: number of drafted tokens.
     """
     loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
     frozen, ranks = parameter_counts(target), max(1, config.parallel.processes)
@@ -175,10 +162,11 @@ def print_memory(
         frozen["head"],
     )
     drafts = loop.micro_batch_tokens * config.assumed_supervised
-    logits = min(CHUNK, drafts * config.loss.predict_n_tokens) * vocabulary * 4 * 6
     plan |= {
         "activations": drafts * counted.kept,
-        "loss": logits + counted.outputs * (4 + width),
+        "loss": loss_bytes(
+            drafts * config.loss.predict_n_tokens, vocabulary, counted.outputs, width
+        ),
         "target's layer": loop.micro_batch_tokens
         * (2 * target.intermediate_size + 6 * target.hidden_size)
         * width,
@@ -186,26 +174,18 @@ def print_memory(
     if config.states.cache == "memory":
         most = config.states.memory_mb * 1e6
         plan["states, at most"] = min(most, states_bytes(config, layout) or most)
-    # one row at a time: its text, and all but the last token behind each position
-    if said := tokens_said(config.loss):
-        kept_tokens = config.data.max_length * (1 + (said - 1) * config.assumed_supervised)
-        widths = target_widths(target)
-        of_token = (
-            2
-            * target.num_hidden_layers
-            * widths["num_key_value_heads"]
-            * widths["head_dim"]
-            * width
-        )
-        plan["target's keys and values"] = kept_tokens * of_token
+    # one row at a time: its text, and all but the last token of each continuation
+    if continued := num_continued_tokens(config.loss):
+        kept_tokens = config.data.max_length * (1 + (continued - 1) * config.assumed_supervised)
+        plan["target's keys and values"] = kept_tokens * cache_bytes_per_token(target, width)
     parts = {
         ("target" if name == "frozen" else name): size
         for name, size in plan.items()
         if size and name != "total"
     }
     of = f"each of {ranks} ranks ({config.parallel.kind})" if ranks > 1 else "one process"
-    told = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
-    print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({told})")
+    listed = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
+    print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({listed})")
     held = {name: plan[kind] for name, kind in (("target", "frozen"), ("head", "weights"))}
     print(answering_line(held | answering_bytes(target, config)))
     print(

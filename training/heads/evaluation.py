@@ -1,14 +1,13 @@
-"""How good a head is, while it trains: what it would have accepted on the target's own answers, and
-how often each depth is right.
+"""Held-out evaluation of a head during training: greedy acceptance and accuracy by depth.
 
-`GreedyChain` needs no decoding. The target's answers are fixed, and drafting is greedy, so what a
-round accepts follows from where it begins: the head drafts at every position of the answers at
-once, and the rounds are walked through afterwards. On greedy answers these are the rounds of real
-decoding with a chain, the first of which begins at the prompt's last token. On drawn answers they
-rank checkpoints and are no decoder's.
+`GreedyChain` needs no decoding. The target's answers are fixed and drafting is greedy, so the
+tokens that a round accepts depend only on its start: the head drafts at every position of the
+answers at once, and the rounds are walked afterwards. On greedy answers these are the rounds of
+real decoding with a chain, the first of which begins at the prompt's last token. On sampled answers
+they only rank checkpoints.
 
-A look is anything callable that gives figures; the `score` of the last one that gives one chooses
-the checkpoint.
+An evaluation is any callable that returns figures; the last `score` among them selects the
+checkpoint.
 
 Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, C
 channels of the target's states, K drafted tokens or heads, k guesses, N predictions, E features.
@@ -23,32 +22,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from training.data.packing import Batch, Sample, best_fit, collate
+from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
-from training.heads.predicting import PredictingHead, Tips
+from training.heads.predicting import DraftStarts, PredictingHead
 from training.losses.chunked import CHUNK, Outputs
 
-Look = Callable[[], dict[str, float]]
+Evaluation = Callable[[], dict[str, float]]
 
 
-class Looks:
-    """Several looks as one: their figures together."""
+class CombinedEvaluation:
+    """Several evaluations as one, with all their figures."""
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        self.looks = looks
+    def __init__(self, evaluations: Sequence[Evaluation]) -> None:
+        self.evaluations = evaluations
 
     def __call__(self) -> dict[str, float]:
         figures: dict[str, float] = {}
-        for look in self.looks:
-            figures |= look()
+        for evaluate in self.evaluations:
+            figures |= evaluate()
         return figures
 
 
-class _Fixed:
-    """Batches of one row, their positions, and the target's states there, made once: neither
-    changes while a head trains.
-    """
+class _FixedBatches:
+    """Batches of one row, their positions and target states, computed only once."""
 
     def __init__(
         self,
@@ -68,14 +65,14 @@ class _Fixed:
         self._read: list[Tensor] = []
 
     def states(self, number: int) -> Tensor:
-        """The states that a head reads of batch `number`, [P, C], at its kept positions."""
+        """Return the states that a head reads of batch `number`, [P, C], at its kept positions."""
         if number == len(self._read):
             self._read.append(self._states.tapped(self._states.read(*self.batches[number])))
         return self._read[number]
 
 
 class GreedyChain:
-    """Acceptance and block efficiency of a greedy chain on the target's answers."""
+    """Acceptance rate and block efficiency of a greedy chain on the target's answers."""
 
     def __init__(
         self,
@@ -88,16 +85,19 @@ class GreedyChain:
         max_length: int,
         device: torch.device,
     ) -> None:
-        """answers: prompts with the target's answers, which alone are supervised. max_new_tokens:
-        what ended an answer of that length.
+        """Prepare the batches.
+
+        answers: prompts with the target's answers, of which only the latter are supervised.
+        max_new_tokens: the limit at which an answer was cut off.
         """
         self.kind, self.head, self.states, self.answers = kind, head, states, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
-        self._fixed = _Fixed(states, answers, 1, max_length, device)
+        self._fixed = _FixedBatches(states, answers, 1, max_length, device)
 
     def __call__(self) -> dict[str, float]:
-        """`acceptance` (accepted / tested draft tokens), `block_efficiency` (tokens a target
-        forward, the bonus included), and `score`.
+        """Return `acceptance` (accepted / tested draft tokens), `block_efficiency` and `score`.
+
+        Block efficiency is tokens per target forward, the bonus included.
         """
         rounds, emitted, accepted, tested = map(sum, zip(*self.counts(), strict=True))
         efficiency = emitted / max(1, rounds)
@@ -108,7 +108,7 @@ class GreedyChain:
         }
 
     def counts(self) -> list[tuple[int, int, int, int]]:
-        """(rounds, emitted, accepted, tested) of every answer, in their order."""
+        """Return (rounds, emitted, accepted, tested) of every answer, in order."""
         found: dict[int, tuple[int, int, int, int]] = {}
         for number, (batch, where) in enumerate(self._fixed.batches):
             row = batch.rows[0]
@@ -128,13 +128,12 @@ class GreedyChain:
 
     @torch.no_grad()
     def _matches(
-        self, batch: Batch, where: Positions, states_PC: Tensor, alone: list[int]
+        self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
-        """For a draft behind each token of the one row that a round may begin at, how many of its
-        tokens stand there in the text.
+        """Return the number of correct tokens of a draft after each token where a round may begin.
 
-        alone: tokens that are a whole prompt. No hidden state stands before them, and a drafter
-        takes zeros.
+        alone: tokens that are a complete prompt. They have no earlier hidden state, and a drafter
+        reads zeros.
         """
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
         tips_M = torch.cat(
@@ -143,7 +142,7 @@ class GreedyChain:
         before_MC = torch.cat(
             (states_PC[where.drafts_M], states_PC.new_zeros(len(alone), states_PC.shape[1]))
         )
-        tips = Tips(ids_F[tips_M], before_MC)
+        tips = DraftStarts(ids_F[tips_M], before_MC)
         drafted_MK = self.kind.draft(self.head, self.states, tips, self.draft_tokens)
         ahead_K = torch.arange(1, 1 + self.draft_tokens, device=batch.device)
         right_MK = drafted_MK == ids_F[tips_M[:, None] + ahead_K]
@@ -155,26 +154,25 @@ class GreedyChain:
 
 
 def _prompt(answer: Sample) -> int:
-    """Tokens of an answer's prompt."""
+    """Return the number of tokens of an answer's prompt."""
     return int(np.argmax(answer.mask))
 
 
 def walk(
     matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int
 ) -> tuple[int, int, int, int]:
-    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.rounds.batch counts
-    them. All its tokens come from rounds.
+    """Return (rounds, emitted, accepted, tested) of decoding one answer, as the engine counts them.
 
-    matches_T: tokens that a draft behind a token has right, of a prompt of `prompt` tokens and its
-    answer. limit: tokens that the text might have reached; a round leaves the last one of them to
-    the target.
+    See decoding.rounds.batch; all tokens come from rounds. matches_T: correct tokens of a draft
+    after each token of the prompt (`prompt` tokens) and answer. limit: longest text possible; a
+    round leaves its last token to the target.
     """
     rounds = emitted = accepted = tested = 0
     tip, last = prompt - 1, len(matches_T) - 1
     while tip < last:
         room = min(draft_tokens, limit - tip - 2)
         right = min(int(matches_T[tip]), room)
-        gained = min(right + 1, last - tip)  # what comes behind a stop token is not emitted
+        gained = min(right + 1, last - tip)  # tokens after a stop token are not emitted
         rounds, emitted, accepted, tested = (
             rounds + 1,
             emitted + gained,
@@ -186,11 +184,10 @@ def walk(
 
 
 class HeadAccuracy:
-    """Share of the predictions of each head whose token is among the k likeliest, k = 1 .. top_k,
-    given the true tokens before it.
+    """Accuracy of each head's k likeliest tokens, k = 1 .. top_k, given the true tokens before.
 
     Teacher-forced, as published: `accuracy/{label}{i}_top{k}` compares heads with published ones
-    and is no acceptance rate.
+    and is not an acceptance rate.
     """
 
     def __init__(
@@ -207,7 +204,7 @@ class HeadAccuracy:
         self.kind, self.head, self.states = kind, head, states
         self.heads, self.top_k, self._device = heads, top_k, device
         self._several = len(kind.outputs(head, states)) > 1
-        self._fixed = _Fixed(states, samples, heads, max_length, device, self._several)
+        self._fixed = _FixedBatches(states, samples, heads, max_length, device, self._several)
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
@@ -234,7 +231,7 @@ class HeadAccuracy:
         }
 
     def _right(self, logits_CV: Tensor, labels_C: Tensor, head_C: Tensor) -> Tensor:
-        """[K, k]: right ones of a chunk by head and by how many guesses there are."""
+        """Return the correct predictions of a chunk by head and number of guesses, [K, k]."""
         best_Ck = logits_CV.topk(self.top_k, dim=-1).indices
         if self.head.token_ids_V is not None:
             best_Ck = self.head.token_ids_V[best_Ck]

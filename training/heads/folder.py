@@ -1,6 +1,4 @@
-"""The head folder: weights and config.json in its kind's layout, the target's tokenizer files, its
-card, and a README with the lines that use it.
-"""
+"""The head folder: weights and config.json in its kind's layout, tokenizer, card and README."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from decoding.models.text.tokenizer import copy_tokenizer
 from jobs.files import disk_error, write_text
 from training import drafter_folder
 from training.drafter_folder import (
-    Origin,
+    Provenance,
     figures_on_card,
     tokenizer_on_card,
     training_on_card,
@@ -23,21 +21,23 @@ from training.heads.kind import HeadKind
 
 
 def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
-    """Weights in float32, as published, and the tokenizer files. Says what the published layout
-    cannot carry. Raises UserError.
+    """Write weights in float32, as published, and the tokenizer files. Raises UserError.
+
+    Prints what the published layout cannot carry.
     """
     save_head(kind.layout, shape, head, folder)
     copy_tokenizer(target_folder, folder)
     for extension in kind.layout.extensions(shape):
         print(
-            f"note: {folder} holds what the published layout cannot carry, and only this project "
-            f"loads it: {extension}"
+            f"note: {folder} extends the published layout, so only this project loads it: "
+            f"{extension}"
         )
 
 
 def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Path) -> None:
-    """What `write_head` writes, with every weight zero in a sparse file. shape: without a draft
-    vocabulary, which is counted in the data.
+    """Write a folder like `write_head`, with weights of zero in a sparse file.
+
+    shape: without a draft vocabulary, which is counted from the data.
     """
     with torch.device("meta"):
         state = kind.layout.exported(kind.empty(shape).state_dict())
@@ -51,8 +51,10 @@ def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Pat
         raise disk_error(folder, error) from error
 
 
-def write_card(kind: HeadKind, folder: Path, shape: Any, parameters: int, origin: Origin) -> None:
-    """drafter_card.json and README.md beside the head."""
+def write_card(
+    kind: HeadKind, folder: Path, shape: Any, parameters: int, origin: Provenance
+) -> None:
+    """Write drafter_card.json and README.md to the head's folder."""
     about = {
         "parameters": parameters,
         "shape": vars(shape),
@@ -62,9 +64,7 @@ def write_card(kind: HeadKind, folder: Path, shape: Any, parameters: int, origin
 
 
 def readme(kind: HeadKind, card: dict[str, Any]) -> str:
-    """The README of a head folder: front matter of the Hugging Face Hub, then what it is and how to
-    use it.
-    """
+    """Render the README of a head folder, with the Hugging Face Hub's front matter."""
     parts, target = kind.readme(card), card["target"]
     overall = {
         "acceptance": {key: value for key, value in card["acceptance"].items() if "/" not in key}
@@ -72,7 +72,7 @@ def readme(kind: HeadKind, card: dict[str, Any]) -> str:
     layout = parts.layout
     if card["extensions"]:
         layout = (
-            f"more than the published layout, so that only Shallow Draft loads it: "
+            f"an extended form of the published layout, which only Shallow Draft loads: "
             f"{'; '.join(card['extensions'])}"
         )
     launch = "\n".join(parts.launch)
@@ -83,7 +83,7 @@ tags: [speculative-decoding, drafter, {parts.tag}]
 
 {parts.title} for `{target}`: {parts.form},
 {card["parameters"] / 1e6:.1f} M parameters, {training_on_card(card)}. Held-out: {figures_on_card(overall)}.
-It only proposes tokens; the target decides every one of them, so the output is the target's own. It reads that target's {parts.reads},
+It only proposes tokens; the target decides every one of them, so the output is the target's. It reads that target's {parts.reads},
 and works with no other. The folder holds {layout}.
 
 {tokenizer_on_card(card)}```
@@ -92,5 +92,5 @@ and works with no other. The folder holds {layout}.
 
 {parts.remarks}
 
-HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
+HEAD stands for this folder. `drafter_card.json` names the target, data and code that it comes from. Made with Shallow Draft.
 """  # noqa: E501

@@ -1,7 +1,7 @@
-"""The protocol of a kind of trained head: all that training asks of it.
+"""Interface of a kind of trained head to its training.
 
-A kind is one object without state; heads are its arguments. Whoever adds a head writes one, a
-subclass of `HeadKind`, and names it in `decoding.drafters.registry`.
+A kind is one stateless object; heads are its arguments. To add a head, write a subclass of
+`HeadKind` and name it in `decoding.drafters.registry`.
 
 Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's hidden size, C
 channels of the states that a head reads, E features, V drafted vocabulary.
@@ -22,11 +22,11 @@ from training.heads.predicting import PredictingHead
 
 
 class HeadShape(Protocol):
-    """The shape of a head, a dataclass, with what training reads of it."""
+    """The fields of a head's shape, a dataclass, that training reads."""
 
     vocab_size: int  # of the target
     hidden_size: int  # H
-    draft_vocab_size: int  # 0: the whole vocabulary
+    draft_vocab_size: int  # 0: the full vocabulary
 
     @property
     def num_drafted(self) -> int:
@@ -35,40 +35,41 @@ class HeadShape(Protocol):
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """How a finished head is measured by real drafting."""
+class DraftingSetup:
+    """Form of drafting that measures a finished head."""
 
     words: str  # "with 8 beams"
     figure: str  # the name of its block efficiency on the card
-    options: dict[str, float] = field(default_factory=dict)  # beside it
+    options: dict[str, float] = field(default_factory=dict)  # further values for the card
 
 
 @dataclass(frozen=True)
 class ReadmeParts:
-    """What a kind's README says beside what all say."""
+    """The parts of a README that depend on the kind of head."""
 
-    tag: str  # of the Hugging Face Hub
+    tag: str  # tag on the Hugging Face Hub
     title: str  # "A recurrent drafter head (ReDrafter, arXiv 2403.09919)"
     form: str  # the head's shape, in words
-    reads: str  # what it reads of the target
-    layout: str  # that of the folder, where every reader of it loads it
-    launch: Sequence[str]  # commands that use the folder, which is called HEAD in them
+    reads: str  # features of the target that it reads
+    layout: str  # of a folder without extensions
+    launch: Sequence[str]  # commands that use the folder as HEAD
     remarks: str
 
 
 class HeadKind(PredictingHead, Protocol):
-    """A kind of head, as its training asks it."""
+    """A kind of head, as its training uses it."""
 
     name: str  # in conf/head
     config: type[HeadJobConfig]  # of its job; `head` holds its options
     reads_tokens: bool  # predictions depend on the tokens drafted before them
-    # likeliest tokens of a head whose accuracies its drafter goes by; 0: none
+    # number of likeliest tokens whose accuracies the drafter uses; 0: none
     ranks: int = 0
     layout: FolderLayout
 
     def shape(self, config: Any, target: Any) -> Any:
-        """Return the head's `HeadShape` for a target (its Hugging Face configuration), or that of
-        the folder in head.path. Raises UserError.
+        """Return the `HeadShape` for a target, or that of the folder in head.path.
+
+        target: its Hugging Face configuration. Raises UserError.
         """
         ...
 
@@ -77,51 +78,47 @@ class HeadKind(PredictingHead, Protocol):
         return ()
 
     def check(self, config: Any, shape: Any) -> None:
-        """Raise UserError for values of its own that no head can go by."""
+        """Raise UserError for invalid options of this kind."""
         return None
 
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
-        """Return its rules for numbers: key -> (whether its value is fine, what is expected)."""
+        """Return the rules for numbers: key -> (whether the value is valid, the expected range)."""
         return {}
 
     def note(self, config: Any, shape: Any) -> str:
-        """Return which keys have no effect, in words; empty where all have one."""
+        """Describe keys without effect; empty if there are none."""
         return ""
 
     def empty(self, shape: Any) -> nn.Module:
-        """Return a head of this shape on the present device, whatever its weights."""
+        """Return a head of this shape on the current device, with any weights."""
         ...
 
     def build(
         self, config: Any, shape: Any, target: Any, samples: Sequence[Sample], show: bool
     ) -> nn.Module:
-        """Return the head in float32 that training starts from; its weights by torch's random
-        numbers, or those of the folder in head.path.
-        """
+        """Return the head in float32 that training starts from: random, or from head.path."""
         ...
 
     def part_of(self, name: str, shape: Any) -> str:
-        """Return what a parameter is counted under: `output`, `blocks`."""
+        """Return the part under which a parameter is counted: `output`, `blocks`."""
         ...
 
     def describe(self, shape: Any) -> str:
-        """Return the shape in few words."""
+        """Describe the shape in a few words."""
         ...
 
     def measured(self, shape: Any, figures: Mapping[str, Any]) -> Any:
-        """Return the shape with what its drafter goes by, of the best checkpoint's figures."""
+        """Return the shape with the figures of the best checkpoint that its drafter needs."""
         return shape
 
     def drafter(self, head: Any, shape: Any, config: Any, sampled: bool) -> Drafter:
-        """Return a drafter with the head, as the finished head is measured. sampled: at a
-        temperature.
-        """
+        """Return a drafter that measures the finished head. sampled: the temperature is above 0."""
         ...
 
-    def drafting(self, config: Any) -> Drafting:
-        """Return how that drafter drafts."""
+    def drafting(self, config: Any) -> DraftingSetup:
+        """Return the form of that drafter's drafting."""
         ...
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
-        """Return its part of the README of a head folder with this card."""
+        """Return this kind's parts of the README of a head folder with this card."""
         ...

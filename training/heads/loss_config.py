@@ -1,22 +1,24 @@
-"""What the head's loss goes by. It stands by itself, so that a training step can be had without the
-packages that compose configurations.
-"""
+"""Settings of the head's loss, in a module that imports no Hydra packages."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class HeadLossConfig:
-    """What every head's prediction is held against."""
+    """The reference of every head's prediction, and the weights of the losses."""
 
-    # cross_entropy: the text's tokens | continuations: the target's own behind each position (the
-    # paper's distillation) | forward_kl | lk (-log acceptance) | lk_hybrid
+    # cross_entropy: the text's tokens | continuations: the target's greedy tokens at each position
+    # (the paper's distillation) | forward_kl | lk (-log acceptance) | lk_hybrid
     name: str = "cross_entropy"
-    predict_n_tokens: int = 5  # heads: tokens behind the next one that are predicted
-    decay: float = 1.0  # weight of a head's loss beside that of the head before it
-    temperature: float = 1.0  # divides both sides' logits; the text's tokens are held against at 1
-    lk_eta: float = 3.0  # lk_hybrid: how fast KL gives way to acceptance as that grows
-    # training-time test: share of the drafts that go on from the head's own tokens
+    # number of heads, which predict the tokens after the next one
+    predict_n_tokens: int = 5
+    # weight of a head's loss relative to the previous head's
+    decay: float = 1.0
+    # divides the logits of head and target; must be 1 for losses on tokens
+    temperature: float = 1.0
+    # lk_hybrid: rate at which KL gives way to acceptance as acceptance grows
+    lk_eta: float = 3.0
+    # training-time test: share of the drafts that continue from the head's own tokens
     own_tokens: float = 0.0
 
 
@@ -27,12 +29,13 @@ LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
 
 
 def judged(loss: HeadLossConfig) -> bool:
-    """Whether a loss asks for the target's distribution of every prediction."""
+    """Return True if a loss needs the target's distribution for every prediction."""
     return loss.name not in ("cross_entropy", CONTINUATIONS)
 
 
-def tokens_said(loss: HeadLossConfig) -> int:
-    """Tokens that the target itself goes on with behind each position, for this loss: the first one
-    is its own choice, no head's.
+def num_continued_tokens(loss: HeadLossConfig) -> int:
+    """Return the length of the target's continuations that a loss needs; 0 for none.
+
+    The first token is the target's choice and predicted by no head.
     """
     return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0

@@ -1,6 +1,4 @@
-"""What a head is and does, counted on the meta device by a forward over one draft, before it has
-any weights.
-"""
+"""Parameters, FLOPs and memory of a head, counted on the meta device from one draft."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,22 +20,22 @@ from training.losses.chunked import Outputs
 
 
 @dataclass(frozen=True)
-class Measure:
-    """What a head is and does, counted on the meta device."""
+class HeadStatistics:
+    """Parameters, FLOPs and memory of a head."""
 
     parts: dict[str, int]  # parameters by part, the largest first
     flops: float  # of the forward pass over one draft
-    # bytes that a step keeps of one draft: what autograd saves, the features and their gradient
+    # bytes that a step keeps per draft: tensors saved by autograd, features and their gradient
     kept: int
-    outputs: int  # parameters of the output layers that are trained
+    outputs: int  # parameters of the trained output layers
 
     @property
     def parameters(self) -> int:
         return sum(self.parts.values())
 
 
-def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> Measure:
-    """Count a head by a draft of `heads` predictions."""
+def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadStatistics:
+    """Count a head's parameters, FLOPs and memory with a draft of `heads` predictions."""
     with torch.device("meta"):
         head = kind.empty(shape).to(dtype)
         embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
@@ -66,15 +64,15 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> Measu
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     flops = float(counted.get_total_flops() + last.get_total_flops())
     by_size = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    return Measure(by_size, flops, sum(kept.values()) + 2 * features_NE.nbytes, trained)
+    return HeadStatistics(by_size, flops, sum(kept.values()) + 2 * features_NE.nbytes, trained)
 
 
 @contextmanager
 def _keeping(head: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of the storages that autograd saves inside, but for the head's parameters."""
+    """Count the bytes of storages that autograd saves inside, without the head's parameters."""
     known = {parameter.untyped_storage()._cdata for parameter in head.parameters()}
     kept: dict[int, int] = {}
-    alive = []  # storages whose numbers must not come again
+    alive = []  # keeps storages alive, so that their ids are not reused
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -88,7 +86,7 @@ def _keeping(head: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _one_draft(heads: int) -> Positions:
-    """One draft with all its predictions, by shapes alone."""
+    """Return one draft with all its predictions, as shapes only."""
 
     def indices(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.long, device="meta")
@@ -98,13 +96,13 @@ def _one_draft(heads: int) -> Positions:
         drafts_M=indices(1),
         tokens_MK=indices(1, heads),
         own_O=indices(0),
-        asks_own=False,
+        continues_own=False,
         draft_N=indices(heads),
         head_N=indices(heads),
         heads=np.arange(heads),
         labels_N=indices(heads),
-        judges_N=indices(0),
-        judges=np.zeros(0, dtype=np.int64),
+        targets_N=indices(0),
+        targets=np.zeros(0, dtype=np.int64),
         counts_K=[1] * heads,
         kept_R=[1],
     )

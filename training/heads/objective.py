@@ -1,12 +1,10 @@
-"""The training objective of a head: the predictions of every draft of a packed batch, and one
-chunked loss over all of them.
+"""Training objective of a head: a chunked loss over all predictions of a packed batch's drafts.
 
-The published losses of ReDrafter and Medusa are sums over heads of the mean cross-entropy; here
-every head's sum is divided by the one global count of supervised tokens (training/loop.py), so that
-no batch divides by zero. The two differ by tokens that stand too early in a text for a head to
-predict. Distillation on the target's own tokens (`continuations`) takes in and predicts what the
-target goes on with in place of the text's tokens, at the same positions. Gradients flow into the
-head and not into the target.
+The published losses of ReDrafter and Medusa are sums over heads of the mean cross-entropy. Here
+every head's sum is divided by the global count of supervised tokens (training/loop.py), so that no
+batch divides by zero; the two differ by tokens too early in a text for a head to predict.
+Distillation on the target's tokens (`continuations`) reads and predicts the target's greedy
+continuations instead of the text, at the same positions. Gradients reach the head, not the target.
 
 Shapes: K heads, N predictions of all heads, P positions of the target that are read, E features, V
 drafted vocabulary.
@@ -18,19 +16,19 @@ from typing import Any
 from torch import Tensor
 
 from training.bounds import Place
-from training.data.packing import Batch
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.draft_vocabulary import index_tokens
-from training.heads.loss_config import HeadLossConfig, judged, tokens_said
+from training.heads.loss_config import HeadLossConfig, judged, num_continued_tokens
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_by_head, listed_cross_entropy_rows
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
-from training.objectives import Constant
+from training.objectives import StaticObjective
 
 
-class HeadObjective(Constant):
+class HeadObjective(StaticObjective):
     """Loss of a head over all its predictions in a batch."""
 
     indices_V: Tensor | None
@@ -52,17 +50,18 @@ class HeadObjective(Constant):
     def begin(self, step: int, place: Place) -> None:
         self.step = step
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum over heads of weight x loss in nats, [2 K]: by head the tokens predicted or the
-        acceptance, then the loss).
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return (sum over heads of weight x loss in nats, sums by head [2 K]).
+
+        The sums are those of correct tokens or acceptance, then of the loss.
         """
         loss, states = self.loss, self.states
         weights = self.kind.outputs(self.head, states)
         several, heads = len(weights) > 1, loss.predict_n_tokens
         where = positions(batch, heads, judged(loss), loss.own_tokens, self.step, grouped=several)
-        if said := tokens_said(loss):
-            states_PC, said_PK = states.go_on(batch, where, said)
-            where = where.with_tokens(said_PK[where.drafts_M])
+        if count := num_continued_tokens(loss):
+            states_PC, tokens_PK = states.continue_greedily(batch, where, count)
+            where = where.with_tokens(tokens_PK[where.drafts_M])
         else:
             states_PC = states(batch, where)
         features_NE = self.kind.features(self.head, states, batch, where, states.tapped(states_PC))
@@ -73,7 +72,7 @@ class HeadObjective(Constant):
     def _held_against(
         self, states_PC: Tensor, where: Positions
     ) -> tuple[RowLoss, Callable[[int, int], Any]]:
-        """(the loss of a row, what gives rows [start, end) what they are held against)."""
+        """Return the loss of a row, and a function that returns the reference of some rows."""
         if not judged(self.loss):
             labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
             rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
@@ -86,12 +85,12 @@ class HeadObjective(Constant):
             "lk_hybrid": lk_hybrid_rows(self.loss.lk_eta),
         }
         return at_temperature(kinds[self.loss.name], temperature), teacher.shared(
-            where.judges_N, where.judges
+            where.targets_N, where.targets
         )
 
 
 def _indices(head: Any, states: TargetStates) -> Tensor | None:
-    """Token id of the target -> its index in the head's logits; None without a draft vocabulary."""
+    """Return the indices of the target's tokens in the head's logits; None if all are drafted."""
     if head.token_ids_V is None:
         return None
     return index_tokens(head.token_ids_V, states.vocab_size)

@@ -1,6 +1,4 @@
-"""What a trained head is worth where it will work: the target decodes the held-out prompts with it,
-tree and all.
-"""
+"""Measurement of a trained head by real drafting, trees included, on the held-out prompts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,25 +11,24 @@ from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from training.data.packing import Sample
-from training.held_out import Asks, asked_target
+from training.held_out import HeldOutFields, asked_target
 
 _BATCH = 16
 
 
 def block_efficiency(
     make_drafter: Callable[[Target], Drafter],
-    config: Asks,
+    config: HeldOutFields,
     num_draft_tokens: int,
     folder: Path,
     tokenizer: Any,
     answers: Sequence[Sample],
 ) -> float:
-    """Return the tokens a target forward over all held-out prompts, the bonus included and the
-    prefill not.
+    """Return the tokens per target forward over all held-out prompts, with bonus, without prefill.
 
-    Decoded as the target answered (training.held_out): greedy, or drawn with token verification.
-    make_drafter: gives the drafter, on the target's device. answers: the samples of those answers,
-    of which the prompts are taken.
+    Decoded as the target answered (training.held_out): greedily, or sampled with token
+    verification. make_drafter: returns the drafter on the target's device. answers: the samples of
+    those answers, which hold the prompts.
     """
     asked = config.held_out
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]

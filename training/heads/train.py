@@ -1,8 +1,8 @@
-"""Train a drafter head of any kind on the frozen target's hidden states; leaves a head folder.
+"""Train a drafter head of any kind on the frozen target's hidden states, into a head folder.
 
-The same job as distill.train in form and machinery (training/): chats -> packed rows -> the loop ->
-the best checkpoint's folder. What is trained is the head alone (training/heads/objective.py);
-checkpoints are chosen by block efficiency on the target's held-out answers.
+The job has the form and machinery of distill.train (training/): chats -> packed rows -> the loop ->
+the best checkpoint's folder. Only the head is trained (training/heads/objective.py); checkpoints
+are selected by block efficiency on the target's held-out answers.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_folder import RunFolder
 from training.bounds import Progress
 from training.config import check_values
-from training.data.from_config import data_files, drawn_evenly, read_samples, training_data
+from training.data.from_config import data_files, read_samples, sample_evenly, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of
@@ -33,7 +33,7 @@ from training.features.stores import MemoryStore, Store, states_on_disk
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig
 from training.heads.dry_run import describe, dry_run, states_layout
-from training.heads.evaluation import GreedyChain, HeadAccuracy, Look, Looks
+from training.heads.evaluation import CombinedEvaluation, Evaluation, GreedyChain, HeadAccuracy
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
 from training.heads.loss_config import CONTINUATIONS, LOSSES, judged
@@ -56,7 +56,7 @@ CACHES = ("none", "memory", "disk")
 
 
 class HeadJob(TargetJob[HeadJobConfig]):
-    """One run: a head of a kind for a target, which leaves a head folder."""
+    """A run that trains one head for one target and writes a head folder."""
 
     artefact = "drafter"
 
@@ -91,12 +91,12 @@ class HeadJob(TargetJob[HeadJobConfig]):
 
 
 def train_head(config: HeadJobConfig, kind: HeadKind) -> Path:
-    """Train, and write the head to output_dir/drafter. Returns that folder."""
+    """Train a head, write it to output_dir/drafter and return that folder."""
     return HeadJob(config, kind).run()
 
 
 def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    """Raise UserError for values that would fail or mislead only after the models are loaded."""
     check_target(config.target, config.parallel)
     check_mixture(config.data, ())
     kind.check(config, shape)
@@ -108,14 +108,14 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
         raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
     if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
-            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a "
-            f"target in shares is read by all ranks together, so none can skip its forward"
+            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: "
+            f"all ranks run a sharded target together, so none can skip its forward"
         )
     if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
             f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected "
-            f"ddp, zero1 or zero2: a target in shares is read by all ranks together, and here it "
-            f"goes on row by row"
+            f"ddp, zero1 or zero2: all ranks run a sharded target together, but continuations are "
+            f"computed row by row"
         )
     drafted = shape.num_drafted
     check_values(
@@ -129,7 +129,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             "loss.temperature": (
                 config.loss.temperature > 0
                 and (judged(config.loss) or config.loss.temperature == 1),
-                "more than 0, and 1 with hard labels, which have no distribution to soften",
+                "more than 0, and 1 for losses on tokens, which have no distribution to soften",
             ),
             "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
             "loss.own_tokens": (
@@ -139,7 +139,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             ),
             "top_k": (
                 1 <= config.top_k <= drafted,
-                f"1 to {drafted}, the tokens that are drafted from",
+                f"1 to {drafted}, the number of drafted tokens",
             ),
             **kind.rules(config, shape),
             "states.cache": (
@@ -162,9 +162,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
 
 
 def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
-    """Raise UserError where checkpoints of this run were made with other weights under the target's
-    path.
-    """
+    """Raise UserError if this run's checkpoints were made with other weights of the target."""
     before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
     if before is None or not (run_folder.path / "checkpoints").exists():
         return
@@ -172,13 +170,13 @@ def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
     if now != before:
         raise UserError(
             f"{run_folder.path} was begun with another target: {target_folder} had the hash "
-            f"{before[:12]} and has {now[:12]} now, and a head is of use to its own target alone. "
-            f"Give another output_dir=, or delete the folder to start over"
+            f"{before[:12]} and has {now[:12]} now, and a head only works with its target. "
+            f"Choose another output_dir=, or delete the folder to start over"
         )
 
 
 def train(job: HeadJob, run: Run) -> None:
-    """The work of one rank."""
+    """Train, measure and export the head on one rank."""
     config, kind, shape, target_folder = job.config, job.kind, job.shape, job.target_folder
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -218,21 +216,22 @@ def train(job: HeadJob, run: Run) -> None:
 
 
 def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store | None:
-    """Where the target's states are kept, by states.cache; target: its Hugging Face
-    configuration.
+    """Return the store for the target's states that states.cache selects.
+
+    target: its Hugging Face configuration.
     """
-    asked = job.config.states
-    if asked.cache == "none":
+    settings = job.config.states
+    if settings.cache == "none":
         return None
-    if asked.cache == "memory":
-        return MemoryStore(asked.memory_mb * 10**6)
+    if settings.cache == "memory":
+        return MemoryStore(settings.memory_mb * 10**6)
     layout = states_layout(job.config, job.kind, job.shape, target)
 
     def count(mask_T: np.ndarray) -> int:
         return count_kept(mask_T, layout.heads, layout.judged)
 
     target_hash = hash_input(job.target_folder)
-    return states_on_disk(Path(asked.folder), target_hash, data, layout, count, show)
+    return states_on_disk(Path(settings.folder), target_hash, data, layout, count, show)
 
 
 def make_evaluation(
@@ -242,32 +241,32 @@ def make_evaluation(
     tokenizer: Any,
     parallel: Parallel,
     answers: Sequence[Sample],
-) -> Looks:
-    """What is looked at between steps: accuracies of the heads where there are held-out chats, and
-    the chain on the target's answers.
+) -> CombinedEvaluation:
+    """Return the evaluation between steps: a chain on the target's answers, and heads' accuracies.
 
-    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the
-    checkpoint; trees are measured once, when the head is done.
+    The accuracies need held-out chats, or a kind of head that uses them. On greedy answers the
+    chain's block efficiency is that of real decoding, so it selects the checkpoint; trees are
+    measured once, at the end.
     """
     config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
     length, longest = config.data.max_length, config.held_out.max_new_tokens
-    looks: list[Look] = [
+    evaluations: list[Evaluation] = [
         GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device)
     ]
     measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
-        measured = drawn_evenly(samples, config.data.held_out_tokens)
+        measured = sample_evenly(samples, config.data.held_out_tokens)
     if measured:
         ranks = max(config.top_k, min(kind.ranks, job.shape.num_drafted))
-        looks.insert(
+        evaluations.insert(
             0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
         )
-    return Looks(looks)
+    return CombinedEvaluation(evaluations)
 
 
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
-    """What will be trained on what, before the first step."""
+    """Print model, data and plan before the first step."""
     config, kind, shape = job.config, job.kind, job.shape
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
     describe(kind, shape, target.config, counted)
@@ -282,8 +281,9 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
 
 
 def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float) -> None:
-    """Export the best weights with their card, and close the manifest. drafted: block efficiency of
-    real drafting.
+    """Export the best weights with their card and complete the manifest.
+
+    drafted: block efficiency of real drafting.
     """
     config, kind, shape = job.config, job.kind, job.shape
     write_head(kind, head, shape, job.target_folder, run.artefact)

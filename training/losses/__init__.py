@@ -1,3 +1,1 @@
-"""Losses between a student and its data or teacher, in chunks, so that no [tokens, vocabulary]
-tensor is ever held whole.
-"""
+"""Losses against data or a teacher, in chunks that avoid a [tokens, vocabulary] tensor."""

@@ -1,9 +1,8 @@
 """Losses over the vocabulary, computed in chunks of rows from hidden states.
 
-A row's loss and its gradient with respect to the logits are both known in closed form, so one pass
-computes both and nothing of size [tokens, vocabulary] outlives a chunk: neither the student's
-logits, nor the teacher's, nor their gradients. Chunking follows the idea of Liger-Kernel's fused
-linear losses; the code is plain PyTorch and runs anywhere.
+A row's loss and its gradient with respect to the logits have closed forms, so one pass computes
+both. Nothing of size [tokens, vocabulary] outlives a chunk: neither the logits of student and
+teacher nor their gradients. Chunking follows Liger-Kernel's fused linear losses, in plain PyTorch.
 
 Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary.
 """
@@ -18,15 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # rows whose logits are there at once
+CHUNK = 1024  # rows whose logits are in memory at once
 
-# (student logits_CV in float32, what the chunk is held against) -> (loss_C, gradient of its sum
-# with respect to the logits_CV, metrics_CM)
+# (student logits_CV in float32, the chunk's reference) -> (loss_C, gradient of its sum with respect
+# to logits_CV, metrics_CM)
 RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 
 
 def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-log q(label); d/dlogits = q - onehot(label). Metric: share of labels that are the argmax."""
+    """Return the rows' cross-entropy -log q(label), its gradient and whether the argmax is correct.
+
+    d/dlogits = q - onehot(label).
+    """
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
     loss_C = -log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
     correct_C = (logits_CV.argmax(dim=-1) == labels_C).to(logits_CV.dtype)
@@ -38,10 +40,10 @@ def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Ten
 
 
 def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) = sum p (log p - log q), teacher p, student q; d/dlogits = q - p.
+    """Return KL(p || q) = sum p (log p - log q) of teacher p and student q, and its gradient q - p.
 
-    Metric: sum of min(p, q), the chance that a token drawn from q passes the test of speculative
-    sampling (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
+    Metric: sum of min(p, q), the probability that speculative sampling accepts a token drawn from q
+    (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
     """
     log_p_CV = F.log_softmax(teacher_logits_CV, dim=-1)
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
@@ -54,10 +56,10 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Outputs:
-    """The output layers that rows go through: one that they share, or several.
+    """Output layers of the rows: one that all share, or several.
 
-    Where there are several, the rows of one layer lie together in every chunk, and the host knows
-    which they are: nobody asks the device, and the logits of all layers are never there at once.
+    With several, the rows of one layer are contiguous in every chunk and the host knows the layers,
+    so nothing waits for the device and the logits of all layers are never in memory at once.
     """
 
     weights: Sequence[Tensor]  # [V, H] each
@@ -66,7 +68,7 @@ class Outputs:
     )
 
     def spans(self, start: int, end: int) -> list[tuple[int, slice]]:
-        """(layer, its rows counted from `start`) of rows [start, end)."""
+        """Return (layer, its rows counted from `start`) of rows [start, end)."""
         if self.layers_N is None:
             return [(0, slice(0, end - start))]
         part = self.layers_N[start:end]
@@ -74,7 +76,7 @@ class Outputs:
         return [(int(part[first]), slice(first, last)) for first, last in pairwise(edges)]
 
     def logits(self, hidden_NH: Tensor, start: int, end: int) -> Tensor:
-        """[C, V] of rows [start, end)."""
+        """Return the logits [C, V] of rows [start, end)."""
         part_CH = hidden_NH[start:end]
         parts = [
             F.linear(part_CH[one], self.weights[layer]) for layer, one in self.spans(start, end)
@@ -83,9 +85,7 @@ class Outputs:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of a row loss over all rows; the backward pass only scales what the forward pass has
-    already computed.
-    """
+    """Sum of a row loss over all rows, whose gradient is computed in the forward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -143,7 +143,7 @@ class ChunkedLoss(torch.autograd.Function):
 def chunked_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
+    """Return (sum of -log q(label) in nats, number of correct argmaxes [1]) over all rows."""
     return ChunkedLoss.apply(
         hidden_NH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk, None, weight_VH
     )  # type: ignore[no-untyped-call]
@@ -157,10 +157,10 @@ def chunked_forward_kl(
     chunk: int = CHUNK,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of KL(teacher || student), sum of sum_v min(p, q) [1]) over all rows, in nats.
+    """Return (sum of KL(teacher || student) in nats, sum of sum_v min(p, q) [1]) over all rows.
 
-    The teacher's logits are made chunk by chunk from its hidden states; it receives no gradient.
-    `temperature` divides both sides' logits and the loss is not rescaled.
+    The teacher's logits are computed chunk by chunk from its hidden states, without gradient.
+    `temperature` divides the logits of both; the loss is not rescaled.
     """
 
     def teacher(start: int, end: int) -> Tensor:
@@ -178,7 +178,7 @@ def chunked_forward_kl(
 
 
 def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    """The reference of `chunked_cross_entropy`: whole logits, autograd."""
+    """Compute `chunked_cross_entropy` with full logits and autograd, as its reference."""
     return F.cross_entropy(F.linear(hidden_NH, weight_VH).float(), labels_N, reduction="sum")
 
 
@@ -189,7 +189,7 @@ def eager_forward_kl(
     teacher_weight_VG: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The reference of `chunked_forward_kl`: whole logits, autograd."""
+    """Compute `chunked_forward_kl` with full logits and autograd, as its reference."""
     log_q_NV = F.log_softmax(F.linear(hidden_NH, weight_VH) / temperature, dim=-1)
     log_p_NV = F.log_softmax(
         F.linear(teacher_hidden_NG, teacher_weight_VG) / temperature, dim=-1

@@ -1,12 +1,10 @@
-"""The loss of a drafter that predicts several tokens ahead, over the predictions of all its heads
-at once.
+"""Loss of a drafter that predicts several tokens ahead, over the predictions of all its heads.
 
-The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that an
-output layer's gradient is added up once and no [heads, tokens, vocabulary] tensor is ever there,
-whether the heads share a layer or have one each. Sums by head stay on the device.
+The predictions are rows of one chunked loss (training/losses/chunked.py), so an output layer's
+gradient is accumulated once and no [heads, tokens, vocabulary] tensor exists, whether heads share a
+layer or have one each. Sums by head stay on the device.
 
-Shapes: N predictions of all heads, C of a chunk, K heads, E features, V vocabulary that is drafted
-from.
+Shapes: N predictions of all heads, C of a chunk, K heads, E features, V drafted vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,8 +18,9 @@ from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, cross_
 
 
 def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy where a label may be -1, no token that is drafted from: such a row counts
-    nothing, and is predicted wrongly.
+    """Return the rows' cross-entropy, where label -1 is a token outside the draft vocabulary.
+
+    Such a row has no loss and counts as a wrong prediction.
     """
     known_C = (labels_C >= 0).to(logits_CV.dtype)
     loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
@@ -29,7 +28,7 @@ def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tens
 
 
 def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
-    """The loss of logits / temperature, not rescaled."""
+    """Return the loss of logits / temperature, not rescaled."""
     if temperature == 1.0:
         return rows
 
@@ -50,11 +49,10 @@ def chunked_by_head(
     decay: float = 1.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """(sum over predictions of decay^head x loss, [2 K]: by head the sum of the row loss's metric,
-    then of the loss unweighted).
+    """Return (sum of decay^head x loss over predictions, sums by head [2 K]).
 
-    against(start, end): what those rows are held against, as `rows` takes it. Gradients flow into
-    features and output layers.
+    The sums are those of the row loss's metric, then of the unweighted loss. against(start, end):
+    the reference of those rows, as `rows` takes it. Gradients flow into features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
@@ -77,7 +75,7 @@ def chunked_by_head(
 
 @torch.no_grad()
 def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The index of the largest logit of every row [N]."""
+    """Return the index of the largest logit of every row [N]."""
     starts = range(0, len(features_NE), chunk)
     parts = [
         F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts

@@ -1,17 +1,14 @@
-"""Losses against a teacher's distribution p, row by row: forward KL, and the losses of acceptance
-itself.
+"""Losses against a teacher's distribution p, row by row: forward KL and losses on acceptance.
 
-A draft drawn from q passes the test of speculative sampling with the chance alpha = sum_v min(p_v,
-q_v) = 1 - TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it:
--log alpha, or KL that gives way to TV as alpha grows. All of them have closed gradients, so that
-they run in chunks (training/losses/chunked.py).
+Speculative sampling accepts a token drawn from q with probability alpha = sum_v min(p_v, q_v) = 1 -
+TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log alpha,
+or KL that gives way to TV as alpha grows. All have closed gradients, so they run in chunks
+(training/losses/chunked.py).
 
-Where q covers a shortlist of the vocabulary, p comes with its true probabilities there, which add
-up to less than 1: what lies outside can never be accepted, and a row counts by the mass that p
-leaves to the shortlist.
+If q covers a shortlist of the vocabulary, p holds its true probabilities there, which sum to less
+than 1: tokens outside can never be accepted, and a row is weighted by its mass on the shortlist.
 
-Several rows may be held against one distribution (every head that predicts a token is), which is
-then made once.
+Several rows may share one distribution (all heads that predict a token do), which is computed once.
 
 Shapes: C rows of a chunk, P positions of the teacher, V vocabulary that q covers.
 """
@@ -26,23 +23,23 @@ from torch import Tensor
 
 from training.losses.chunked import RowLoss
 
-_LEAST = 1e-30  # of alpha, so that its logarithm is finite
+_LEAST = 1e-30  # lower bound of alpha that keeps its logarithm finite
 
 
-class Judgement(NamedTuple):
+class TeacherRows(NamedTuple):
     """The teacher's distribution p in the rows of a chunk."""
 
     p_CV: Tensor
-    mass_C: Tensor  # sum p: 1 over a whole vocabulary
+    mass_C: Tensor  # sum p: 1 over a full vocabulary
     negentropy_C: Tensor  # sum p log p
 
-    def select(self, index_C: Tensor) -> "Judgement":
-        """That of these rows."""
-        return Judgement(*(part.index_select(0, index_C) for part in self))
+    def select(self, index_C: Tensor) -> "TeacherRows":
+        """Return the distributions of these rows."""
+        return TeacherRows(*(part.index_select(0, index_C) for part in self))
 
 
-def kl_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
-    """mass x KL(p / mass || q); d/dlogits = mass q - p. Metric: alpha."""
+def kl_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mass x KL(p / mass || q), its gradient mass q - p, and alpha as the metric."""
     p_CV, mass_C, negentropy_C = teacher
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
     loss_C = negentropy_C - (p_CV * log_q_CV).sum(dim=-1) - mass_C * mass_C.clamp_min(_LEAST).log()
@@ -51,19 +48,20 @@ def kl_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tens
     return loss_C, q_CV.mul_(mass_C[:, None]).sub_(p_CV), alpha_C[:, None]
 
 
-def lk_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
-    """-log alpha; d/dlogits = (d TV / dlogits) / alpha. Metric: alpha."""
+def lk_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return -log alpha, its gradient (d TV / dlogits) / alpha, and alpha as the metric."""
     alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
     kept_C = alpha_C.clamp_min(_LEAST)
     return -kept_C.log(), slope_CV.div_(-kept_C[:, None]), alpha_C[:, None]
 
 
 def lk_hybrid_rows(eta: float) -> RowLoss:
-    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), through which no gradient flows.
-    Metric: alpha.
+    """Return the row loss lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha).
+
+    No gradient flows through lambda. Metric: alpha.
     """
 
-    def rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
         kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, teacher)
         alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
         share_C = torch.exp(-eta * alpha_C)
@@ -74,7 +72,7 @@ def lk_hybrid_rows(eta: float) -> RowLoss:
 
 
 def _acceptance(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """(alpha, its gradient q (m - sum m q) with respect to the logits, where m marks q < p)."""
+    """Return alpha and its gradient q (m - sum m q) with respect to the logits; m marks q < p."""
     q_CV = torch.softmax(logits_CV, dim=-1)
     alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
     below_CV = torch.where(q_CV < p_CV, q_CV, 0)
@@ -83,7 +81,7 @@ def _acceptance(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Teacher:
-    """The teacher's distribution, made from its hidden states when asked."""
+    """The teacher's distribution, computed on demand from its hidden states."""
 
     def __init__(
         self,
@@ -92,12 +90,15 @@ class Teacher:
         temperature: float = 1.0,
         shortlist_V: Tensor | None = None,
     ) -> None:
-        """shortlist_V: the ids that q covers, rising; None: all."""
+        """Store hidden states and weights.
+
+        shortlist_V: the ids that q covers, rising; None: all.
+        """
         self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
         self.temperature, self.shortlist_V = temperature, shortlist_V
 
-    def at(self, start: int, end: int) -> Judgement:
-        """In positions [start, end)."""
+    def at(self, start: int, end: int) -> TeacherRows:
+        """Return the distributions at positions [start, end)."""
         logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
         wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
         log_p_CV = F.log_softmax(
@@ -106,22 +107,23 @@ class Teacher:
         if self.shortlist_V is not None:
             log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
         p_CV = log_p_CV.exp()
-        return Judgement(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
+        return TeacherRows(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
-    def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], Judgement]:
-        """What gives the distributions of rows [start, end), each that of its position judges_N;
-        `places`: the same on the host, rising from chunk to chunk.
+    def shared(self, targets_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
+        """Return a function that gives rows [start, end) the distributions at their positions.
+
+        targets_N: position of each row. places: the same on the host, rising from chunk to chunk.
         """
 
-        def rows(start: int, end: int) -> Judgement:
+        def rows(start: int, end: int) -> TeacherRows:
             first, last = int(places[start:end].min()), int(places[start:end].max())
-            return self.at(first, last + 1).select(judges_N[start:end] - first)
+            return self.at(first, last + 1).select(targets_N[start:end] - first)
 
         return rows
 
 
 def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
-    """The reference of the row losses [N], for autograd: `forward_kl`, `lk` or `lk_hybrid`."""
+    """Compute a row loss [N] with autograd, as its reference: `forward_kl`, `lk` or `lk_hybrid`."""
     log_q_NV = F.log_softmax(logits_NV, dim=-1)
     alpha_N = torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(dim=-1)
     mass_N = log_p_NV.exp().sum(dim=-1)

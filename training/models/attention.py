@@ -1,10 +1,10 @@
 """Attention that stays inside a document of a packed row, for any Hugging Face model.
 
 `PACKED` is registered with transformers' attention interface: a model built with
-`attn_implementation=PACKED` takes the mask of `document_mask` as `attention_bias` and nothing else
-changes. On a CPU in bfloat16 the plain product form is 2-3x faster forward and backward than the
-fused kernel at rows up to 1,024 tokens (LOG.md); beyond that, on CUDA, and where nothing is trained
-(a teacher's forward alone is 3-4x faster with it), torch's scaled_dot_product_attention takes over.
+`attn_implementation=PACKED` takes the mask of `document_mask` as `attention_bias`. On a CPU in
+bfloat16 the plain product is 2-3x faster forward and backward than the fused kernel at rows of up
+to 1,024 tokens. Longer rows, CUDA, and models without gradient (a teacher's forward is 3-4x faster
+with it) use torch's scaled_dot_product_attention.
 
 Shapes: R rows, T tokens, Q query heads, K key/value heads, D head width.
 """
@@ -19,10 +19,9 @@ _PLAIN_MAX_TOKENS = 1024
 
 
 def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [R, 1, T, T]: 0 where a token may look (same document, not later), -inf
-    elsewhere.
+    """Return the additive mask [R, 1, T, T]: 0 up to each token of its document, else -inf.
 
-    A position without a document looks at itself alone, so that no row of the softmax is empty.
+    A position without a document attends to itself, so that no row of the softmax is empty.
     """
     rows, length = documents_RT.shape
     same = documents_RT[:, :, None] == documents_RT[:, None, :]
@@ -37,8 +36,9 @@ def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
 def plain_attention(
     q_RQTD: Tensor, k_RQTD: Tensor, v_RQTD: Tensor, bias: Tensor, scaling: float
 ) -> Tensor:
-    """softmax(q k^T scaling + bias) v, written out: the eager twin, and the fast path of a CPU at
-    short rows.
+    """Compute softmax(q k^T scaling + bias) v step by step.
+
+    This is the eager twin, and the fast path of a CPU for short rows.
     """
     scores_RQTT = torch.matmul(q_RQTD * scaling, k_RQTD.transpose(-1, -2)) + bias
     return torch.matmul(torch.softmax(scores_RQTT, dim=-1), v_RQTD)
@@ -54,8 +54,9 @@ def packed_attention(
     attention_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [R, Q, T, D] in, [R, T, Q, D] out. `attention_bias` comes
-    from `document_mask`.
+    """Implement transformers' attention interface: [R, Q, T, D] in, [R, T, Q, D] out.
+
+    attention_bias: the mask of `document_mask`.
     """
     if attention_bias is None:
         raise ValueError(

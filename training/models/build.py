@@ -1,6 +1,4 @@
-"""Building and loading Hugging Face models for training, and what a target looks like before it is
-there.
-"""
+"""Building and loading Hugging Face models, and the published configurations of missing targets."""
 
 import contextlib
 from collections.abc import Mapping
@@ -25,12 +23,12 @@ from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
 from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
-from jobs.paths import is_here, resolve
+from jobs.paths import data_folder, is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
 from training.config import DataConfig, StudentConfig
 from training.models.attention import PACKED
 
-CONF_TARGETS = Path(__file__).resolve().parents[2] / "conf" / "target"
+CONF_TARGETS = data_folder("conf") / "target"
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -40,15 +38,16 @@ DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch dtype by its name in configurations."""
+    """Return the torch dtype of a configuration's name."""
     if name not in DTYPES:
         raise UserError(f"dtype '{name}' is unknown; expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
-    """A LLaMA with random weights and packed attention. base: further LlamaConfig fields
-    (vocabulary, context, rope, special ids).
+    """Build a LLaMA with random weights and packed attention.
+
+    base: further LlamaConfig fields (vocabulary, context, rope, special ids).
     """
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -63,8 +62,9 @@ def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
 
 
 def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: bool = False) -> Any:
-    """A causal LM of `config` with random weights and packed attention. empty: on the meta device,
-    for weights that follow.
+    """Build a causal LM of `config` with random weights and packed attention.
+
+    empty: on the meta device, for weights that follow.
     """
     config._attn_implementation = PACKED
     kind: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
@@ -76,10 +76,10 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
 
 
 def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a language model's folder. Raises UserError for a head's, and for a
-    kind that transformers does not know.
+    """Read the configuration of a language model's folder.
 
-    trust_remote_code: run Python that lies in the folder, which a kind of its own needs.
+    trust_remote_code: run Python in the folder, for model types defined there. Raises UserError for
+    a head's folder and for a model type unknown to transformers.
     """
     values = read_config(folder)
     kind = values["model_type"]
@@ -97,28 +97,26 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
         if "auto_map" in values and not trust_remote_code:
             raise UserError(
                 f"{folder}: its model_type '{kind}' is defined by Python in the folder, which is "
-                f"not run. If you trust it, eval.run, "
-                "distill.regenerate and recurrent_drafting.generate run it with "
-                "target.trust_remote_code=true target.backend=hf"
+                f"not run. If you trust it, eval.run, distill.regenerate and "
+                f"recurrent_drafting.generate run it with target.trust_remote_code=true "
+                f"target.backend=hf"
             ) from error
-        told = (
-            f"{folder} is no language model that is known here: its config.json has model_type "
-            f"'{kind}'"
-        )
+        found = f"{folder} is not a known language model: its config.json has model_type '{kind}'"
         if kind in HEADS:
             raise UserError(
-                f"{told}, a {HEADS[kind]} head. It drafts as drafter=FOLDER of "
-                f"recurrent_drafting.generate or in drafters= of eval.run, and goes on "
+                f"{found}, a {HEADS[kind]} head. Draft with it as drafter=FOLDER of "
+                f"recurrent_drafting.generate or in drafters= of eval.run, or continue its "
                 f"training as head.path= of heads.train head={HEADS[kind]}"
             ) from error
         raise UserError(
-            f"{told}. Give a LLaMA, Mistral or Qwen folder, or a newer transformers"
+            f"{found}. Use a LLaMA, Mistral or Qwen folder, or a newer transformers"
         ) from error
 
 
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
-    """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError
-    for what is no language model.
+    """Load a causal LM with packed attention from a model folder (safetensors only).
+
+    Raises UserError for a folder without a language model.
     """
     known_config(folder)
     check_model(folder)
@@ -138,26 +136,22 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def target_is_here(target: TargetConfig) -> bool:
-    """Whether the target's folder is there; where it is not, only what its published configuration
-    tells can be done.
-    """
+    """Return True if the target's folder exists; otherwise only dry runs are possible."""
     return is_here(target.path)
 
 
 def target_config(target: TargetConfig) -> PretrainedConfig:
-    """The target's configuration: of its folder, or where that is not there (dry runs) the
-    published one in target.config.
+    """Return the target's configuration: of its folder, or for dry runs the one in target.config.
 
-    Raises UserError naming the path and the targets whose configuration is known when there is
-    neither.
+    Raises UserError if there is neither, naming the path and the targets with a published
+    configuration.
     """
     if target_is_here(target):
         return known_config(resolve(target.path), target.trust_remote_code)
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a "
-            f"model folder, or for a dry run a "
-            f"target whose published configuration is known: "
+            f"model folder, or for a dry run a target whose published configuration is known: "
             f"target={' | '.join(published_targets())}"
         )
     values = dict(target.config)
@@ -166,65 +160,61 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         return AutoConfig.for_model(kind, **values)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
-            f"target.config is no configuration of a model: {' '.join(str(error).split())}. "
-            f"Expected the values of a config.json, "
-            "model_type among them"
+            f"target.config is not a model configuration: {' '.join(str(error).split())}. "
+            f"Expected the values of a config.json, including model_type"
         ) from error
 
 
 def folder_of(target: TargetConfig, dry_run: bool) -> Path:
-    """The target's folder; it has to be there, but for a dry run on a published configuration.
-    Raises UserError.
-    """
+    """Return the target's folder, which must exist except in a dry run. Raises UserError."""
     if target_is_here(target):
         return resolve(target.path)
     if not dry_run:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give the "
-            f"target's folder, or fetch it there from the Hub: "
+            f"target's folder, or download it from the Hub: "
             f"hf download OWNER/NAME --local-dir {target.path}"
         )
     return Path(target.path).expanduser()
 
 
 def published_targets() -> list[str]:
-    """Names of the targets in conf/target that come with their published configuration."""
+    """Return the names of the targets in conf/target that have a published configuration."""
     return sorted(
         file.stem for file in CONF_TARGETS.glob("*.yaml") if "\nconfig:\n" in file.read_text()
     )
 
 
 def missing_of(target: TargetConfig) -> str:
-    """What a dry run has to do without, in words; empty where the target's folder is there."""
+    """Describe what a dry run lacks without the target's folder; empty if the folder exists."""
     if target_is_here(target):
         return ""
     return (
         f"target.path={target.path} is not there: its shape is that of the published configuration "
-        f"({_shape(target.config)}), and its "
-        "tokenizer is missing, so a drafter folder written now holds no tokenizer files"
+        f"({_shape(target.config)}), and its tokenizer is missing, so a drafter folder written "
+        f"now holds no tokenizer files"
     )
 
 
 def _shape(config: Mapping[str, Any]) -> str:
-    """A published configuration in a few words."""
+    """Describe a published configuration in a few words."""
     return (
         f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
         f"{config.get('hidden_size')}"
     )
 
 
-def say_missing(target: TargetConfig) -> None:
-    """A dry run's first line, where it has to do without its target."""
-    if told := missing_of(target):
-        print(f"note: {told}")
+def print_missing(target: TargetConfig) -> None:
+    """Print what a dry run lacks without the target's folder."""
+    if missing := missing_of(target):
+        print(f"note: {missing}")
 
 
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError for a target that a training job cannot load: unknown dtype or backend, or
-    one in several processes.
+    """Raise UserError for a target that a training job cannot load.
 
-    A target too large for one card is trained with in shares, and answers the held-out prompts over
-    several cards.
+    That is one with an unknown dtype or backend, or in several processes. A target too large for
+    one GPU is sharded for training, and answers the held-out prompts over several GPUs.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)
@@ -237,20 +227,20 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
 
 
 def refuse_own_code(target: TargetConfig) -> None:
-    """Raise UserError where a job is to run a target folder's own Python and cannot."""
+    """Raise UserError for a target that needs its folder's own Python."""
     if target.trust_remote_code:
         raise UserError(
-            "target.trust_remote_code is true, expected false: this job runs targets of families "
-            "that are known here. eval.run, "
-            "distill.regenerate and recurrent_drafting.generate take it, with target.backend=hf"
+            "target.trust_remote_code is true, expected false: this job runs only known model "
+            "families. eval.run, distill.regenerate and recurrent_drafting.generate accept it with "
+            "target.backend=hf"
         )
 
 
 def check_context(target: TargetConfig, data: DataConfig, folder: Path) -> None:
-    """Raise UserError when a row of training tokens is longer than the target's context."""
+    """Raise UserError if a training row is longer than the target's context."""
     context = target.max_length or known_config(folder).max_position_embeddings
     if data.max_length > context:
         raise UserError(
-            f"data.max_length is {data.max_length}, the context of {folder} is {context} tokens: "
-            f"lower data.max_length"
+            f"data.max_length is {data.max_length}, but the context of {folder} is {context} "
+            f"tokens: lower data.max_length"
         )

@@ -1,9 +1,8 @@
-"""The frozen target of a training job: whole on every rank, or in shares that each rank reads
-straight from the files.
+"""The frozen target of a training job: in full on every rank, or sharded while it is read.
 
-A target that no card holds whole would not fit the machine's memory several times over either:
-eight ranks that each read 13.5 GB before they cut it are 108 GB. So in shares it starts as shapes
-alone, and a rank reads its own rows of every weight.
+A target too large for one GPU would not fit the machine's memory several times either: eight ranks
+that each read 13.5 GB take 108 GB. So a sharded model starts on the meta device, and each rank
+reads only its rows of every weight.
 """
 
 from pathlib import Path
@@ -27,9 +26,7 @@ _ROPE = "model.rotary_emb."
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
-    """The causal LM in a model folder, frozen, with packed attention, on this rank's device; in
-    shares where ranks hold weights so.
-    """
+    """Load a folder's causal LM, frozen, with packed attention, in full or sharded over ranks."""
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
@@ -45,10 +42,10 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     why = _unlike(model, files)
     if why:
         if parallel.is_main:
-            print(f"note: {why}, so every rank reads the whole target before it is cut")
+            print(f"note: {why}, so every rank reads the full target before sharding it")
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     parallel.place_frozen(model)
-    # frequencies, which are in no file
+    # the rope frequencies are in no file
     if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
     _read(model, files, parallel)
@@ -56,21 +53,17 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
 
 
 def _unlike(model: Any, files: dict[str, Path]) -> str:
-    """Why the files' tensors cannot be read one by one into the model's own, in words; empty where
-    they can.
-    """
+    """Return why the files' tensors cannot be read one by one into the model; empty if they can."""
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
-        return f"'{lacking[0]}' is in none of the target's files under this name"
+        return f"none of the target's files holds '{lacking[0]}'"
     computed = [name for name, _ in model.named_buffers() if not name.startswith(_ROPE)]
     return f"the target computes '{computed[0]}' when it is built" if computed else ""
 
 
 @torch.no_grad()
 def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
-    """Fill every parameter, or this rank's rows of it. Raises UserError for a tensor of another
-    shape.
-    """
+    """Fill every parameter, or this rank's rows. Raises UserError for a tensor of another shape."""
     tied = (
         {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
     )
@@ -83,13 +76,13 @@ def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
 
 
 def _read_file(file: Path, parameters: list[tuple[str, Tensor]], parallel: Parallel) -> None:
-    """The file is mapped while it is read, not held."""
+    """Fill parameters from one file, which is mapped while it is read."""
     with safe_open(file, "pt") as opened:
         for name, parameter in parameters:
             rows = opened.get_slice(name)
             if list(rows.get_shape()) != list(parameter.shape):
                 raise UserError(
-                    f"{file}: {name} has shape {rows.get_shape()}, config.json says "
+                    f"{file}: {name} has shape {rows.get_shape()}, but config.json expects "
                     f"{list(parameter.shape)}. Copy the folder again"
                 )
             _fill(parameter, rows, parallel)
@@ -101,7 +94,7 @@ def _fill(parameter: Tensor, rows: Any, parallel: Parallel) -> None:
         return
     assert parameter.placements == (Shard(0),), parameter.placements
     mine = parameter.to_local()
-    if len(mine):  # shares are of equal size but for the last ones
+    if len(mine):  # shards have equal sizes except for the last ones
         first = parallel.rank * -(-parameter.shape[0] // parallel.world_size)
         mine.copy_(rows[first : first + len(mine)])
 

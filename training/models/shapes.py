@@ -1,4 +1,4 @@
-"""Sizes of a model by its configuration alone, counted before anything is built or loaded."""
+"""Sizes of a model computed from its configuration, before anything is built or loaded."""
 
 from typing import Any
 
@@ -14,9 +14,7 @@ WIDTHS = (
 
 
 def target_widths(target: Any) -> dict[str, int]:
-    """The widths of a configuration; families without an explicit head_dim have hidden_size /
-    heads.
-    """
+    """Return the widths of a configuration; head_dim defaults to hidden_size / heads."""
     fields = target.to_dict()
     heads = fields["num_attention_heads"]
     filled = {
@@ -27,9 +25,7 @@ def target_widths(target: Any) -> dict[str, int]:
 
 
 def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
-    """Parameters of a LLaMA-like model by part, by the shape alone: `embedding`, `layers`, `head`
-    (0 when tied) and `all`.
-    """
+    """Count a LLaMA-like model's parameters: `embedding`, `layers`, `head` (0 if tied), `all`."""
     widths = target_widths(config)
     hidden, inner, head_dim = (
         widths[name] for name in ("hidden_size", "intermediate_size", "head_dim")
@@ -52,25 +48,28 @@ def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
 
 
 def millions(count: int) -> str:
-    """`796.3 M`."""
+    """Format a count as `796.3 M`."""
     return f"{count / 1e6:.1f} M"
 
 
 def layers_of(config: Any) -> str:
-    """`1 layer`, `5 layers`."""
+    """Format the number of layers as `1 layer` or `5 layers`."""
     return f"{config.num_hidden_layers} layer{'s' if config.num_hidden_layers != 1 else ''}"
 
 
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:
-    """Bytes of weights that one decoding step reads: the layers and the head (a tied one is read as
-    the head).
-    """
+    """Return the bytes of weights that one decoding step reads: the layers and the head."""
     counts = parameter_counts(config)
     return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
 
 
+def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Return the bytes of keys and values that all layers store per token."""
+    widths = target_widths(config)
+    width = widths["num_key_value_heads"] * widths["head_dim"]
+    return 2 * config.num_hidden_layers * width * itemsize
+
+
 def forward_flops(config: Any) -> float:
-    """Operations of a forward over one token: two a weight that is multiplied with (layers and
-    head).
-    """
+    """Return the FLOPs of a forward over one token: two per weight of the layers and the head."""
     return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)

@@ -1,10 +1,8 @@
-"""Weights in shares: torch's `fully_shard` for what is trained and for a frozen teacher, and the
-whole weights that the rest of a job sees.
+"""Sharded weights: torch's `fully_shard` for trained and frozen models, and gathering them.
 
-Where ranks hold the trained weights in shares (ZeRO, FSDP), the loop trains a copy of the
-objective. The caller's own model is a shell: it holds memory only while somebody looks at it (an
-evaluation, a checkpoint, the export), and plain whole weights then, so that nothing outside this
-package knows of shares.
+Where ranks shard the trained weights (ZeRO, FSDP), the loop trains a copy of the objective. The
+caller's model holds memory only while it is read (evaluation, checkpoint, export), and then plain
+unsharded weights, so no code outside this package depends on sharding.
 """
 
 import copy
@@ -21,32 +19,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from decoding.errors import UserError
 
 
-class Shell:
-    """The caller's model while ranks hold its weights in shares: its parameters are empty between
-    `fill` and `empty`.
-    """
+class ShardedModel:
+    """The caller's model while ranks shard its weights; empty except between `fill` and `empty`."""
 
     def __init__(
         self, trained: nn.Module, live: nn.Module, read: Callable[[Tensor], Tensor]
     ) -> None:
-        """live: the copy of `trained` that holds the shares. read: a parameter of it -> its whole,
-        in new memory, asked by all ranks.
+        """Store the caller's model and its sharded copy `live`.
 
-        What `live` does not own (`copy_objective`, apart) both have in common: it is always there.
+        read: gathers a parameter of `live` into new memory; all ranks must call it. Parameters that
+        `live` does not own (`copy_objective`, apart) are shared by both and always present.
         """
         self._trained, self._live, self._read = trained, live, read
         self._names = {name for name, _ in live.named_parameters()}
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Put the present weights into the caller's model, whole, on every rank."""
-        # Asked anew each time: cutting puts other parameters in the place of whole ones.
+        """Put the current, unsharded weights into the caller's model on every rank."""
+        # Looked up each time: sharding replaces the parameters.
         shares = dict(self._live.named_parameters())
         for name, parameter in self._cut():
             parameter.data = self._read(shares[name])
 
     def empty(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for _, parameter in self._cut():
             parameter.data = parameter.data.new_empty(0)
 
@@ -61,11 +57,11 @@ class Shell:
 def copy_objective(
     module: nn.Module, trained: nn.Module, apart: Collection[str] = ()
 ) -> tuple[nn.Module, nn.Module]:
-    """(a copy of the objective, the copy of `trained` in it); frozen models
-    (training.objectives.Frozen) are shared with the original.
+    """Return a copy of the objective and the copy of `trained` in it.
 
-    apart: children of `trained` that are shared too. The copy reads them and does not own them:
-    they are not among its parameters, so whoever cuts those leaves them whole.
+    Frozen models (training.objectives.Frozen) are shared with the original, and so are the children
+    of `trained` named in `apart`. The copy reads those children but does not own them: they are not
+    among its parameters, so sharding skips them.
     """
     children = {name: trained.get_submodule(name) for name in apart}
     memo: dict[int, Any] = {id(child): child for child in children.values()}
@@ -79,16 +75,15 @@ def copy_objective(
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of the Hugging Face models in `model`, in order."""
+    """Return the decoder layers of the Hugging Face models in `model`, in order."""
     return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only each decoder layer's input for the backward pass, which runs the layer's forward
-    again (Chen et al. 2016).
+    """Keep only each decoder layer's input for the backward pass, which recomputes the layer.
 
-    By torch.utils.checkpoint, not reentrant. Raises UserError where there are no decoder layers of
-    Hugging Face's.
+    Chen et al. 2016, by torch.utils.checkpoint without reentry. Raises UserError for a model
+    without Hugging Face decoder layers.
     """
     owners: list[Any] = [
         owner for owner in model.modules() if hasattr(owner, "gradient_checkpointing_enable")
@@ -96,23 +91,23 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not decoder_layers(model) or not owners:
         raise UserError(
             f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers "
-            f"to run again; set it to false"
+            f"to recompute; set it to false"
         )
     owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut what is trained over the ranks of `mesh`, in place: each decoder layer by itself, and the
-    rest together.
+    """Shard a trained model over the ranks of `mesh`, in place: each decoder layer, then the rest.
 
-    A layer is whole only while it runs; embedding, last norm and lm_head are from the step's
-    forward to its backward, as the objective reads the lm_head's weight in both. Gradients are
-    added over ranks in float32. Raises UserError for scalars, which cannot be cut.
+    A layer is gathered only while it runs. Embedding, last norm and lm_head stay gathered from a
+    step's forward to its backward, since the objective reads the lm_head's weight in both.
+    Gradients are summed over ranks in float32. Raises UserError for scalars, which cannot be
+    sharded.
     """
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UserError(
-            f"parallel.kind is fsdp, which cannot cut the scalar parameter '{scalars[0]}': use "
+            f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}': use "
             f"parallel=ddp, or a zero kind"
         )
     policy = MixedPrecisionPolicy(reduce_dtype=_wide(next(module.parameters()).dtype))
@@ -122,13 +117,12 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
-    """Cut a frozen Hugging Face causal LM over the ranks, in place: each decoder layer is whole
-    only while it runs.
+    """Shard a frozen Hugging Face causal LM in place; a decoder layer is gathered while it runs.
 
-    The lm_head stays whole on every rank: losses read it in chunks, outside of any forward. So
-    every forward of `model.model` is a message among all ranks, and they must run it equally often.
-    After one, its parts (embedding, layers, last norm) can be called too. A model on the meta
-    device is cut there, and gets memory for this rank's shares alone, with nothing in it yet.
+    The lm_head stays unsharded, since losses read it in chunks outside of any forward. Every
+    forward of `model.model` communicates among all ranks, so all must run it equally often. After
+    one, its parts (embedding, layers, last norm) can be called too. A model on the meta device gets
+    uninitialized memory for this rank's shards.
     """
     empty = next(model.parameters()).is_meta
     if not empty:
@@ -140,17 +134,17 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
         model.to_empty(device=mesh.device_type)
 
 
-class Wholes(Mapping[str, Tensor]):
-    """A state dict whose tensors are whole when they are read, one at a time, on every rank.
+class GatheredState(Mapping[str, Tensor]):
+    """State dict whose tensors are gathered when read, one at a time, on every rank.
 
-    Where ranks hold them in shares, all must read the same names in the same order.
+    Ranks that shard them must all read the same names in the same order.
     """
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._state[name].detach())
+        return gather_tensor(self._state[name].detach())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -159,15 +153,13 @@ class Wholes(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that ranks hold in shares (all of them must ask); others as
-    they are.
-    """
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor in full (all ranks must call this), and any other one unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assign(tensor: Tensor, value: Tensor) -> None:
-    """Copy `value`, which every rank has whole, into `tensor` or this rank's share of it."""
+    """Copy `value`, which every rank has in full, into `tensor` or this rank's shard of it."""
     if isinstance(tensor, DTensor):
         value = value.to(device=tensor.device, dtype=tensor.dtype)
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -175,5 +167,5 @@ def assign(tensor: Tensor, value: Tensor) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that gradients are added in over ranks; None: their own."""
+    """Return the dtype in which ranks sum gradients; None: their own."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None

@@ -1,28 +1,26 @@
-"""Bytes that one rank needs for training, by kind of parallelism: arithmetic alone, for
-`dry_run=true` and for choosing `parallel=`.
+"""Bytes that one rank needs for training, computed for each kind of parallelism.
 
-Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes a parameter for Adam in mixed precision:
-2 for the weight, 2 for its gradient, 12 for the optimizer (float32 master and two moments). Their
-stages cut the 12, then the gradient, then the weight over the ranks. Here a bfloat16 weight's
-gradient is added up in float32 (4 bytes more), so that accumulation loses nothing. In float32 the
-weight is its own master, except with DeepSpeed, which keeps one anyway.
+Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes per parameter for Adam in mixed
+precision: 2 for the weight, 2 for its gradient, 12 for the optimizer (float32 master and two
+moments). Their stages shard the 12, then the gradient, then the weight. Here a bfloat16 weight's
+gradient is accumulated in float32 (4 bytes more). In float32 the weight is its own master, except
+with DeepSpeed, which keeps one anyway.
 
-Left out: the CUDA context and libraries (about 0.5 to 1 GB a card) and what the allocator cannot
-use.
+Not counted: the CUDA context and libraries (about 0.5 to 1 GB per GPU) and memory lost by the
+allocator.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from decoding import devices
 from decoding.errors import UserError
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
-from training.held_out import ANSWERED_TOGETHER, Asks
+from training.held_out import ANSWERED_TOGETHER, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
-from training.models.shapes import parameter_counts, target_widths
+from training.models.shapes import cache_bytes_per_token, parameter_counts, target_widths
 from training.parallel.zero import BUCKET
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -39,26 +37,25 @@ def bytes_per_rank(
     trained_outside_layers: int = 0,
     frozen_outside_layers: int = 0,
 ) -> dict[str, float]:
-    """`weights`, `gradients`, `optimizer`, `frozen` (the target) and `buffers` in bytes on one
-    rank, and their sum as `total`.
+    """Return the bytes of one rank as weights, gradients, optimizer, frozen, buffers and total.
 
-    dtype: float32, or bfloat16 with float32 masters. trained_outside_layers: of the trained
-    parameters, those that zero3 and fsdp hold whole from a step's forward to its backward
-    (embedding, lm_head); frozen_outside_layers: of the target, those that stay whole on every rank
-    (lm_head). One decoder layer that is whole while it runs is not counted. Raises UserError for
-    unknown kinds and dtypes.
+    `frozen` is the target. dtype: float32, or bfloat16 with float32 masters.
+    trained_outside_layers: trained parameters that zero3 and fsdp gather from a step's forward to
+    its backward (embedding, lm_head). frozen_outside_layers: parameters of the target that every
+    rank holds in full (lm_head). The decoder layer gathered while it runs is not counted. Raises
+    UserError for unknown kinds and dtypes.
     """
     if kind not in KINDS:
         raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
     if dtype not in _WIDTHS:
-        raise UserError(f"memory is planned for float32 and bfloat16, not for dtype '{dtype}'")
+        raise UserError(f"dtype is '{dtype}'; memory is planned only for float32 and bfloat16")
     width, stage = _WIDTHS[dtype], ZERO.get(kind, 0)
     mixed, fsdp = dtype == "bfloat16", kind == "fsdp"
     weight_ranks = world_size if kind in SHARDED_WEIGHTS else 1
     gradient_ranks = world_size if stage >= 2 or fsdp else 1
     state_ranks = world_size if stage or fsdp else 1
     gradient = float(width) if stage == 1 or not mixed else 4.0 if stage else width + 4.0
-    # DeepSpeed widens its share of the gradients for the update.
+    # DeepSpeed widens its shard of the gradients for the update.
     widened = 4.0 / world_size if stage == 1 else 0.0
     plan = {
         "weights": trained_parameters * width / weight_ranks,
@@ -72,79 +69,60 @@ def bytes_per_rank(
     if weight_ranks > 1:
         others = 1 - 1 / weight_ranks
         plan["frozen"] += frozen_outside_layers * width * others
-        # and their gradients, before they are cut
+        # and their gradients, before they are sharded
         plan["buffers"] += trained_outside_layers * width * 2 * others
     return plan | {"total": sum(plan.values())}
 
 
-def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
-    """Bytes that one card of rank 0 needs while the target answers the held-out prompts
-    (training/held_out.py).
+def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
+    """Return the bytes of one GPU of rank 0 while the target answers the held-out prompts.
 
-    `second copy`: decoding loads the target again, whole, in target.dtype, or its share where
-    target.parallel spreads it over cards. `keys and values up to`: of the prompts that are answered
-    together, each of data.max_length tokens. target: its Hugging Face configuration.
+    `second copy`: decoding loads the target again in target.dtype, in full or spread over GPUs by
+    target.parallel. `keys and values up to`: of the prompts that are answered together, each of
+    data.max_length tokens. target: its Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
-    sharing = (asked.processes or devices.cards() or 1) if asked.parallel != "none" else 1
-    rows, widths = min(ANSWERED_TOGETHER, config.held_out.max_prompts), target_widths(target)
-    of_token = (
-        2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
-    )
-    whole = {
+    sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1
+    tokens = min(ANSWERED_TOGETHER, config.held_out.max_prompts) * config.data.max_length
+    parts = {
         "second copy": parameter_counts(target)["all"] * width,
-        "keys and values up to": rows * config.data.max_length * of_token,
+        "keys and values up to": tokens * cache_bytes_per_token(target, width),
     }
-    return {name: count / sharing for name, count in whole.items()}
+    return {name: count / sharing for name, count in parts.items()}
 
 
 def answering_line(held: Mapping[str, float]) -> str:
-    """The dry run's line of that moment; held: bytes by part."""
-    told = ", ".join(f"{name} {size(count)}" for name, count in held.items())
+    """Describe the memory of rank 0 during the answers; held: bytes by part."""
+    parts = ", ".join(f"{name} {size(count)}" for name, count in held.items())
     return (
         f"memory of rank 0 while the target answers the held-out prompts: "
-        f"{size(sum(held.values()))} ({told})"
+        f"{size(sum(held.values()))} ({parts})"
     )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What of a decoder's shape its activations depend on."""
-
-    layers: int
-    hidden: int
-    heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
+def loss_bytes(rows: float, vocabulary: int, output_parameters: int, width: int) -> float:
+    """Return the bytes of a chunked loss: logits of the largest chunk, and output gradients."""
+    return min(CHUNK, rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
 
 
 def activation_bytes(
-    shape: Shape, tokens: int, dtype: str, checkpointing: bool = False
+    config: Any, tokens: int, dtype: str, checkpointing: bool = False
 ) -> dict[str, float]:
-    """Bytes that autograd keeps for the backward pass of `tokens` packed tokens
-    (loop.micro_batch_tokens): `layers` and `loss`.
+    """Return the bytes that autograd keeps for `tokens` packed tokens: `layers` and `loss`.
 
     Counted from the operations of Hugging Face's LLaMA, as Korthikanti et al. 2022 (section 4.1)
-    count GPT's; attention is the fused kernel, which keeps no scores. A layer keeps for each of its
-    two norms the float32 input, the normed value and its product with the weight; for attention q,
-    k and v (repeated over a group's heads), the mix, and its contiguous copy; for the MLP gate, up,
-    silu(gate) and their product.
-    checkpointing: every layer keeps its input alone, and one layer is whole while its backward
-    runs. `loss`: logits of one chunk and what is made of them, and the lm_head's gradient in
-    float32 and as it is handed on. Estimates: a test holds the layers' to 10 %.
+    count GPT's; the fused attention kernel keeps no scores. A layer keeps for each of its two norms
+    the float32 input, the normed value and its product with the weight; for attention q, k and v
+    (repeated over a group's heads), the result and its contiguous copy; for the MLP gate, up,
+    silu(gate) and their product. checkpointing: every layer keeps only its input, plus one complete
+    layer during its backward. `loss`: logits of one chunk with derived tensors, and the lm_head's
+    gradient in float32 and in its dtype. A test holds the layers' estimate to 10 %.
     """
-    width = _WIDTHS[dtype]
-    heads = shape.heads * shape.head_dim
-    norms = 2 * (4 + 2 * width) * shape.hidden
-    layer = tokens * (norms + width * (5 * heads + 4 * shape.intermediate))
-    kept = (
-        shape.layers * tokens * width * shape.hidden + layer
-        if checkpointing
-        else shape.layers * layer
-    )
-    logits = min(CHUNK, tokens) * shape.vocabulary * 4 * 6
-    return {
-        "layers": float(kept),
-        "loss": float(logits + shape.vocabulary * shape.hidden * (4 + width)),
-    }
+    width, widths, layers = _WIDTHS[dtype], target_widths(config), config.num_hidden_layers
+    hidden, vocabulary = widths["hidden_size"], config.vocab_size
+    heads = widths["num_attention_heads"] * widths["head_dim"]
+    norms = 2 * (4 + 2 * width) * hidden
+    layer = tokens * (norms + width * (5 * heads + 4 * widths["intermediate_size"]))
+    kept = layers * tokens * width * hidden + layer if checkpointing else layers * layer
+    loss = loss_bytes(tokens, vocabulary, vocabulary * hidden, width)
+    return {"layers": float(kept), "loss": float(loss)}

@@ -1,9 +1,9 @@
 """One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
 
-On accelerate for one process, DDP and DeepSpeed's ZeRO (training/parallel/zero.py); on torch's
-`fully_shard` for FSDP (training/parallel/fsdp.py). The global count of supervised tokens divides
-loss and gradient (the loop divides, ranks add): every kind averages gradients over ranks, so every
-rank's share is multiplied by the number of ranks before the backward pass.
+accelerate runs one process, DDP and DeepSpeed's ZeRO (training/parallel/zero.py); torch's
+`fully_shard` runs FSDP (training/parallel/fsdp.py). Loss and gradient are divided by the global
+count of supervised tokens. Every kind averages gradients over ranks, so each rank's loss is
+multiplied by the number of ranks before the backward pass.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from decoding.devices import device_of
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.config import ParallelConfig
-from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
+from training.optimizer import MasterAdamW, Optimizer, Rate, SplitOptimizer
 from training.optimizer_config import OptimizerConfig
 from training.parallel import fsdp, zero
 
@@ -30,9 +30,7 @@ LAST_MOMENT = 0.1  # seconds; see Parallel.close
 
 
 class Parallel:
-    """Where this process stands among the workers of a job, and the few operations that need the
-    others.
-    """
+    """This process among the workers of a job, and the operations that need the others."""
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
         self.kind = config.kind
@@ -45,11 +43,12 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees "
-                f"{self.accelerator.num_processes} processes"
+                f"the workers disagree: WORLD_SIZE is {self.world_size}, but accelerate has "
+                f"{self.accelerator.num_processes} processes. Start the job without a launcher's "
+                f"environment variables, or with equal numbers"
             )
         self._inner: nn.Module | None = None
-        self._shell: fsdp.Shell | None = None
+        self._shell: fsdp.ShardedModel | None = None
 
     def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -59,11 +58,10 @@ class Parallel:
         backend = "gloo" if use_cpu else "nccl"
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
         if not self.stage:
-            # else they are there twice
+            # otherwise gradients are stored twice
             gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
             return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
-        # cpu=True would make accelerate forget DeepSpeed; it takes the CPU by itself where there is
-        # no card.
+        # cpu=True would make accelerate ignore DeepSpeed; without a GPU it uses the CPU anyway.
         accelerator = Accelerator(
             deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group]
         )
@@ -71,15 +69,14 @@ class Parallel:
         return accelerator
 
     def _choose_card(self, device: str) -> None:
-        """Make `cuda:N` the present card; raise UserError among ranks, which have a card each."""
+        """Make `cuda:N` the current GPU. Raises UserError among ranks, which have a GPU each."""
         if ":" not in device:
             return
         if self.world_size > 1:
             raise UserError(
-                f"target.device is '{device}', but every rank has a card of its own: use cuda or "
-                f"auto"
+                f"target.device is '{device}', but every rank has its own GPU: use cuda or auto"
             )
-        devices.use(torch.device(device))
+        devices.set_default_gpu(torch.device(device))
 
     @property
     def is_main(self) -> bool:
@@ -87,23 +84,20 @@ class Parallel:
 
     @property
     def cuts(self) -> bool:
-        """True where ranks hold anything of what is trained in shares."""
+        """True if ranks shard any state of the training."""
         return self.stage > 0 or self.kind == "fsdp"
 
     @property
     def shards_weights(self) -> bool:
-        """True where ranks hold weights in shares, so that every forward is a message among all of
-        them.
-        """
+        """True if ranks shard weights, so that every forward communicates among all of them."""
         return self.kind in ranks.SHARDED_WEIGHTS
 
     def place_frozen(self, model: Any) -> Any:
-        """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on
-        every rank. Returns it.
+        """Move a frozen model to the device, sharded under zero3 and fsdp, and return it.
 
-        Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains.
-        Ranks must then run the model equally often. One on the meta device gets memory for its
-        shares, to be filled (training.models.frozen).
+        `fully_shard` shards it under zero3 too, as DeepSpeed shards only what its engine trains.
+        Ranks must then run the model equally often. A model on the meta device gets memory for its
+        shards, to be filled (training.models.frozen).
         """
         if self.shards_weights:
             fsdp.shard_frozen(model, self._mesh())
@@ -118,12 +112,12 @@ class Parallel:
         config: OptimizerConfig,
         rates: Mapping[str, Rate],
     ) -> tuple[nn.Module, Optimizer]:
-        """(the objective to call in the loop, its optimizer). `trained` is the part of `module`
-        that is saved; see `whole`.
+        """Return the objective to call in the loop and its optimizer.
 
-        rates: of the parameters that move otherwise than the rest. Where ranks cut what is trained,
-        the children of `trained` that they lie in stay whole on every rank: they are few, bounded
-        between steps, and read outside of any forward of their own.
+        trained: the part of `module` that is saved; see `gathered_weights`. rates: parameters with
+        another learning rate. If ranks shard the training, the children of `trained` that hold
+        these stay unsharded: they are few, clamped between steps, and read outside of any forward
+        of their own.
         """
         module.to(self.device)
         if not self.cuts:
@@ -132,8 +126,8 @@ class Parallel:
             return wrapped, MasterAdamW(trained, config, rates)
         apart = {name.partition(".")[0] for name in rates}
         self._inner, live = fsdp.copy_objective(module, trained, apart)
-        read = zero.read_whole if self.stage else _read_share
-        self._shell = fsdp.Shell(trained, live, read)
+        read = zero.gather_parameter if self.stage else _read_share
+        self._shell = fsdp.ShardedModel(trained, live, read)
         self._shell.empty()
         optimizer: Optimizer
         if self.stage:
@@ -143,21 +137,20 @@ class Parallel:
             fsdp.shard_trained(self._inner, self._mesh())
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
         if apart:
-            whole = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
-            optimizer = WithApart(
-                optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size
+            unsharded = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
+            optimizer = SplitOptimizer(
+                optimizer, MasterAdamW(unsharded, config, rates), self.sum, self.world_size
             )
         return wrapped, optimizer
 
     @property
     def inner(self) -> Any:
-        """The objective inside what `prepare` returned."""
+        """The objective inside the module that `prepare` returned."""
         return self._inner
 
     @contextlib.contextmanager
-    def whole(self, for_good: bool = False) -> Iterator[None]:
-        """Inside, the caller's model holds the present weights, whole, on every rank; all ranks
-        enter together.
+    def gathered_weights(self, for_good: bool = False) -> Iterator[None]:
+        """Give the caller's model the current, unsharded weights on every rank; all enter together.
 
         Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
         """
@@ -173,8 +166,9 @@ class Parallel:
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
-        """DDP and ZeRO-1 send gradients only in the last backward pass of a step; shares of
-        gradients leave no other choice.
+        """Exchange gradients only in the last backward pass of a step under DDP and ZeRO-1.
+
+        Sharded gradients must be exchanged in every pass.
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
@@ -183,7 +177,7 @@ class Parallel:
             yield
 
     def backward(self, module: Any, loss: Tensor) -> None:
-        """Backward of this rank's share of a sum that ranks add up."""
+        """Run the backward pass of this rank's part of a sum over ranks."""
         loss = loss * self.world_size
         if self.stage:
             module.backward(loss)
@@ -191,20 +185,20 @@ class Parallel:
             self.accelerator.backward(loss)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all ranks."""
+        """Return the element-wise sum over all ranks."""
         if self.world_size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
+        """Return True on every rank if the flag is true on one."""
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
-    def of_main(self, number: float) -> float:
-        """Rank 0's number on every rank, in one small message."""
+    def from_main(self, number: float) -> float:
+        """Return rank 0's number on every rank, in one small message."""
         if self.world_size == 1:
             return number
         mine = torch.tensor(
@@ -213,7 +207,7 @@ class Parallel:
         return float(self.sum(mine))
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -225,12 +219,12 @@ class Parallel:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group; nothing is sent after it."""
+        """Leave the process group; nothing may be sent afterwards."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-            # FSDP and ZeRO keep the group's threads alive beyond this. One that lets go of the last
-            # message's tensors only when the interpreter is ending asks for Python's lock in vain
-            # and aborts the process: so they get a moment in which this thread does not hold it.
+            # FSDP and ZeRO keep the group's threads alive. A thread that releases the last
+            # message while the interpreter shuts down cannot take Python's lock and aborts the
+            # process, so this thread gives them a moment without the lock.
             time.sleep(LAST_MOMENT)
 
     def _mesh(self) -> Any:
@@ -238,4 +232,4 @@ class Parallel:
 
 
 def _read_share(share: Tensor) -> Tensor:
-    return fsdp.whole(share.detach())
+    return fsdp.gather_tensor(share.detach())

@@ -1,9 +1,8 @@
-"""ZeRO by DeepSpeed, through accelerate: optimizer states (stage 1), gradients too (2), weights too
-(3) are cut over the ranks.
+"""ZeRO by DeepSpeed, through accelerate: shards optimizer states (1), gradients (2), weights (3).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
 optimizer is torch's AdamW, so DeepSpeed compiles none of its own; the learning rate, the divisor
-and the checkpoints are the loop's. DeepSpeed is imported only here.
+and the checkpoints belong to the loop. DeepSpeed is imported only here.
 """
 
 import importlib.util
@@ -24,13 +23,14 @@ from training.optimizer import parameter_groups
 from training.optimizer_config import OptimizerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# gradients that travel together; DeepSpeed keeps a buffer of this size, two where it overlaps
+# gradients exchanged together; DeepSpeed keeps one buffer of this size, or two if it overlaps
 BUCKET = 50_000_000
 
 
 def plugin(stage: int, use_cpu: bool) -> Any:
-    """accelerate's plugin for a ZeRO stage; `ZeroAdamW` completes its configuration. Raises
-    UserError where DeepSpeed cannot run.
+    """Return accelerate's plugin for a ZeRO stage; `ZeroAdamW` completes its configuration.
+
+    Raises UserError if DeepSpeed cannot run.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
@@ -39,12 +39,12 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         )
     if use_cpu and devices.device_of("auto") == "cuda":
         raise UserError(
-            f"parallel.kind is zero{stage} with target.device=cpu beside a GPU, which DeepSpeed "
-            f"would take: hide it with CUDA_VISIBLE_DEVICES="
+            f"parallel.kind is zero{stage} with target.device=cpu, but DeepSpeed would use the "
+            f"GPU of this machine: hide it with CUDA_VISIBLE_DEVICES="
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls torch by names that newer versions warn of, in every step.
+    # DeepSpeed uses deprecated names of torch, which warn in every step.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     from accelerate import DeepSpeedPlugin
 
@@ -69,20 +69,17 @@ def plugin(stage: int, use_cpu: bool) -> Any:
 
 
 def forget_transformers() -> None:
-    """Undo accelerate's notice to transformers, which would build every later model, the teacher
-    too, as empty ZeRO-3 shares.
-    """
+    """Undo accelerate's registration with transformers, which would empty every later model."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
 
 
 class ZeroAdamW:
-    """AdamW whose states DeepSpeed cuts over the ranks; the interface of
-    training.optimizer.MasterAdamW.
+    """AdamW whose states DeepSpeed shards, with the interface of training.optimizer.MasterAdamW.
 
-    Masters are float32 for any dtype of weights. DeepSpeed adds bfloat16 gradients up in float32 in
-    stages 2 and 3 and, of its own choice, in bfloat16 in stage 1.
+    Masters are float32 for any dtype of weights. DeepSpeed accumulates bfloat16 gradients in
+    float32 in stages 2 and 3, and in bfloat16 in stage 1.
     """
 
     has_copies = False  # DeepSpeed keeps gradients in its own accumulators
@@ -90,8 +87,9 @@ class ZeroAdamW:
     def __init__(
         self, accelerator: Any, module: nn.Module, trained: nn.Module, config: OptimizerConfig
     ) -> None:
-        """module: the objective, on its device; `trained` is in it. Raises UserError for weights of
-        several dtypes.
+        """Prepare DeepSpeed's engine for the objective `module`, which holds `trained`.
+
+        module: on its device. Raises UserError for weights of several dtypes.
         """
         named = [
             (name, parameter)
@@ -119,8 +117,9 @@ class ZeroAdamW:
         self._make_states()
 
     def _make_states(self) -> None:
-        """Make the states before the first step: DeepSpeed links shares with them after the first
-        group's, when other groups have none.
+        """Create the states before the first step.
+
+        DeepSpeed links shards to them after the first group's, when other groups still have none.
         """
         optimizer = self.engine.optimizer
         flats = (
@@ -135,11 +134,11 @@ class ZeroAdamW:
             optimizer._lazy_init_hp_params_optimizer_state()
 
     def collect(self) -> None:
-        """DeepSpeed has collected the gradients in its backward pass."""
+        """Do nothing: DeepSpeed collects the gradients in its backward pass."""
 
     @property
     def _gradients(self) -> list[Tensor]:
-        """This rank's shares."""
+        """This rank's shards of the gradients."""
         return [
             share
             for shares in self.engine.optimizer.averaged_gradients.values()
@@ -147,7 +146,7 @@ class ZeroAdamW:
         ]
 
     def norm(self) -> Tensor:
-        """The norm of all gradients, over all ranks."""
+        """Return the norm of all gradients, over all ranks."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for share in self._gradients:
             square += share.double().square().sum()
@@ -155,8 +154,9 @@ class ZeroAdamW:
         return square.sqrt()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """The global gradient norm before clipping; `step` clips by it. norm: the one to clip by,
-        where more than these gradients make it up.
+        """Return the global gradient norm before clipping; `step` clips by it.
+
+        norm: the norm to clip by now, if it covers more than these gradients.
         """
         if norm is None:
             return self.norm()
@@ -168,14 +168,15 @@ class ZeroAdamW:
         return norm
 
     def step(self, lr: float) -> None:
-        """Clip, and one update at learning rate `lr`."""
+        """Clip the gradients and update at learning rate `lr`."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.engine.step()
 
     def state(self, keep: bool) -> dict[str, Tensor]:
-        """Everything the next step depends on, whole, by the names of MasterAdamW. All ranks ask;
-        those without `keep` get nothing.
+        """Return all state that the next step depends on, unsharded, named as in MasterAdamW.
+
+        All ranks must call it; those without `keep` receive nothing.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -192,7 +193,7 @@ class ZeroAdamW:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of `state`. The weights themselves are loaded before they are cut."""
+        """Restore what `state` returned. The weights themselves are loaded before sharding."""
         steps = [tensors[f"step.{name}"] for name in self.names if f"step.{name}" in tensors]
         for state in self.engine.optimizer.state.values():
             state["step"].copy_(steps[0] if steps else torch.zeros(()))
@@ -202,7 +203,7 @@ class ZeroAdamW:
                 self._set(parameter, tensors[f"{key}.{name}"], key)
 
     def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
-        """Put this rank's share of `value` into a state, or with key None into the master."""
+        """Put this rank's shard of `value` into a state, or into the master if key is None."""
         from deepspeed import utils
 
         value = value.to(self.device, torch.float32)
@@ -211,7 +212,7 @@ class ZeroAdamW:
                 utils.safe_set_full_fp32_param,
                 utils.safe_set_full_optimizer_state,
             )
-        else:  # by shares, as DeepSpeed sets wholes only of sizes that the number of ranks divides
+        else:  # DeepSpeed sets full tensors only if the number of ranks divides their size
             set_master, set_state = (
                 utils.safe_set_local_fp32_param,
                 utils.safe_set_local_optimizer_state,
@@ -224,8 +225,8 @@ class ZeroAdamW:
         set_master(parameter, value) if key is None else set_state(parameter, value, key)
 
 
-def read_whole(parameter: Tensor) -> Tensor:
-    """The present whole of a parameter that DeepSpeed holds, in new memory; all ranks ask."""
+def gather_parameter(parameter: Tensor) -> Tensor:
+    """Return a parameter that DeepSpeed shards in full, in new memory; all ranks must call this."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
@@ -239,19 +240,20 @@ def _complete(
     config: OptimizerConfig,
     parameters: Sequence[Tensor],
 ) -> None:
-    """Put what is known only with the model into DeepSpeed's configuration. Raises UserError for a
-    dtype that it has not.
+    """Add the settings that depend on the model to DeepSpeed's configuration.
+
+    Raises UserError for a dtype that it does not support.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
-            f"a zero kind trains in float32 or bfloat16, loop.dtype is "
+            f"a zero kind trains in float32 or bfloat16, but loop.dtype is "
             f"{str(dtype).removeprefix('torch.')}"
         )
     settings["gradient_clipping"] = config.clip if math.isfinite(config.clip) else 0.0
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     if dtype == torch.bfloat16 and stage > 1:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if stage == 3:  # norms and biases are too small to be worth a message each
+    if stage == 3:  # norms and biases are too small for a message each
         largest_vector = max(
             (parameter.numel() for parameter in parameters if parameter.dim() < 2), default=0
         )

@@ -1,1 +1,1 @@
-"""Draft trees: how they grow, how large, and how their children are sampled."""
+"""Draft trees: how they grow, their size, and how children are sampled."""

@@ -1,11 +1,9 @@
-"""Multi-candidate drafting: a tree whose nodes at each depth have a fixed number of children, drawn
-without replacement.
+"""Multi-candidate drafting: trees with a fixed number of sampled children at each depth.
 
 Source: Yang et al. 2024, "Multi-Candidate Speculative Decoding" (arXiv 2401.06706): the k-config,
-and recursive rejection in decoding/verification/rules.py. The drafter runs over its whole tree
-again at each
-depth: with a shallow model a forward over a few tokens more costs next to nothing, and no cache row
-moves before the target has spoken.
+sampled without replacement, and recursive rejection (decoding/verification/token_tree.py). The
+drafter runs over its whole tree again at each depth: a shallow model's forward over a few more
+tokens costs almost nothing, and no cache row moves before verification.
 
 Shapes: B rows, N nodes so far, P nodes of the deepest level, K children of a node, V vocabulary.
 """
@@ -23,12 +21,11 @@ from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 
 
 class MultiCandidate(ChainDrafter):
-    """A causal LM that proposes k-config trees. Hydra:
-    `_target_: decoding.drafters.trees.multi_candidate.MultiCandidate`.
+    """A causal LM that proposes k-config trees.
 
-    branching: children of a node by depth; deeper nodes have one. The draft length is the tree's
-    depth. Stopping policies limit the depth before a round, not inside it. The other arguments are
-    ChainDrafter's.
+    Hydra: `_target_: decoding.drafters.trees.multi_candidate.MultiCandidate`. branching: children
+    of a node by depth; deeper nodes have one. The draft length is the tree's depth, which stopping
+    policies only limit before a round. The other arguments are those of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree", has_q=True, steps="round")
@@ -43,14 +40,14 @@ class MultiCandidate(ChainDrafter):
         self._depth = 1
 
     def width(self, gamma: int) -> int:
-        """Nodes of a tree of depth gamma."""
+        """Return the number of nodes of a tree of depth gamma."""
         return self._nodes_by_depth(gamma)[-1]
 
     def _children_at(self, depth: int) -> int:
         return self.branching[depth] if depth < len(self.branching) else 1
 
     def _nodes_by_depth(self, gamma: int) -> list[int]:
-        """Nodes of the trees of depth 0 .. gamma."""
+        """Return the number of nodes of the trees of depth 0 .. gamma."""
         nodes, level = [0], 1
         for depth in range(gamma):
             level *= self._children_at(depth)
@@ -64,9 +61,7 @@ class MultiCandidate(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft a tree for each row, as deep as its budget; rows beyond this model's own context
-        get none.
-        """
+        """Draft each row's tree as deep as its budget; rows past this model's context get none."""
         depths_B = self._within_context(sequences_B, budgets_B)
         self._depth = depth = max(depths_B)
         if depth == 0:
@@ -107,7 +102,7 @@ class MultiCandidate(ChainDrafter):
         return devices.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self, frontier: int = 1) -> None:
-        """The forwards of one proposal at the depth of the last one; nothing is committed."""
+        """Run the forwards of a proposal of the last depth without committing."""
         B = len(self.model.lengths_B)
         super().time_step()
         for nodes in self._nodes_by_depth(self._depth)[1:-1]:

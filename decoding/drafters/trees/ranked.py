@@ -174,7 +174,7 @@ class RankedTree(ChainDrafter):
     def observe(self, observation: Observation) -> None:
         """Learn what the sizes were worth."""
         if self._budget is not None:
-            self._budget.learn(observation.answers, observation.outcome.accepted_B)
+            self._budget.learn(observation.readback, observation.outcome.accepted_B)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -237,7 +237,9 @@ class RankedTree(ChainDrafter):
         places_B = budget.settle(scores_BM, real_B)
         counts_B = torch.minimum(real_B, devices.tensor(places_B, real_B.device))
         tokens_BN, parents_BN, _ = seen.kept(order.indices, counts_B, max(places_B))
-        return Proposal(tokens_BN, places_B, parents_BN, None, seen.levels, asks=budget.asks(seen))
+        return Proposal(
+            tokens_BN, places_B, parents_BN, None, seen.levels, readback=budget.asks(seen)
+        )
 
     def time_step(self, frontier: int = 1) -> None:
         """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is

@@ -132,7 +132,7 @@ class DrawnTree:
             tokens_BN, counts_B, parents_BN, q_BNV, len(self._counts), siblings=self.frontier
         )
         asked = self.budget.asks()
-        proposal.asks = (lambda _: asked) if asked else None
+        proposal.readback = (lambda _: asked) if asked else None
         return proposal
 
 

@@ -23,7 +23,7 @@ The j-th child of a node is worth the chance that it is reached and passes. A fi
 probability q(x) passes by a chance that is taken for 0.55 + 0.4 q(x), before it is drawn for the
 mean of this. A later one, tested on what the failed ones left, passes rarely, whatever its own
 probability: the j-th by 0.15 / (j - 1). These are rates of a head of chat24m at temperature 1
-(LOG.md, "What drawn children are worth").
+(docs/experiments/2026-11-23-acceptance-of-sampled-children.md).
 
 All draw from the whole vocabulary: where many tokens are likely, leaving out all but the 64
 likeliest has cost a third of the accepted tokens.

@@ -1,10 +1,9 @@
-"""Draft trees of the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774,
-section 2.3.3): a node is a path of ranks.
+"""Draft trees of fixed shape, as in Medusa (Cai et al. 2024, arXiv 2401.10774, section 2.3.3).
 
-Children are drawn where tokens are sampled (decoding/drafters/trees/sampled_children.py; a shape
-that is fixed asks nothing of them), or the model's best tokens: see
-decoding/drafters/trees/ranked.py, which also says why the model runs over its whole tree again at
-each level.
+A node is a path of ranks. Children are sampled (decoding/drafters/trees/sampled_children.py; a
+fixed shape does not depend on the samples) or the model's top-k tokens
+(decoding/drafters/trees/ranked.py, which explains why the model runs over its whole tree again at
+each level).
 
 Shapes: B rows, P nodes of the deepest level, K children of a node, N nodes, V vocabulary.
 """
@@ -25,10 +24,10 @@ from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 class StaticTree(ChainDrafter):
     """A tree of fixed shape. Hydra: `_target_: decoding.drafters.trees.static.StaticTree`.
 
-    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after
-    it, the second best token; drawn, the first token and so on. A path's beginnings are added where
-    they are missing. The draft length cuts the depth. children: `sampled` or `top_k`. The other
-    arguments are ChainDrafter's.
+    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the most likely token, the most
+    likely token after it, the second most likely token; with sampled children, the first sample and
+    so on. Missing prefixes of paths are added. The draft length limits the depth. children:
+    `sampled` or `top_k`. The other arguments are those of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree")
@@ -53,19 +52,19 @@ class StaticTree(ChainDrafter):
         self.paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: n for n, path in enumerate(self.paths)}
         parents = [path[:-1] for path in self.paths]
-        # among its siblings
+        # index among the siblings
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self.paths)}
         self._most_siblings = max(self._place.values()) + 1
         self._width = 1
 
     def width(self, gamma: int) -> int:
-        """Nodes of depth at most gamma."""
+        """Return the number of nodes of depth at most gamma."""
         return sum(len(path) <= gamma for path in self.paths)
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """As a chain drafter; the tree needs no more room than its proposal."""
+        """Read the prompts; the tree needs no more room than its proposal."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
 
     def propose(
@@ -75,9 +74,7 @@ class StaticTree(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """The tree of each row, as deep as its budget; rows beyond this model's own context get
-        none.
-        """
+        """Draft each row's tree as deep as its budget; rows past this model's context get none."""
         depths_B = self._within_context(sequences_B, budgets_B)
         depth = min(max(depths_B), len(self.paths[-1]))
         if depth == 0:
@@ -103,7 +100,7 @@ class StaticTree(ChainDrafter):
             ]
             tokens.append(best_BPK.flatten(1)[:, devices.tensor(flat, best_BPK.device)])
             if d + 1 < depth:
-                # Leaves run along: they are few, and the tree stays one block.
+                # Leaves are included: they are few, and the tree stays contiguous.
                 logits_BNV, _ = self.model.forward(
                     self._fit_ids(torch.cat(tokens, 1), chooser),
                     self._parents(d + 1, len(depths_B)),
@@ -121,9 +118,7 @@ class StaticTree(ChainDrafter):
         )
 
     def _drawn(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
-        """`count` draws (B, P, K) after each of the level's nodes, whose distributions were added
-        last.
-        """
+        """Sample `count` children (B, P, K) of each node of the latest level."""
         first = self.width(depth - 1) + 1 if depth else 0
         rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)
         return draws.children(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
@@ -133,9 +128,7 @@ class StaticTree(ChainDrafter):
         return devices.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self, frontier: int = 1) -> None:
-        """One forward over the nodes that a level's turn runs over on average; nothing is
-        committed.
-        """
+        """Run one forward over the mean number of nodes of a level without committing."""
         self.model.forward(
             torch.zeros(
                 len(self.model.lengths_B),

@@ -1,10 +1,9 @@
-"""How the ranks of a parallel target pass tensors to each other.
+"""Links by which the ranks of a parallel target exchange tensors.
 
-`Sockets` is for CPU: a mesh of socket pairs, and a reader that looks for its bytes a moment before
-it sleeps. One sum over two ranks took 10 to 40 microseconds there, where gloo's took 240 to 550 on
-the same two cores, and a decoding step has two sums a layer. `Collectives` is torch.distributed:
-nccl between GPUs, and gloo, the plain twin of `Sockets` that the tests hold it against. Its group
-is an object of its own, so training may have the default one.
+`Sockets` is for CPU: a mesh of socket pairs, whose reader polls briefly before it sleeps. One sum
+over two ranks took 10 to 40 microseconds, where gloo took 240 to 550 on the same two cores, and a
+decoding step has two sums a layer. `Collectives` is torch.distributed: nccl between GPUs, and gloo,
+with which the tests compare `Sockets`. Its group is separate, so training may use the default one.
 
 Shapes: any; the tensors of one exchange have the same shape on all ranks.
 """
@@ -20,33 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT_SECONDS = 300  # that a rank waits for another one within a forward
-# of looking before sleeping: more than a small product takes, less than anyone would miss
+TIMEOUT_SECONDS = 300  # maximum wait for another rank within a forward
+# polling before sleeping: longer than a small product takes, too short to matter
 SPIN_SECONDS = 2e-4
-# Sent before reading: two of them fit into a socket's buffer, so that two senders never wait for
-# each other.
+# Sent before reading: two chunks fit into a socket's buffer, so two senders never deadlock.
 CHUNK_BYTES = 1 << 16
 
 
 class Link(Protocol):
-    """What a rank asks of the way to the others. Raises OSError or RuntimeError when another rank
-    is gone.
-    """
+    """A rank's connection to the others; raises OSError or RuntimeError if another rank is gone."""
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, bit for bit the same on each; may be written into x."""
+        """Return the sum over all ranks, bit for bit equal on each; may overwrite x."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Hand x to rank `to`, which calls `receive`."""
+        """Send x to rank `to`, which calls `receive`."""
         ...
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with what rank `source` sends; returns x."""
+        """Fill x with what rank `source` sends; return x."""
         ...
 
     def close(self) -> None:
-        """End it; ranks that wait on the other side are told."""
+        """Close the link; ranks that wait at the other end get an error."""
         ...
 
 
@@ -54,7 +50,7 @@ class Sockets:
     """Stream sockets to all other ranks of this machine."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
-        """peers: the connected socket to each other rank."""
+        """Use the connected socket of each other rank."""
         self.rank, self.peers = rank, peers
         for peer in peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK_BYTES)
@@ -63,7 +59,7 @@ class Sockets:
             )
 
     def reduce(self, x: Tensor) -> Tensor:
-        """All to all, a chunk at a time; each rank adds the parts in the order of the ranks."""
+        """Exchange all parts in chunks; each rank adds them in the order of the ranks."""
         x = x.contiguous()
         parts = {self.rank: x} | {rank: torch.empty_like(x) for rank in self.peers}
         mine, theirs = _bytes(x), {rank: _bytes(parts[rank]) for rank in self.peers}
@@ -98,7 +94,7 @@ class Sockets:
                     raise TimeoutError(
                         f"rank {rank} sent nothing for {TIMEOUT_SECONDS} seconds"
                     ) from None
-                os.sched_yield()  # where ranks share a core, the other one needs it to answer
+                os.sched_yield()  # ranks may share a core, which the other one needs to answer
                 continue
             if count == 0:
                 raise ConnectionResetError(f"rank {rank} closed its end")
@@ -111,12 +107,12 @@ class Sockets:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return x.view(-1).view(torch.uint8).numpy().data
 
 
 def socket_mesh(size: int) -> list[dict[int, socket.socket]]:
-    """For each rank its sockets to the others."""
+    """Return for each rank its sockets to the others."""
     mesh: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
@@ -128,9 +124,7 @@ class Collectives:
     """A process group of torch.distributed: gloo on the loopback device, or nccl."""
 
     def __init__(self, kind: str, rank: int, size: int, meeting_file: str) -> None:
-        """meeting_file: a path, new and the same for all ranks, through which they find
-        each other.
-        """
+        """Join the group through a new file whose path is equal on all ranks."""
         store = dist.FileStore(meeting_file, size)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
         groups: Any = dist  # a build of torch has those that it was made with

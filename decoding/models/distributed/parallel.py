@@ -1,11 +1,10 @@
-"""A target over several devices: tensor parallel (`tp`) or a run of layers each (`layers`), in
-ranks that it starts itself.
+"""A target split over several processes: tensor parallel (`tp`), or some layers each (`layers`).
 
-This process is rank 0 and has the whole interface of `Target`; the other ranks are processes that
-follow it (decoding/models/distributed/processes.py from here,
-decoding/models/distributed/rank_process.py from there). On a CPU the ranks share this process's
-threads; on GPUs rank i has the card i places after the target's. It has no `partial`: what runs
-some of the target's layers needs a target in one process.
+This process is rank 0 and offers all of `Target`; the other ranks are processes that follow it
+(decoding/models/distributed/processes.py starts them, decoding/models/distributed/rank_process.py
+is what they run). On a CPU the ranks share this process's threads; on GPUs rank i uses the i-th
+card after the target's. There is no `partial`: a drafter that runs some of the target's layers
+needs a target in one process.
 
 Shapes: B rows, N new tokens, L tokens of a path, V vocabulary, C hidden size.
 """
@@ -21,7 +20,7 @@ from decoding import devices as cuda
 from decoding.errors import UserError
 from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
-from decoding.models.distributed.shards import KINDS, Setup, Shard, check_divisible
+from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_divisible
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
 from decoding.models.taps import check_taps
@@ -30,9 +29,10 @@ PARALLEL = ("none", *KINDS)
 
 
 def processes_of(parallel: str, processes: int, backend: str, device: str) -> int:
-    """How many processes run a target, 1 where it is not split. device: cpu, cuda or cuda:N.
+    """Return the number of processes of a target, 1 if it is not split.
 
-    Raises UserError where the settings contradict each other or the machine.
+    device: cpu, cuda or cuda:N. Raises UserError if the settings contradict each other or the
+    machine.
     """
     if parallel not in PARALLEL:
         raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
@@ -63,7 +63,7 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
 
 
 class ParallelTarget:
-    """A `Target` (decoding/models/load.py) whose weights and work are split over processes."""
+    """A `Target` whose weights and work are split over processes."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class ParallelTarget:
         max_length: int | None = None,
         link: str | None = None,
     ) -> None:
-        """kind: tp or layers. link: sockets, gloo or nccl (decoding/models/distributed/links.py);
-        None takes sockets on a CPU and nccl on GPUs.
+        """Start the ranks and load their parts.
 
-        Raises UserError for a model that cannot be split so, a damaged folder, and a rank that
-        cannot start.
+        kind: tp or layers. link: sockets, gloo or nccl (decoding/models/distributed/links.py); None
+        is sockets on a CPU and nccl on GPUs. Raises UserError for a model that cannot be split, a
+        damaged folder, and a rank that cannot start.
         """
         config = NativeConfig.from_dict(read_config(folder))
         check_divisible(config, kind, processes, str(folder))
@@ -99,7 +99,7 @@ class ParallelTarget:
         self._cuts_head = kind == "tp"
         threads = max(1, torch.get_num_threads() // processes)
         link = link or ("nccl" if self.device.type == "cuda" else "sockets")
-        setup = Setup(
+        setup = RankSetup(
             str(folder),
             Shard(kind, 0, processes),
             dtype,
@@ -116,7 +116,7 @@ class ParallelTarget:
 
     @property
     def lengths_B(self) -> list[int]:
-        """Committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache, by row."""
         return self._target.lengths_B
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
@@ -146,12 +146,12 @@ class ParallelTarget:
             return self._target.features(tokens_BN, parents_BN, taps)
 
     def _check(self, tokens_BN: Tensor, taps: tuple[int, ...]) -> None:
-        """Refuse here what a rank would refuse, before the other ranks begin."""
+        """Raise the errors that a rank would raise, before the other ranks begin."""
         check_taps(self, taps)
         self._target.slots.end_of(tokens_BN.shape[1])
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """See `Target.commit`; nothing is waited for."""
+        """See `Target.commit`; does not wait for the ranks."""
         with self.ranks.together():
             self.ranks.tell("commit", paths_BL, list(counts_B))
             self._target.commit(paths_BL, counts_B)
@@ -187,11 +187,11 @@ class ParallelTarget:
             self._target.forget()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings, (..., C); rank 0 has them all."""
+        """Return token embeddings (..., C), all of which rank 0 has."""
         return self._target.embed(ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states after the final norm."""
+        """Return the logits (..., V) of hidden states after the final norm."""
         if not self._cuts_head:
             return self._target.lm_head(hidden)
         with self.ranks.together():
@@ -201,13 +201,15 @@ class ParallelTarget:
             return self._target.lm_head(hidden)
 
     def close(self) -> None:
-        """End the other ranks. They end with this process too, and with this object."""
+        """End the other ranks, which also end with this process and this object."""
         self.ranks.close()
 
 
 def device_beside(target: Any) -> str:
-    """Where a drafter that runs at the same time as the target belongs: the first free card after
-    the target's last, else the first free one before it, else the target's own.
+    """Return the device of a drafter that runs at the same time as the target.
+
+    It is the first free card after the target's last, else the first free one before it, else the
+    target's device.
     """
     devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
     if not devices[0].startswith("cuda"):
@@ -230,5 +232,5 @@ def _devices(device: str, size: int) -> list[str]:
 
 
 def _arrays(tokens_BN: Tensor, parents_BN: Tensor | None) -> tuple[Any, Any]:
-    """Token ids for the pipe. From a GPU that waits for them, once a forward."""
+    """Return token ids for the pipe; on a GPU this waits once a forward."""
     return tokens_BN.cpu().numpy(), None if parents_BN is None else parents_BN.cpu().numpy()

@@ -1,9 +1,8 @@
-"""The processes of a parallel target, seen from rank 0: started, told what to do, bound to cores,
-and ended.
+"""The processes of a parallel target, as rank 0 starts, calls, binds and ends them.
 
-They do everything together: a rank that fails, or a caller that is interrupted within a step,
-leaves the others out of step with each other, so either ends them all, and the error names the
-rank. They end with this object, or with this process, however it ends.
+If a rank fails, or the caller is interrupted within a step, the ranks are out of step with each
+other; then all are ended, and the error names the rank. They also end with this object and with
+this process.
 """
 
 import os
@@ -28,7 +27,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link, socket_mesh
-from decoding.models.distributed.shards import Setup, Shard, connect
+from decoding.models.distributed.shards import RankSetup, Shard, connect
 
 ROOT = Path(__file__).resolve().parents[3]
 # -m would import the module a second time
@@ -39,15 +38,16 @@ _GRACE_SECONDS = 5.0
 class Ranks:
     """All ranks of a target but the first, which is this process."""
 
-    def __init__(self, name: str, setup: Setup, devices: Sequence[str]) -> None:
-        """Start the processes on their devices; `connect` waits for them. name: the target's;
-        setup: rank 0's.
+    def __init__(self, name: str, setup: RankSetup, devices: Sequence[str]) -> None:
+        """Start the processes on their devices; `connect` waits for them.
+
+        name: the target's name. setup: rank 0's setup.
         """
         self.name, self.size, self._kind = name, setup.shard.size, setup.shard.kind
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._links: list[Link] = []  # none or one; a list, so that `_end` sees it come
-        self._fault = ""  # why nothing more can be done
+        self._links: list[Link] = []  # empty or one link; a list, so that `_end` sees it added
+        self._fault = ""  # reason why the ranks cannot be used any more
         self._threads = self._usual_threads = setup.threads
         meeting = "" if setup.link == "sockets" else tempfile.mkdtemp()
         self._end = weakref.finalize(self, _end, self._pipes, self.processes, self._links, meeting)
@@ -59,14 +59,14 @@ class Ranks:
             shard = Shard(self._kind, rank, self.size)
             self._start(replace(self.setup, shard=shard, device=devices[rank]), self._mesh[rank])
 
-    def _start(self, setup: Setup, sockets: dict[int, socket.socket]) -> None:
+    def _start(self, setup: RankSetup, sockets: dict[int, socket.socket]) -> None:
         ours, theirs = Pipe()
         numbers = {rank: one.fileno() for rank, one in sockets.items()}
         environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-c", RANK, str(theirs.fileno())]
         handed = [theirs.fileno(), *numbers.values()]
-        # A session of its own: Ctrl-C is this process's to handle.
+        # a session of its own, so that Ctrl-C only reaches this process
         process = subprocess.Popen(
             command, pass_fds=handed, env=environment, start_new_session=True
         )
@@ -78,13 +78,14 @@ class Ranks:
         ours.send(replace(setup, sockets=numbers))
 
     def connect(self) -> Link:
-        """Wait until every rank has its weights; then the way between them. Raises UserError for
-        one that could not load.
+        """Wait until every rank has its weights; return the link to them.
+
+        Raises UserError if a rank could not load.
         """
         self.wait()
         sockets = {rank: one.detach() for rank, one in self._mesh[0].items()}
         self._links.append(connect(replace(self.setup, sockets=sockets)))
-        # on a GPU a collective would wait for a rank that is gone for ever
+        # on a GPU a collective would wait for ever for a rank that is gone
         if self.setup.link != "sockets":
             for process in self.processes:
                 threading.Thread(
@@ -93,12 +94,12 @@ class Ranks:
         return self._links[0]
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Have every rank call a method (see `parallel_rank.serve`); nothing is waited for."""
+        """Make every rank call a method (see `rank_process.serve`) without waiting."""
         for pipe in self._pipes:
             pipe.send((name, arguments))
 
     def wait(self) -> None:
-        """Until every rank has answered. Raises UserError with what one has to say."""
+        """Wait until every rank has answered; raise UserError with a rank's error."""
         for pipe in self._pipes:
             kind, value = pipe.recv()
             if kind == "error":
@@ -106,8 +107,9 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do, this one with its share of the threads. Raises UserError for a rank
-        that has ended.
+        """Run a step that all ranks do, with this rank's share of the threads.
+
+        Raises UserError if a rank has ended.
         """
         if self._fault:
             raise UserError(self._fault)
@@ -126,7 +128,7 @@ class Ranks:
             status = self.processes[ended].returncode or 0
             self._fault = (
                 f"rank {ended + 1} of the {self.size} processes of {self.name} {_how(status)}; its "
-                f"last words stand above. The other ranks were ended: load the target again."
+                f"output is above. The other ranks were ended: load the target again."
             )
             raise UserError(self._fault) from error
         finally:
@@ -134,14 +136,14 @@ class Ranks:
 
     @property
     def running(self) -> bool:
-        """False once they were closed, or ended after a failure."""
+        """Whether the ranks can be used: false after `close` or a failure."""
         return not self._fault
 
     def bind(self, cores: Sequence[int]) -> list[int]:
-        """Give each rank its own share of these processor cores, at most a thread a core. Returns
-        rank 0's, which its caller binds it to.
+        """Give each rank a share of these processor cores, with at most a thread a core.
 
-        Raises UserError where there are fewer cores than ranks. `unbind` takes it back.
+        Returns rank 0's share, to which its caller binds it. Raises UserError if there are fewer
+        cores than ranks. `unbind` reverts it.
         """
         if len(cores) < self.size:
             raise UserError(
@@ -157,7 +159,7 @@ class Ranks:
         return shares[0]
 
     def unbind(self, cores: Sequence[int]) -> None:
-        """Let every rank run on all these cores, with the threads that it began with."""
+        """Let every rank run on all these cores, with its initial number of threads."""
         self._bind([list(cores)] * self.size, self._usual_threads)
 
     def _bind(self, shares: Sequence[list[int]], threads: int) -> None:
@@ -182,8 +184,9 @@ def _close_after(process: "subprocess.Popen[bytes]", links: list[Link]) -> None:
 
 
 def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
-    """Index of a process that ended within a moment; rather one that a signal ended, as that takes
-    the others along.
+    """Return the index of a process that has just ended, preferring one ended by a signal.
+
+    A rank that a signal ended makes the others end too.
     """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
@@ -195,7 +198,7 @@ def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
 
 
 def _how(status: int) -> str:
-    """An exit status in words: that of a process that signal N ended is -N."""
+    """Describe an exit status, which is -N for a process ended by signal N."""
     if status >= 0:
         return f"ended with status {status}"
     hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""
@@ -209,9 +212,9 @@ def _end(
     meeting: str,
 ) -> None:
     for pipe in pipes:
-        pipe.close()  # an idle rank reads the end of its requests, and ends
+        pipe.close()  # an idle rank ends when it reads the end of the pipe
     for link in links:
-        link.close()  # a rank that waits for another one is told
+        link.close()  # a rank that waits for another one gets an error
     deadline = time.monotonic() + _GRACE_SECONDS
     for process in processes:
         try:

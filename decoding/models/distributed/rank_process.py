@@ -1,11 +1,10 @@
-"""One rank of a parallel target: the native target over its part of the weights, and the process
-that serves it.
+"""One rank of a parallel target: the native target over its part of the weights, in a process.
 
-No arithmetic is written twice. In tp a rank is a `NativeTarget` with fewer heads whose two output
-products sum over the ranks; in layers it is one with fewer layers that takes its input from the
-rank before and hands on what comes out. Rank 0 is the caller's own process
-(decoding/models/distributed/parallel.py, decoding/models/distributed/processes.py); it tells the
-others which method to call, and sums and hidden states are the only tensors that travel.
+No arithmetic is duplicated. In tp a rank is a `NativeTarget` with fewer heads whose two output
+products are summed over the ranks; in layers it has fewer layers, receives its input from the
+previous rank and sends its output to the next. Rank 0 is the caller's process
+(decoding/models/distributed/parallel.py, decoding/models/distributed/processes.py): it sends the
+other ranks method calls. The only tensors that are exchanged are sums and hidden states.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, I input size, O output size.
 """
@@ -23,7 +22,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link
 from decoding.models.distributed.shards import (
-    Setup,
+    RankSetup,
     Shard,
     connect,
     layer_span,
@@ -38,8 +37,8 @@ from decoding.models.native.weights import NativeConfig, Weights
 Array = np.ndarray[Any, Any]
 
 
-class Summed:
-    """A product whose input is cut: the ranks' parts are summed."""
+class SummedLinear:
+    """A product whose input is split over the ranks, with the ranks' results summed."""
 
     def __init__(self, inner: Linear, link: Link) -> None:
         self.inner, self.link = inner, link
@@ -48,10 +47,8 @@ class Summed:
         return self.link.reduce(self.inner(x_NI))
 
 
-class Gathered:
-    """A product whose output is cut: rank 0 gets all of it, another rank only what it
-    has computed.
-    """
+class GatheredLinear:
+    """A product whose output is split over the ranks, gathered on rank 0."""
 
     def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
         self.inner, self.link, self.rank = inner, link, shard.rank
@@ -71,10 +68,8 @@ class Gathered:
         return torch.cat(parts, -1)
 
 
-class Stage(NativeTarget):
-    """Some of the layers; what enters the first one on rank 0 leaves there too, after the last one
-    on the last rank.
-    """
+class PipelineStage(NativeTarget):
+    """Some of the layers; hidden states enter and leave the model on rank 0."""
 
     def __init__(
         self,
@@ -85,7 +80,7 @@ class Stage(NativeTarget):
         shard: Shard,
         spans: Sequence[range],
     ) -> None:
-        """spans: the layers of every rank."""
+        """Set the layers of every rank."""
         super().__init__(weights, name, max_length, execution="eager")
         self.link, self.shard, self.spans = link, shard, spans
         self.num_layers = spans[-1].stop
@@ -97,8 +92,10 @@ class Stage(NativeTarget):
         taps: tuple[int, ...],
         states: dict[int, Tensor],
     ) -> Tensor:
-        """On rank 0 all layers of the model; on another rank x_BNC is only the room for what comes
-        in. The others hand the hidden states at their taps to rank 0 when the last layer is done.
+        """Run the model's layers on rank 0, and this rank's layers elsewhere.
+
+        Elsewhere x_BNC is only the buffer for the input. After the last layer the other ranks send
+        the hidden states at their taps to rank 0.
         """
         rank, size, first = self.shard.rank, self.shard.size, self.spans[self.shard.rank].start
         if rank:
@@ -119,16 +116,17 @@ class Stage(NativeTarget):
         return x_BNC
 
     def _taps_of(self, rank: int, taps: tuple[int, ...]) -> list[int]:
-        """The taps after a rank's layers, on rank 0 the embedding's output too. The state after the
-        final norm is made on rank 0 later.
+        """Return the taps after a rank's layers; rank 0 also has the embedding's output.
+
+        The state after the final norm is computed on rank 0 later.
         """
         span = self.spans[rank]
         known = range(span.start + 1 if rank else 0, min(span.stop + 1, self.num_layers))
         return [tap for tap in taps if tap in known]
 
 
-def load_part(setup: Setup) -> tuple[Weights, int]:
-    """(a rank's weights, parameters of the whole model). Raises UserError for a damaged folder."""
+def load_part(setup: RankSetup) -> tuple[Weights, int]:
+    """Return (a rank's weights, the model's parameters); raise UserError for a damaged folder."""
     config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
     state, parameters = read_shard(setup.folder, config, shard)
     place = torch.device(setup.device)
@@ -139,29 +137,31 @@ def load_part(setup: Setup) -> tuple[Weights, int]:
     ), parameters
 
 
-def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:
-    """A rank's target, with its products or its layers tied to the other ranks'."""
+def join(weights: Weights, setup: RankSetup, name: str, link: Link) -> NativeTarget:
+    """Return a rank's target, with its products or layers linked to the other ranks'."""
     if setup.shard.kind == "layers":
         config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
         spans = [
             layer_span(config, Shard("layers", rank, shard.size)) for rank in range(shard.size)
         ]
-        return Stage(weights, name, setup.max_length, link, shard, spans)
+        return PipelineStage(weights, name, setup.max_length, link, shard, spans)
     for layer in weights.layers:
-        layer.out, layer.down = Summed(layer.out, link), Summed(layer.down, link)
-    weights.head = Gathered(weights.head, link, setup.shard, weights.config.vocab_size)
+        layer.out, layer.down = SummedLinear(layer.out, link), SummedLinear(layer.down, link)
+    weights.head = GatheredLinear(weights.head, link, setup.shard, weights.config.vocab_size)
     return NativeTarget(weights, name, setup.max_length, execution="eager")
 
 
 class _Rank:
-    """What a rank does when rank 0 says so."""
+    """The methods that rank 0 calls on another rank."""
 
-    def __init__(self, target: NativeTarget, setup: Setup, link: Link, pipe: Connection) -> None:
+    def __init__(
+        self, target: NativeTarget, setup: RankSetup, link: Link, pipe: Connection
+    ) -> None:
         self.target, self.setup, self.link, self.pipe = target, setup, link, pipe
 
     def open(self, batch_size: int, capacity: int) -> None:
         self.target.open(batch_size, capacity)
-        self.pipe.send(("value", None))  # so that a lack of memory shows there
+        self.pipe.send(("value", None))  # so that rank 0 reports a lack of memory
 
     def run(
         self,
@@ -173,7 +173,7 @@ class _Rank:
         parents = (
             None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
         )
-        if isinstance(self.target, Stage):
+        if isinstance(self.target, PipelineStage):
             room_BNC = self._room((*tokens_BN.shape, self.target.hidden_size))
             self.target.through_layers(room_BNC, parents, taps, {})
             return
@@ -202,8 +202,8 @@ def bind_threads(cores: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def serve(pipe: Connection) -> None:
-    """Do what rank 0 says until it closes its end."""
-    setup: Setup = pipe.recv()
+    """Answer rank 0's calls until it closes the pipe."""
+    setup: RankSetup = pipe.recv()
     torch.set_num_threads(setup.threads)
     try:
         weights, _ = load_part(setup)
@@ -240,5 +240,5 @@ def serve(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """The rank's process; its argument is the file descriptor of its pipe."""
+    """Run the rank's process; its argument is the file descriptor of its pipe."""
     serve(Connection(int(sys.argv[1])))

@@ -1,12 +1,11 @@
-"""Which part of a model each rank of a parallel target holds, and how it reads that part and no
-other from the disk.
+"""The part of a model that each rank of a parallel target reads and holds.
 
-*tp* cuts every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank has
-its own attention heads and its own columns of the MLP, and the parts of the two output products are
-summed. The embedding is whole on every rank, as looking up a row costs nothing; the head is cut by
-vocabulary rows, as it is the largest product of a model (a quarter of a small one). *layers* gives
-each rank a run of layers; the first rank has the embedding, the final norm and the head too, so
-only hidden states travel.
+*tp* splits every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank
+has some attention heads and some columns of the MLP, and the results of the two output products are
+summed. Every rank holds the full embedding, as a lookup costs nothing; the head is split by rows of
+the vocabulary, as it is a model's largest product (a quarter of a small model). *layers* gives each
+rank consecutive layers; the first rank also has the embedding, the final norm and the head, so that
+only hidden states are exchanged.
 
 Shapes: V vocabulary, C hidden size.
 """
@@ -42,13 +41,14 @@ class Shard:
     size: int
 
     def span(self, whole: int) -> slice:
-        """This rank's share of `whole` rows, columns or heads, the first ones to rank 0."""
+        """Return this rank's share of `whole` rows, columns or heads, in the order of the ranks."""
         return slice(whole * self.rank // self.size, whole * (self.rank + 1) // self.size)
 
 
 def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> None:
-    """Raise UserError for a model that cannot be cut into `size` parts. where: what the message
-    starts with.
+    """Raise UserError for a model that cannot be split into `size` parts.
+
+    where: the start of the message.
     """
     if kind == "layers":
         if config.num_layers < size:
@@ -75,9 +75,7 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
 
 
 def layer_span(config: NativeConfig, shard: Shard) -> range:
-    """The layers of a rank in `layers`: even by parameters, the first rank's embedding and head
-    counted.
-    """
+    """Return a rank's layers in `layers`, balanced by parameters with the embedding and head."""
     C, D = config.hidden_size, config.head_dim
     a_layer = (
         C * D * 2 * (config.num_heads + config.num_kv_heads) + 3 * C * config.intermediate_size
@@ -93,7 +91,7 @@ def layer_span(config: NativeConfig, shard: Shard) -> range:
 
 
 def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
-    """The shape of a rank's part."""
+    """Return the configuration of a rank's part."""
     if shard.kind == "layers":
         return replace(config, num_layers=len(layer_span(config, shard)))
     width = shard.span(config.intermediate_size)
@@ -102,14 +100,14 @@ def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
         num_heads=config.num_heads // shard.size,
         num_kv_heads=config.num_kv_heads // shard.size,
         intermediate_size=width.stop - width.start,
-        tied=False,  # the head is a part of the embedding, which is whole
+        tied=False,  # the head is a part of the embedding, which is complete
     )
 
 
 def cut(
     name: str, shape: list[int], config: NativeConfig, shard: Shard
 ) -> tuple[slice, ...] | None:
-    """What of a tensor a rank holds, as an index; None: nothing."""
+    """Return the index of a rank's part of a tensor, None for no part."""
     everything = (slice(None),) * len(shape)
     layer = _LAYER.fullmatch(name)
     if shard.kind == "layers":
@@ -122,15 +120,14 @@ def cut(
     if _COLUMNS.fullmatch(layer[2]):
         return (slice(None), shard.span(shape[1]))
     if _ONCE.fullmatch(layer[2]) and shard.rank:
-        return None  # the parts are summed: one of them brings the bias
+        return None  # the results are summed, so only rank 0 adds the bias
     return everything
 
 
 def read_shard(
     folder: str | Path, config: NativeConfig, shard: Shard
 ) -> tuple[dict[str, Tensor], int]:
-    """(a rank's tensors, named as those of a model of `local_config`; parameters of the whole
-    model).
+    """Return a rank's tensors, named as in a model of `local_config`, and the model's parameters.
 
     Raises UserError for a damaged folder.
     """
@@ -161,8 +158,8 @@ def _renumbered(name: str, first: int) -> str:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a rank is told at its start."""
+class RankSetup:
+    """The settings with which a rank starts."""
 
     folder: str
     shard: Shard
@@ -175,8 +172,8 @@ class Setup:
     sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
 
 
-def connect(setup: Setup) -> Link:
-    """The way to the other ranks."""
+def connect(setup: RankSetup) -> Link:
+    """Return the link to the other ranks."""
     if setup.link == "sockets":
         peers = {rank: socket.socket(fileno=number) for rank, number in setup.sockets.items()}
         return Sockets(setup.shard.rank, peers)

@@ -1,16 +1,15 @@
-"""Matrix products and norms of the native backend: oneDNN's packed weights on CPU, and the plain
-product as their eager twin.
+"""Matrix products and norms of the native backend: oneDNN's packed weights, and plain products.
 
 On CPU, `F.linear` over 5 rows of float32 takes about three times as long as over one row (76
-against 24 microseconds for 384 x 1152 on two AVX-512 cores of AMD), which eats what speculation
-gains. oneDNN with a weight packed once takes 23 for both, and in bfloat16 half of `F.linear`. The
-op is the one that torch.compile uses when it freezes a model on CPU.
+against 24 microseconds for 384 x 1152 on two AVX-512 cores of AMD), which costs the gain of
+speculation. oneDNN with a prepacked weight takes 23 for both, and in bfloat16 half of `F.linear`.
+torch.compile uses this op when it freezes a model on CPU.
 
-On Intel's processors `F.linear` is MKL's own product, and for small float32 weights it is ahead: a
-whole forward of the embedded target takes 1.9 against 3.3 milliseconds over one token and 2.6
-against 4.1 over four, one of a 24 M model 5.7 against 7.4, level over four and a tenth behind over
-sixteen. For weights of 25 MB and more it is a tenth ahead over one row and half as fast from four
-rows on: those are packed.
+On Intel's processors `F.linear` calls MKL, which is faster for small float32 weights: a forward of
+the embedded target takes 1.9 against 3.3 milliseconds over one token and 2.6 against 4.1 over four;
+one of a 24 M model takes 5.7 against 7.4 over one token, the same over four and a tenth more over
+sixteen. For weights of 25 MB and more MKL is a tenth faster over one row and half as fast from four
+rows, so those are packed.
 
 Shapes: N rows, I input size, O output size.
 """
@@ -25,19 +24,20 @@ from torch import Tensor
 
 from decoding import devices
 
-# the row count oneDNN lays the weight out for: a round's; other counts give the same result
+# rows for which oneDNN lays out the weight, those of a round; other counts give the same result
 PACK_ROWS = 4
-SMALL_BYTES = 4 << 20  # of a float32 weight for which MKL is ahead over one row and level over four
+# bytes of a float32 weight up to which MKL is faster over one row and equal over four
+SMALL_BYTES = 4 << 20
 
 
 class Linear(Protocol):
-    """x_NI -> x_NI @ weight_OI^T + bias_O."""
+    """A linear layer: x_NI -> x_NI @ weight_OI^T + bias_O."""
 
     def __call__(self, x_NI: Tensor) -> Tensor: ...
 
 
 class PlainLinear:
-    """The eager twin: any device, any dtype."""
+    """The eager version, for any device and dtype."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight_OI, self.bias_O = weight_OI, bias_O
@@ -47,7 +47,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN with a prepacked weight: CPU, float32 and (where the processor has it) bfloat16."""
+    """oneDNN with a prepacked weight: CPU, float32 and (if the processor has it) bfloat16."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACK_ROWS)
@@ -65,14 +65,15 @@ def _cpuinfo() -> str:
 
 
 def mkl_is_fast() -> bool:
-    """Whether `F.linear` is MKL's product on one of Intel's processors. Asked by name, not by the
-    clock: each run must round alike.
+    """Return whether `F.linear` calls MKL on an Intel processor.
+
+    Decided by name rather than by timing, so that every run rounds alike.
     """
     return torch.backends.mkl.is_available() and "GenuineIntel" in _cpuinfo()
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this processor have packed products for the dtype."""
+    """Return whether torch and the processor have packed products for the dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -81,14 +82,15 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def draft_dtype(dtype: str, device: torch.device) -> str:
-    """In what a head drafts for a target in `dtype`: bfloat16 in place of float32, half a step's
-    bytes, where the device multiplies it natively.
+    """Return the dtype in which a head drafts for a target in `dtype`.
+
+    It is bfloat16 instead of float32, with half the bytes, if the device multiplies it natively.
     """
     if dtype != "float32":
         return dtype
     if device.type == "cuda":
         native = devices.multiplies_bfloat16()
-    else:  # elsewhere oneDNN converts, which costs more than it saves; asked by name as well
+    else:  # otherwise oneDNN converts, which costs more than it saves; also decided by name
         native = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split()) and can_pack(
             device, torch.bfloat16
         )
@@ -96,7 +98,7 @@ def draft_dtype(dtype: str, device: torch.device) -> str:
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:
-    """`packed` chooses the fast path; its caller has asked `can_pack`."""
+    """Return a linear layer; `packed`, which needs `can_pack`, selects the fast product."""
     small = (
         weight_OI.numel() * weight_OI.element_size() <= SMALL_BYTES
         and weight_OI.dtype == torch.float32
@@ -107,7 +109,7 @@ def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linea
 
 
 def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) times its weight."""
+    """Apply RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) and its weight."""
     if x_NC.dtype == torch.bfloat16 and not x_NC.is_cuda:
         # On a CPU the fused op with a weight takes three times as long in bfloat16; on a GPU it is
         # one kernel.

@@ -1,10 +1,9 @@
 """The native target: Llama, Mistral without window, Qwen2 and Qwen3 in few, small operations.
 
-Fused qkv and gate/up products, one cache tensor for all layers, rope in three operations, one mask
-a forward. At the sizes that fit a laptop, batch-1 decoding on a CPU is a matter of operation count,
-not of bytes; every line here was weighed with that in mind. The logits are tested against the hf
-backend. On a GPU the same layers run as recorded steps (decoding/models/native/static.py);
-`execution` chooses.
+It fuses the qkv and gate/up products, keeps one cache tensor for all layers, and applies rope in
+three operations and one mask a forward. For models of a laptop's size, batch-1 decoding on a CPU is
+bound by the number of operations, not by bytes. The logits are tested against the hf backend. On a
+GPU the same layers run as recorded steps (decoding/models/native/static.py), by `execution`.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
 H, D head size, F feed-forward size, T cache slots, L layers.
@@ -20,19 +19,19 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import Plan, Slots
+from decoding.models.cache import ForwardPlan, Slots
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
 
-EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
+EXECUTIONS = ("eager", "graph", "compiled")  # unrecorded; recorded; recorded with fused layers
 
 
 @dataclass(frozen=True)
 class Skips:
-    """Sub-layers that are left out, by layer from 0."""
+    """Sub-layers to skip, by layer from 0."""
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -42,9 +41,7 @@ class Skips:
 
 
 class NativeTarget:
-    """A `Target` (decoding/models/load.py) over `Weights`. Made by `load_target`, or from a state
-    dict with `from_state`.
-    """
+    """A `Target` over `Weights`, made by `load_target`, or by `from_state` from a state dict."""
 
     def __init__(
         self,
@@ -54,8 +51,10 @@ class NativeTarget:
         skips: Skips | None = None,
         execution: str | None = None,
     ) -> None:
-        """execution: one of EXECUTIONS; None takes graph on a GPU and eager on a CPU. Raises
-        UserError for another word.
+        """Wrap weights that are on their device.
+
+        execution: one of EXECUTIONS; None is graph on a GPU and eager on a CPU. Raises UserError
+        for another value.
         """
         if execution is None:
             execution = "graph" if devices.runs_ahead(weights.device) else "eager"
@@ -66,8 +65,7 @@ class NativeTarget:
         config = weights.config
         self.weights, self.config, self.name, self.execution = weights, config, name, execution
         skips = skips or Skips()
-        # (layer, whether its attention runs, whether its MLP runs); layers without either are left
-        # out.
+        # (layer, whether its attention runs, whether its MLP runs), without layers that skip both
         self._plan = [
             (i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)
         ]
@@ -107,10 +105,9 @@ class NativeTarget:
         packed: bool | None = None,
         execution: str | None = None,
     ) -> "NativeTarget":
-        """From config.json's fields and the tensors of a Hugging Face state dict.
+        """Make a target from config.json's fields and a Hugging Face state dict.
 
-        packed: True or False chooses oneDNN's packed products or the plain ones; None takes packed
-        where they exist.
+        packed: whether to use oneDNN's packed products; None uses them where they exist.
         execution: see `__init__`.
         """
         place = torch.device(device)
@@ -126,13 +123,13 @@ class NativeTarget:
 
     @property
     def backend(self) -> str:
-        """`native`, with the execution where it is not the CPU's plain one."""
+        """Name of the backend in results, with the execution unless it is eager on a CPU."""
         plain = self.execution == "eager" and not devices.runs_ahead(self.device)
         return "native" if plain else f"native {self.execution}"
 
     @property
     def lengths_B(self) -> list[int]:
-        """Committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache, by row."""
         return self.slots.lengths_B
 
     @property
@@ -143,8 +140,7 @@ class NativeTarget:
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length).
 
-        The cache grows as needed and is kept for the next call; what it holds from before is behind
-        every mask.
+        The cache grows as needed and is reused; masks hide its old content.
         """
         capacity = capacity or self.max_length
         held = (
@@ -154,17 +150,16 @@ class NativeTarget:
         )
         if held[0] < batch_size or held[1] < capacity:
             rows, slots = max(held[0], batch_size), max(held[1], capacity)
-            # a whole bucket, or the context: masked attention wants an even number of slots
+            # a full bucket or the context, since masked attention needs an even number of slots
             if self._static is not None:
                 slots = bucket(
                     slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE
                 )
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
-            self._cache_L2BHTD = None  # give the old one back first
+            self._cache_L2BHTD = None  # free the old one first
             with torch.inference_mode(False):
-                # Zeros, not empty: a masked slot still meets a product with weight 0, and 0 x NaN
-                # would spread.
+                # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN.
                 self._cache_L2BHTD = torch.zeros(
                     shape, dtype=self.weights.dtype, device=self.device
                 )
@@ -183,12 +178,9 @@ class NativeTarget:
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC) of new tokens after the committed ones; hidden is after the
-        final norm, or at the taps (see `Target.forward`; of a partial view, of the layers that it
-        runs).
+        """Return (logits_BNV, hidden_BNC) of new tokens after the committed ones.
 
-        parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on
-        the right.
+        See `Target.forward`; the taps of a partial view count the layers that it runs.
         """
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
             check_taps(self, taps)
@@ -201,17 +193,13 @@ class NativeTarget:
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
-        """The hidden states of `forward` without the product with the vocabulary; always operation
-        by operation.
-        """
+        """Return the hidden states of `forward` without computing logits, always unrecorded."""
         return self._states(tokens_BN, parents_BN, taps)[1]
 
     def _states(
         self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states after the final norm, and those at the taps: the same where there are
-        none.
-        """
+        """Return the hidden states after the final norm and at the taps, equal without taps."""
         check_taps(self, taps)
         states: dict[int, Tensor] = {}
         x_BNC = self.through_layers(
@@ -230,9 +218,9 @@ class NativeTarget:
         taps: tuple[int, ...],
         states: dict[int, Tensor],
     ) -> Tensor:
-        """The layers alone, from embedded tokens to what the final norm takes.
+        """Run the layers, from embedded tokens to the input of the final norm.
 
-        states: takes the hidden states at the taps, of which 0 is x_BNC itself.
+        states: receives the hidden states at the taps, of which 0 is x_BNC.
         """
         if 0 in taps:
             states[0] = x_BNC
@@ -252,8 +240,8 @@ class NativeTarget:
                 states[index + 1] = x_BNC
         return x_BNC
 
-    def _rope_rows(self, plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for this forward's positions, (1 or B, N, 1, D)."""
+    def _rope_rows(self, plan: ForwardPlan, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for this forward's positions, (1 or B, N, 1, D)."""
         assert self._rope is not None, "open() comes before forward()"
         cos_TD, sin_TD = self._rope
         if plan.positions_BN is not None:
@@ -261,8 +249,8 @@ class NativeTarget:
         start, stop = plan.end - num_tokens, plan.end
         return cos_TD[None, start:stop, None], sin_TD[None, start:stop, None]
 
-    def _grouped_mask(self, plan: Plan) -> Tensor | None:
-        """The mask for queries folded as (B, H, G * N, D)."""
+    def _grouped_mask(self, plan: ForwardPlan) -> Tensor | None:
+        """Return the mask for queries folded as (B, H, G * N, D)."""
         group = self.config.num_heads // self.config.num_kv_heads
         if plan.mask is None or group == 1:
             return plan.mask
@@ -273,7 +261,7 @@ class NativeTarget:
         index: int,
         layer: Layer,
         x_BNC: Tensor,
-        plan: Plan,
+        plan: ForwardPlan,
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
@@ -306,7 +294,7 @@ class NativeTarget:
                 enable_gqa=Q != H,
             )
             return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
-        # Grouped heads: the G queries that share a key head become further rows of it, so no key is
+        # Grouped heads: the G queries that share a key head become more rows of it, so no key is
         # copied.
         q = q.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
@@ -327,7 +315,7 @@ class NativeTarget:
         self.slots.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows` of the batch, in that order; the others stop costing."""
+        """Keep only `rows` of the batch, in this order."""
         moves = self.slots.select(rows)
         if moves:
             assert self._cache_L2BHTD is not None
@@ -336,35 +324,34 @@ class NativeTarget:
         self._view_rows(len(rows))
 
     def keep(self, row: int, name: int) -> None:
-        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        """Store a copy of a row's committed cache (see `Target.keep`)."""
         assert self._cache_L2BHTD is not None
         self._kept[name] = self._cache_L2BHTD[:, :, row, :, : self.lengths_B[row]].clone()
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of what was kept."""
+        """Start a row with the first `length` tokens that `keep` stored."""
         assert self._cache_L2BHTD is not None
         self._cache_L2BHTD[:, :, row, :, :length] = self._kept[name][..., :length, :]
         self.slots.lengths_B[row] = length
 
     def forget(self) -> None:
-        """Drop all that was kept."""
+        """Drop everything that `keep` stored."""
         self._kept = {}
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings, (..., C)."""
+        """Return token embeddings (..., C)."""
         return F.embedding(ids, self.weights.embedding_VC)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states after the final norm."""
+        """Return the logits (..., V) of hidden states after the final norm."""
         return self.weights.head(hidden)
 
     def partial(self, skips: Skips) -> "NativeTarget":
-        """A view that leaves out the sub-layers in `skips`, sharing weights and the keys and values
-        that this target committed.
+        """Return a view without the sub-layers in `skips`, which shares weights and cache.
 
-        The view keeps its own lengths and writes beyond the committed tokens only, where this
-        target's next forward overwrites it. Open this target first; follow its commits with
-        `follow`.
+        The view has its own lengths and only writes past the committed tokens, where this target's
+        next forward overwrites it. Open this target first; then call the view's `follow` after
+        every commit.
         """
         view = NativeTarget(
             self.weights,
@@ -377,10 +364,9 @@ class NativeTarget:
         return view
 
     def follow(self, whole: "NativeTarget") -> None:
-        """Take the committed lengths and rows of the target that this is a partial view of, and its
-        cache where that is a new one.
+        """Take over the lengths, rows and cache of the target that this is a view of.
 
-        As long as it is the same one, what the view has recorded on it stays.
+        Recorded steps are kept as long as the cache is the same.
         """
         if self._cache_L2BHTD is not whole._cache_L2BHTD:
             self._cache_L2BHTD, self._rope = whole._cache_L2BHTD, whole._rope

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.values import shown
+from decoding.values import quote
 
 KINDS = ("default", "llama3")
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rope fields of a config.json, from the `rope_parameters` of transformers 5 or the
-    older two fields.
+    """Return the rope fields of a config.json, in the form of transformers 5 or the older one.
 
-    Raises UserError for a kind that this backend does not have, and for two fields that contradict
-    each other.
+    Raises UserError for a kind that this backend lacks, and for two fields that contradict each
+    other.
     """
     given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, rope in given.items():
@@ -32,19 +31,18 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
                     f"which has 'default' and 'llama3'. Use backend=hf."
                 )
     first, *others = [_complete(rope, config) for rope in given.values()] or [_complete({}, config)]
-    # transformers reads rope_scaling alone where both are there, so neither can be preferred in
-    # silence.
+    # transformers reads only rope_scaling if both exist, so neither is preferred silently
     if others and others[0] != first:
         raise UserError(
-            f"config.json: rope_scaling is {shown(config['rope_scaling'])}, which contradicts "
-            f"rope_parameters ({shown(config['rope_parameters'])}), expected the same rotary "
+            f"config.json: rope_scaling is {quote(config['rope_scaling'])}, which contradicts "
+            f"rope_parameters ({quote(config['rope_parameters'])}), expected the same rotary "
             f"positions in both. Remove the field that the model was not trained with."
         )
     return first
 
 
 def _complete(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return rope fields with their defaults, and the kind under its newer name alone."""
+    """Return rope fields with their defaults, and the kind under its newer name."""
     defaults = {
         "rope_theta": config.get("rope_theta", 10000.0),
         "rope_type": rope.get("type", "default"),
@@ -53,7 +51,7 @@ def _complete(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Tensor:
-    """Angles per position step, (D / 2,), float32 as in the reference."""
+    """Return the angles per position step, (D / 2,), float32 as in the reference."""
     frequencies = 1.0 / (
         parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     )
@@ -73,8 +71,9 @@ def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions
 def rope_tables(
     frequencies: Tensor, num_positions: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cos_TD, sin_TD). The sign of rotate-half is folded into sin, so that x*cos + roll(x,
-    D/2)*sin rotates x.
+    """Return (cos_TD, sin_TD), where x * cos + roll(x, D / 2) * sin rotates x.
+
+    The sign of rotate-half is part of sin.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()

@@ -1,12 +1,11 @@
-"""A forward of the native target that a CUDA graph can hold: fixed shapes, fixed buffers, nothing
-asked of the host.
+"""A forward of the native target that a CUDA graph can record: fixed shapes, fixed buffers.
 
-The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the
-cache and the mask to them; here lengths are a tensor, the keys of a whole *bucket* of the cache are
-read, and a mask made on the device hides what lies past each row's length. Buckets grow by a
-quarter or less, so that short contexts do not pay for long ones. One step is recorded for every
-(rows, tokens, chain or tree, bucket, taps) on first use and replayed from then on. On a CPU the
-same body runs unrecorded: so the tests compare it with its twin.
+The eager version is `NativeTarget.features`, where the host knows the rows' lengths and slices the
+cache and the mask. Here the lengths are a tensor, the keys of a *bucket* of cache slots are read,
+and a mask made on the device hides slots past each row's length. Buckets grow by at most a quarter,
+so that short contexts do not pay for long ones. A step is recorded on first use for each (rows,
+tokens, chain or tree, bucket, taps) and replayed afterwards. On a CPU the step runs unrecorded, so
+that tests compare it with the eager version.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
 H, D head size, T slots of a bucket, S slots of the cache, L layers.
@@ -27,14 +26,14 @@ from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import join_taps
 
 SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
-SLOT_MULTIPLE = 64  # slots of a cache come in multiples of it
-# new tokens of a recorded step: wide beams are 257 and more; what is wider still waits for its
-# products, not for launches
+SLOT_MULTIPLE = 64  # the slots of a cache are a multiple of it
+# Maximum new tokens of a recorded step. Wide beams have 257 and more; wider forwards are bound by
+# their products, not by launches.
 WIDEST = 512
 
 
 def bucket(slots: int, most: int) -> int:
-    """The smallest bucket of at least `slots`, and no more than `most` slots of the cache."""
+    """Return the smallest bucket of at least `slots`, limited to the cache's `most` slots."""
     size = SMALLEST_BUCKET
     while size < slots:
         size += (1 << size.bit_length() - 1) // 4
@@ -43,23 +42,19 @@ def bucket(slots: int, most: int) -> int:
 
 @dataclass(slots=True)
 class Output:
-    """What a step leaves in its buffers."""
+    """The output buffers of a step."""
 
     logits_BNV: Tensor
     hidden_BNC: Tensor  # after the final norm, or at the taps
 
 
 class StaticForward:
-    """The recorded steps of one target. Steps hold addresses, so a new cache (`bind`) drops them
-    all.
-    """
+    """The recorded steps of one target; a new cache (`bind`) drops them, as they hold addresses."""
 
     def __init__(
         self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool
     ) -> None:
-        """layers: (index in the cache, weights, whether its attention runs, whether its
-        MLP runs).
-        """
+        """Set the layers: (index in the cache, weights, attention runs, MLP runs)."""
         self.weights, self.layers, self.device = weights, layers, weights.device
         self.layer: Callable[..., Tensor] = (
             devices.compiled(decoder_layer, self.device) if compiled else decoder_layer
@@ -67,7 +62,7 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], _Step] = {}
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-        """Run on this cache and these cosines and sines from now on."""
+        """Use this cache and these rope tables."""
         self.cache_L2BHSD = cache_L2BHSD
         with torch.inference_mode(False):
             self.rope_S2D = torch.stack(rope, 1)
@@ -81,8 +76,9 @@ class StaticForward:
         lengths_B: Sequence[int],
         taps: tuple[int, ...],
     ) -> Output:
-        """Logits and hidden states, after the final norm or at the taps, of new tokens after
-        `lengths_B` committed ones; fresh tensors.
+        """Return logits and hidden states of new tokens after `lengths_B` committed ones.
+
+        Hidden states are after the final norm, or at the taps. The tensors are copies.
         """
         B, N = tokens_BN.shape
         T = bucket(max(lengths_B) + N, self.cache_L2BHSD.shape[4])
@@ -98,7 +94,7 @@ class StaticForward:
 
 
 class _Step:
-    """One shape: its input buffers, its constants and what is recorded."""
+    """The step of one shape: its input buffers, its constants and its recording."""
 
     run: Callable[[], Output] | None = None
 
@@ -118,7 +114,7 @@ class _Step:
             self.hidden = torch.full((), float("-inf"), dtype=dtype, device=device)
 
     def fill(self, tokens_BN: Tensor, parents_BN: Tensor | None, lengths_B: Sequence[int]) -> None:
-        """Put a forward's inputs where the step reads them."""
+        """Copy a forward's inputs into the step's buffers."""
         self.tokens_BN.copy_(tokens_BN)
         devices.fill(self.lengths_B, list(lengths_B))
         if parents_BN is not None:
@@ -128,7 +124,7 @@ class _Step:
             self.parents_BN.copy_(parents_BN)
 
     def body(self) -> Output:
-        """The forward itself."""
+        """Run the forward on the buffers."""
         owner, config = self.owner, self.owner.weights.config
         slots_BN, positions_BN, mask = self._where()
         cos_sin_BN2D = owner.rope_S2D[positions_BN]
@@ -161,9 +157,7 @@ class _Step:
         return Output(logits_BNV, join_taps(states, self.taps))
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots_BN written, rope positions_BN, additive mask (B, 1, G * N, T)) from the buffers,
-        on the device.
-        """
+        """Return (slots_BN, rope positions_BN, additive mask (B, 1, G * N, T)) on the device."""
         config = self.owner.weights.config
         slots_BN = self.lengths_B[:, None] + self.offsets_N
         if self.parents_BN is None:
@@ -193,8 +187,7 @@ def decoder_layer(
     attends: bool,
     feeds: bool,
 ) -> Tensor:
-    """One decoder layer on static shapes: x_BNC after it; keys and values go to `slots_BN` of
-    `cache_2BHSD`.
+    """Run one decoder layer on static shapes; write keys and values to `slots_BN` of the cache.
 
     cos, sin: (B, N, 1, D). mask: (B, 1, G * N, T) over the first T slots. All layers of a model
     share one compiled form.
@@ -230,7 +223,7 @@ def _attention(
     qk = qk * cos + qk.roll(D // 2, -1) * sin
     cache_2BHSD[:, rows_B1, :, slots_BN] = torch.stack((qk[:, :, Q:], v_BNHD), 2)
     keys, values = cache_2BHSD[0, :, :, : mask.shape[-1]], cache_2BHSD[1, :, :, : mask.shape[-1]]
-    # The G queries that share a key head become further rows of it, so no key is copied.
+    # The G queries that share a key head become more rows of it, so no key is copied.
     q = qk[:, :, :Q].view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
     return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))

@@ -1,5 +1,4 @@
-"""The weights of the native target: read from a Hugging Face state dict, fused, and put on one
-device in one dtype.
+"""The native target's weights: read from a Hugging Face state dict, fused, in one dtype.
 
 Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size.
 """
@@ -38,9 +37,7 @@ class NativeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "NativeConfig":
-        """Raises UserError for a family, activation or rope kind that this backend does
-        not have.
-        """
+        """Read config.json's fields; raise UserError for an unsupported family or activation."""
         family = config["model_type"]
         if family not in FAMILIES:
             raise UserError(
@@ -75,7 +72,8 @@ class Layer:
 
     attention_norm_C: Tensor
     qkv: Linear
-    query_key_norm_QHD: Tensor | None  # Qwen3: the two head norms, one row a head
+    # Qwen3: the norms of query and key heads, one row a head
+    query_key_norm_QHD: Tensor | None
     out: Linear
     mlp_norm_C: Tensor
     gate_up: Linear
@@ -83,9 +81,7 @@ class Layer:
 
 
 class Weights:
-    """All weights of a model on one device in one dtype; shared by a target and its
-    partial views.
-    """
+    """All weights of a model on one device, shared by a target and its partial views."""
 
     def __init__(
         self,
@@ -96,12 +92,14 @@ class Weights:
         packed: bool,
         has_ends: bool = True,
     ) -> None:
-        """has_ends: False for layers from the middle of a model, which have no embedding, final
-        norm or head.
+        """Take the weights from a state dict.
+
+        has_ends: False for layers from the middle of a model, without embedding, final norm and
+        head.
         """
         self.config, self.dtype, self.device, self.packed = config, dtype, device, packed
         self._state = state
-        self.num_parameters = 0  # of the tensors taken, a tied embedding once
+        self.num_parameters = 0  # counts a tied embedding once
         self.embedding_VC = self.norm_C = torch.empty(0)
         self.head = make_linear(self.embedding_VC, None, False)
         if has_ends:

@@ -1,6 +1,4 @@
-"""Whether two folders have the same tokenizer: the same token behind every id, and the same ids for
-probe texts.
-"""
+"""Comparison of two folders' tokenizers: the token of every id, and the ids of probe texts."""
 
 from pathlib import Path
 
@@ -39,8 +37,9 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
 def check_tokenizer_of(
     tokenizer: PreTrainedTokenizerBase, target_folder: str | Path, where: str
 ) -> None:
-    """Raise UserError, beginning with `where`, for a tokenizer that is not the target's: by its own
-    where it has one, else by its ids alone.
+    """Raise UserError, beginning with `where`, for a tokenizer that is not the target's.
+
+    It is compared with the target's tokenizer if there is one, else only with its vocabulary size.
     """
     highest, holds = (
         max(tokenizer.get_vocab().values()),
@@ -64,7 +63,7 @@ def check_tokenizer_of(
 
 
 def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> str:
-    """How many ids mean another token, and the first of them; empty where there are none."""
+    """Return how many ids mean another token, with the first of them; empty if none does."""
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, other))
     last = min(max(ours), max(theirs))  # of the ids that both have
     beyond = target.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
@@ -80,8 +79,6 @@ def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, 
 def _differing_text(
     target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, texts: list[str]
 ) -> str:
-    """The first text of which the other tokenizer has other ids than the target's; empty where
-    there is none.
-    """
+    """Return the first text that the tokenizers encode differently; empty if there is none."""
     found = differences(encoder(other), encoder(target), texts)
     return f"though every id is the same token: {found[0]}" if found else ""

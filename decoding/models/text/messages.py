@@ -1,6 +1,4 @@
-"""Prompts as callers give them: texts, chats and token ids, each checked, and the one function that
-renders a chat.
-"""
+"""Checked prompts: texts, chats and token ids."""
 
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -11,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.models.text.templates import render
-from decoding.values import is_int, lone_surrogate, shown
+from decoding.values import is_int, lone_surrogate, quote
 
 ROLES = ("system", "user", "assistant", "tool")
 Messages = Sequence[Mapping[str, str]]
@@ -21,18 +19,17 @@ Prompt = str | Messages | Sequence[int]
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str
 ) -> list[int]:
-    """Token ids of a text, of a chat rendered with its generation prompt, or of the ids themselves.
-    name: the target's.
+    """Return the token ids of a text, of a chat with its generation prompt, or of ids.
 
-    Raises UserError for what is none of them, and for what the tokenizer or its chat template
-    cannot take.
+    name: the target's name. Raises UserError for another value, and for a prompt that the tokenizer
+    or its chat template rejects.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
         return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise UserError(
-            f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': "
+            f"the prompt is {quote(prompt)}, expected a text, a list of messages such as {{'role': "
             f"'user', 'content': '...'}}, or a list of token ids."
         )
     parts: list[Any] = list(prompt)
@@ -65,39 +62,37 @@ def check_text(text: str, where: str) -> None:
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """The messages as dicts. Raises UserError, naming the message, for a role or content that no
-    chat template can take.
-    """
+    """Return the messages as dicts; raise UserError for an invalid role or content."""
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{where} is {shown(message)}, expected a mapping such as {{'role': 'user', "
+                f"{where} is {quote(message)}, expected a mapping such as {{'role': 'user', "
                 f"'content': '...'}}."
             )
         for key in ("role", "content"):
             if key not in message:
                 raise UserError(
-                    f"{where} has no {key} (found {shown(sorted(map(str, message)))}), expected "
+                    f"{where} has no {key} (found {quote(sorted(map(str, message)))}), expected "
                     f"'role' and 'content'."
                 )
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(
-                f"the role of {where} is {shown(role)}, expected one of {', '.join(ROLES)}."
+                f"the role of {where} is {quote(role)}, expected one of {', '.join(ROLES)}."
             )
         if not isinstance(content, str):
-            raise UserError(f"the content of {where} is {shown(content)}, expected a text.")
+            raise UserError(f"the content of {where} is {quote(content)}, expected a text.")
         if role == "user" and not content.strip():
             raise UserError(
-                f"the content of {where} is empty (found {shown(content)}), expected a text."
+                f"the content of {where} is empty (found {quote(content)}), expected a text."
             )
         check_text(content, f"the content of {where}")
     return [dict(message) for message in messages]
 
 
 def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
-    """Token ids as Python ints; those of NumPy and PyTorch are taken too."""
+    """Return token ids, which may be NumPy's or PyTorch's, as Python ints."""
     ids = []
     for place, part in enumerate(parts):
         try:
@@ -112,7 +107,7 @@ def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
             token = None
         if token is None or not 0 <= token < vocab_size:
             raise UserError(
-                f"item {place} of the prompt is {shown(part)}, expected messages alone, or token "
+                f"item {place} of the prompt is {quote(part)}, expected messages alone, or token "
                 f"ids alone: whole numbers from 0 to {vocab_size - 1}, the vocabulary of '{name}'."
             )
         ids.append(token)

@@ -1,15 +1,13 @@
-"""What SentencePiece makes of a text with a folder's tokenizer.model, and a fast tokenizer that
-does the same.
+"""SentencePiece's ids by a folder's tokenizer.model, and a fast tokenizer that gives the same.
 
-The reference is the released slow tokenizer, with which LLaMA, Vicuna and their kin were trained.
-It splits a text at its added tokens (`</s>` in a chat) and encodes what lies between them with
-SentencePiece. `legacy` in tokenizer_config.json decides about the blank that the model writes
-before a text:
+The reference is the released slow tokenizer, with which LLaMA, Vicuna and related models were
+trained. It splits a text at its added tokens (`</s>` in a chat) and encodes the parts with
+SentencePiece. `legacy` in tokenizer_config.json controls the blank before a text:
 
-- true, and where it is absent (LLaMA, Vicuna 1.3): every part is a text of its own and gets a
-  blank, so `</s>USER` has the ids of `</s>` and ` USER`, and `</s> USER` has one blank more.
-- false (Llama 2, Vicuna 1.5): the whole text gets one blank, none where it begins with an added
-  token; what follows an added token is encoded as it is.
+- true, the default (LLaMA, Vicuna 1.3): every part gets a blank, so `</s>USER` has the ids of
+  `</s>` and ` USER`, and `</s> USER` has one blank more.
+- false (Llama 2, Vicuna 1.5): the whole text gets one blank, or none if it begins with an added
+  token; the part after an added token is encoded as it is.
 
 (transformers pull request 24565 introduced the flag.)
 """
@@ -31,15 +29,12 @@ _ModelProto: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defin
 
 
 class SentencePieces:
-    """The reference: a tokenizer.model, the tokens that a folder adds to it, and the folder's
-    convention.
-    """
+    """The reference tokenizer: tokenizer.model, the folder's added tokens, and its convention."""
 
     def __init__(self, model: bytes, added: Added, legacy: bool, prefix: bool = True) -> None:
-        """Read a model. prefix: with legacy false, whether a text gets a blank
-        (`add_prefix_space`).
+        """Read a model; raise ValueError for bytes that are not a SentencePiece model.
 
-        Raises ValueError for bytes that are no SentencePiece model.
+        prefix: with legacy false, whether a text starts with a blank (`add_prefix_space`).
         """
         try:
             self.proto = _ModelProto.FromString(model)
@@ -59,9 +54,7 @@ class SentencePieces:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without those that a tokenizer may add at its beginning and
-        end.
-        """
+        """Return the ids of a text, without those of its beginning and end."""
         if not self.legacy:
             text = text.replace(BLANK, " ")
             if self.blank_before_text and text and not self._splits.match(text):
@@ -78,30 +71,26 @@ class SentencePieces:
         """Return the ids of a text between added tokens."""
         if self.legacy or not text.startswith((BLANK, " ")):
             return list(self._encoder.encode(text))
-        # Without a blank of its own, SentencePiece may strip the leading ones, unless something
-        # precedes them.
+        # SentencePiece may strip leading blanks unless something precedes them.
         before = self.proto.trainer_spec.unk_piece
         return list(self._encoder.encode(before + text)[len(self._encoder.encode(before)) :])
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the ids by token: the model's pieces, some of which a folder may have renamed, and
-        the added tokens.
-        """
+        """Return the ids by token: the model's pieces, by the folder's names, and added tokens."""
         pieces = {i: piece.piece for i, piece in enumerate(self.proto.pieces)}
         added = {i: token.content for i, token in self.added.items()}
         return {token: i for i, token in (pieces | added).items()}
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids of the model's pieces, special tokens left out."""
+        """Return the text of ids of the model's pieces without special tokens."""
         return str(self._decoder.decode([i for i in ids if i not in self._special]))
 
 
 def fast_twin(pieces: SentencePieces) -> Tokenizer:
-    """Return a tokenizer of the `tokenizers` library with the model's pieces, merged by the model's
-    scores.
+    """Return a `tokenizers` tokenizer with the model's pieces, merged by the model's scores.
 
-    The caller compares it with the reference: a model with a normalization table, or that is no
-    BPE, has no twin here. Raises ValueError where the ids of added tokens leave gaps.
+    The caller compares it with the reference: a model that normalizes text by a table or is not BPE
+    has no such twin. Raises ValueError if the ids of added tokens leave gaps.
     """
     proto, spec = pieces.proto, pieces.proto.normalizer_spec
     vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
@@ -147,12 +136,11 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
 
 @lru_cache(maxsize=4)
 def _merges(model: bytes) -> list[tuple[str, str]]:
-    """Return every split of a learned piece into two, in the order in which SentencePiece would
-    merge them.
+    """Return every split of a learned piece into two, in the order of SentencePiece's merges.
 
-    SentencePiece merges the pair whose piece scores highest, the leftmost of equals. Pieces of
-    blanks share one score in LLaMA's model, so that runs of blanks grow from the left: of equals,
-    the pair with the longer left side comes first.
+    SentencePiece merges the pair whose piece has the highest score, and the leftmost of equals.
+    Pieces of blanks share one score in LLaMA's model, so runs of blanks grow from the left: of
+    equals, the pair with the longer left side comes first.
     """
     pieces = _ModelProto.FromString(model).pieces
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
@@ -167,9 +155,7 @@ def _merges(model: bytes) -> list[tuple[str, str]]:
 
 
 def _add_tokens(twin: Tokenizer, added: Added) -> None:
-    """Add tokens under their ids; as with the slow tokenizer, they are found in the text as it was
-    typed.
-    """
+    """Add tokens under their ids; like the slow tokenizer, match them in the unnormalized text."""
     for i, token in sorted(added.items()):
         kept = AddedToken(
             token.content,

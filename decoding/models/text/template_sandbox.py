@@ -1,8 +1,7 @@
-"""Compile chat templates so that no single operation of theirs, nor what they write, grows beyond a
-limit.
+"""Compile chat templates with limits on the size of each operation's result and of the output.
 
-A thread that is in one long operation (`'x' * 10**10`) cannot be interrupted, so the size of a
-result is computed before the result is.
+A thread cannot be interrupted within a long operation (`'x' * 10**10`), so a result's size is
+computed before the result.
 """
 
 import re
@@ -37,20 +36,18 @@ class TooMuchError(Exception):
 
 
 class TooLargeError(Exception):
-    """An operation of the template has too large a result; the text names the result
-    and the limit.
-    """
+    """An operation's result is too large; the message states the result and the limit."""
 
 
 @lru_cache(maxsize=128)
 def compile_bounded(source: str) -> Template:
     """Return the template as `transformers` compiles it, with limits."""
-    # The empty template brings the environment; another one's constant parts would be computed
-    # while it is compiled.
+    # The empty template provides the environment; another template's constant parts would be
+    # computed during compilation.
     environment = _cached_compile_jinja_template("").environment
     environment.__class__ = _BoundedEnvironment
     environment.code_generator_class = _CodeGenerator
-    # A chain of join, of which blocks and macros make use too.
+    # joins the output, also of blocks and macros
     environment.concat = _join
     for name, size in _FILTERS.items():
         environment.filters[name] = _bounded(environment.filters[name], size)
@@ -99,9 +96,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` with the sandbox's limits and those on the fields; None for another
-        method.
-        """
+        """Return `str.format` with the sandbox's limits and limits on fields, None for others."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -117,13 +112,13 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def check_pieces(self, pieces: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what `~` joins unless that is too large."""
+        """Return the pieces that `~` joins unless their sum is too large."""
         _check(sum(len(piece) for piece in pieces if isinstance(piece, str)))
         return pieces
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles `~`, which is no operator that a sandbox intercepts."""
+    """Compiles `~`, which a sandbox does not intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write(
@@ -136,9 +131,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formats a text field by field, each with a limit on its width and all with one on
-    their sum.
-    """
+    """Formats a text field by field, with a limit on each width and on their sum."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
         super().__init__(environment)
@@ -172,8 +165,9 @@ def _check(size: int) -> None:
 
 
 def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
-    """Return a filter that checks the size of its result first; jinja2 passes some filters an
-    argument of its own.
+    """Return a filter that first checks the size of its result.
+
+    jinja2 passes some filters an extra first argument.
     """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -186,14 +180,12 @@ def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number; 0 for what is none, at which the operation itself fails."""
+    """Return a whole number, or 0 for other values, with which the operation itself fails."""
     return value if isinstance(value, int) else 0
 
 
 def _number(digits: str) -> int:
-    """Return the number that digits write; beyond what Python reads, one that is beyond
-    all limits.
-    """
+    """Return the number in digits; a number too long for Python becomes one above all limits."""
     return int(digits) if len(digits) < 20 else 10**20
 
 
@@ -202,7 +194,7 @@ def _length(value: Any) -> int:
 
 
 def _size_of_percent(form: Any, values: Any) -> int:
-    """Return up to how many characters printf-style formatting writes."""
+    """Return an upper bound for the characters that printf-style formatting writes."""
     text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
     items = (
         list(values.values())
@@ -245,8 +237,7 @@ def _size_of_batch(value: Any, linecount: Any = 0, fill_with: Any = None) -> int
 
 
 def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: Any) -> int:
-    # A line of the text needs an item, and begins with a blank text for each level that the item is
-    # in.
+    # every line needs an item, and is indented once for each level of the item
     return (
         0
         if indent is None
@@ -286,7 +277,7 @@ def _sum_filter(
 
 
 def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
-    """Yield what is to be joined by a text of a length, or summed, with a limit on the whole."""
+    """Yield pieces to be joined by a text of this length, or summed, with a limit on the total."""
     size = 0
     for piece in pieces:
         size += each + (len(piece) if isinstance(piece, _SEQUENCE) else 1)

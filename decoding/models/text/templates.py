@@ -1,10 +1,9 @@
-"""Rendering a chat by a template that came with a model: somebody else's program, so it runs with
-limits on time and output.
+"""Render chats by a model's template, which is untrusted code, with limits on time and output.
 
-One thread watches all renderings. A rendering that takes too long gets an exception raised in its
-own thread, whichever that is (`PyThreadState_SetAsyncExc`); so no process is started for a chat,
-and a rendering that is quick costs two entries of a dictionary. What a template writes, and what
-each operation of it computes, has limits of its own (decoding/models/text/template_sandbox.py).
+One thread watches all renderings. If a rendering takes too long, an exception is raised in its
+thread (`PyThreadState_SetAsyncExc`), so no process is started for a chat and a quick rendering
+costs two dictionary entries. The output and each operation have their own limits
+(decoding/models/text/template_sandbox.py).
 """
 
 import ctypes
@@ -30,15 +29,13 @@ Result = TypeVar("Result")
 
 
 class _Here(threading.local):
-    """Whether this thread renders a template."""
+    """Whether the current thread is rendering a template."""
 
     rendering = False
 
 
 class _TooLongError(BaseException):
-    """Raised in a thread whose rendering takes too long; no `except Exception` on the
-    way stops it.
-    """
+    """Raised in a thread whose rendering takes too long; `except Exception` does not catch it."""
 
 
 def render(
@@ -48,11 +45,11 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a chat by a template's source; None takes the tokenizer's own.
+    """Render a chat by a template's source; None takes the tokenizer's template.
 
-    Raises UserError, naming the tokenizer's folder, for a template that is no Jinja, runs too long,
-    writes too much or fails in its own code; jinja2.TemplateError where the template itself refuses
-    the messages.
+    Raises UserError with the tokenizer's folder for a template that is not valid Jinja, runs too
+    long, writes too much or fails in its code, and jinja2.TemplateError if the template itself
+    rejects the messages.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     source = tokenizer.get_chat_template() if source is None else source
@@ -99,25 +96,19 @@ def render(
 
 
 def _seconds_of(thread: int) -> float:
-    """Seconds that a thread has computed; of those that it waits for others none counts. Where no
-    system clock has them, the time of day.
-    """
+    """Return the computing seconds of a thread, or the time of day without such a clock."""
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
 def _compile(source: str) -> Template:
-    """Return the compiled template: with limits in a thread that renders one here, else as
-    `transformers` does.
-    """
+    """Compile a template, with limits if this thread renders a chat, else like `transformers`."""
     return compile_bounded(source) if _here.rendering else _compile_plain(source)
 
 
 class _Watch:
-    """The deadlines of the renderings under way, by thread, and the thread that keeps them. It
-    sleeps where there is none.
-    """
+    """The deadlines of the current renderings by thread, and the thread that enforces them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,7 +118,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def run(self, action: Callable[[], Result], seconds: float) -> Result:
-        """What the action returns; _TooLongError where it takes longer."""
+        """Return the action's result; raise _TooLongError if it takes longer."""
         thread = threading.get_ident()
         with self._lock:
             self._deadlines[thread] = _seconds_of(thread) + seconds
@@ -143,7 +134,7 @@ class _Watch:
         finally:
             with self._lock:
                 self._deadlines.pop(thread, None)
-                # In time after all, or raised already: nothing may be raised after this block.
+                # finished in time or already raised: nothing may be raised after this block
                 if thread in self._fired:
                     self._fired.discard(thread)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
@@ -165,7 +156,7 @@ class _Watch:
 
 
 def _new_watch() -> None:
-    """A forked process has no watching thread, and maybe a lock that nobody gives back."""
+    """Make a new watch, as a forked process has no watching thread and may hold a lost lock."""
     global _watch
     _watch = _Watch()
 
@@ -173,6 +164,6 @@ def _new_watch() -> None:
 _watch = _Watch()
 os.register_at_fork(after_in_child=_new_watch)
 _here = _Here()
-# Compiling computes a template's constant parts, so the limits have to be in place before it.
+# Compiling a template computes its constant parts, so limits must be set before it.
 _compile_plain = chat_template_utils._compile_jinja_template
 chat_template_utils._compile_jinja_template = _compile  # type: ignore[assignment]  # a function without a cache

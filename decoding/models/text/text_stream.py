@@ -1,11 +1,9 @@
-"""Text out of tokens as they come: whole characters only, and the same text as decoding all of them
-at once.
-"""
+"""Incremental text from tokens: complete characters only, equal to decoding all tokens at once."""
 
 from collections.abc import Callable, Sequence
 
-BROKEN = "\ufffd"  # what a tokenizer writes for bytes that are no character, or not yet
-LONGEST = 4  # bytes of a UTF-8 character, and so the most tokens that one can be spread over
+BROKEN = "\ufffd"  # decoded from bytes that are not a complete character
+LONGEST = 4  # bytes of a UTF-8 character, and so the maximum tokens of one
 
 
 class TextStream:
@@ -19,13 +17,11 @@ class TextStream:
     def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:
         self._text_of = text_of
         self._tokens: list[int] = []
-        # text is decoded from token `first` on, and told up to token `shown`
+        # text is decoded from token `first`, and returned up to token `shown`
         self._first = self._shown = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What these tokens add to the text; the bytes of an unfinished character wait for the rest
-        of it.
-        """
+        """Return the text that these tokens add, without an unfinished character."""
         pieces = []
         for token in tokens:
             self._tokens.append(token)
@@ -34,9 +30,7 @@ class TextStream:
         return "".join(pieces)
 
     def end(self) -> str:
-        """What was waiting, as the tokenizer writes it: U+FFFD for bytes that no other token
-        completed.
-        """
+        """Return the rest of the text, with U+FFFD for bytes of an unfinished character."""
         return self._piece(hold=False)
 
     def _piece(self, hold: bool) -> str:
@@ -45,7 +39,7 @@ class TextStream:
         if hold and new.endswith(BROKEN):
             return ""
         piece = new[len(old) :]
-        if piece:  # else a special token: the next one still needs a neighbour with text
+        if piece:  # after a special token the next one still needs the context with text
             self._first = self._shown
         self._shown = len(self._tokens)
         return piece

@@ -1,9 +1,8 @@
-"""Load a folder's tokenizer so that it gives the ids with which the model was trained, and copy it
-so that it stays so.
+"""Load a folder's tokenizer with the ids of the model's training, and copy it unchanged.
 
 A tokenizer that gives other ids is repaired (decoding/models/text/tokenizer_repair.py): a
-tokenizer.json with the right ids, and settings under which it loads as it is, take the place of the
-folder's own files, in memory and in all exports.
+tokenizer.json with the right ids, and settings that load it as it is, replace the folder's files in
+memory and in all exports.
 """
 
 import hashlib
@@ -38,16 +37,15 @@ def has_tokenizer(folder: str | Path) -> bool:
 def load_tokenizer(
     folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, or with of_model=False of one that holds a tokenizer
-    alone.
+    """Return the tokenizer of a model folder.
 
-    Raises UserError where the folder or its tokenizer cannot be read, where its ids differ from
-    SentencePiece's and cannot be repaired, and where it has more ids than the model's vocabulary.
+    of_model: False for a folder that only holds a tokenizer. Raises UserError for a folder or
+    tokenizer that cannot be read, ids that differ from SentencePiece's and cannot be repaired, and
+    ids outside the model's vocabulary.
     """
     folder = Path(folder)
     config = read_config(folder) if of_model else {}
-    # transformers reads all of config.json before it loads a tokenizer, which needs few of its
-    # fields.
+    # Checked first, since transformers reads all of config.json to load a tokenizer.
     if config:
         check_config(folder, config, complete=False)
     vocab_size = config.get("vocab_size")
@@ -70,8 +68,9 @@ def load_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files of `source`: byte for byte, or repaired. Raises UserError as
-    `load_tokenizer` does.
+    """Copy the tokenizer files of `source`, repaired if necessary.
+
+    Raises UserError as `load_tokenizer` does.
     """
     if source.resolve() == folder.resolve():
         return
@@ -87,10 +86,9 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def _repair_of(
     folder: Path, trust_remote_code: bool = False
 ) -> tuple[Repair | None, PreTrainedTokenizerBase | None]:
-    """Return what a folder's tokenizer needs, and what `transformers` makes of it where that had to
-    be read to know.
+    """Return the repair that a folder's tokenizer needs, and the tokenizer if it was loaded.
 
-    The first time, a line on standard error names a repair.
+    The first time, a repair is reported on standard error.
     """
     held = {
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
@@ -124,7 +122,7 @@ def _repair_of(
 
 
 def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return what `transformers` makes of a folder's tokenizer files."""
+    """Load a folder's tokenizer with `transformers`."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except RecursionError as error:  # the first LLaMA folders on the Hub
@@ -132,8 +130,7 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
             f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. "
             f"Write bos_token <s>, eos_token </s> and unk_token <unk> into {SETTINGS}."
         ) from error
-    # Of every type: what the files hold reaches code that expects other types, and tokenizers
-    # raises bare Exceptions.
+    # all types: transformers raises many for damaged files, and tokenizers bare Exceptions
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise own_code_error(folder) from error
@@ -145,9 +142,7 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
 
 
 def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError that names the file for which a folder's tokenizer cannot be loaded, where
-    one alone is to blame.
-    """
+    """Raise UserError if a single file is the reason that a folder's tokenizer cannot be loaded."""
     for name in (SETTINGS, CORE, *_IN_CORE):
         if (folder / name).is_file():
             read_json(folder / name)
@@ -171,7 +166,7 @@ def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's words on one line, or its type where it has none."""
+    """Return an error's message on one line, or its type if there is none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

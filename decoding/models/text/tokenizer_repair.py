@@ -1,10 +1,9 @@
-"""Whether a folder's tokenizer gives the ids with which its model was trained, and one that does
-where it gives others.
+"""Compare a folder's tokenizer with the one of the model's training, and repair it if it differs.
 
-`transformers` 5 builds a `LlamaTokenizer` from its pieces anew. Other ids come out wherever two
-blanks meet, for a text that begins with blanks, and behind `</s>`; without `add_bos_token` in the
-settings the beginning of text is missing. Probe texts find that: against SentencePiece where the
-folder has a tokenizer.model, else against its tokenizer.json.
+`transformers` 5 rebuilds a `LlamaTokenizer` from its pieces. Its ids differ for consecutive blanks,
+for a text that begins with blanks, and after `</s>`; without `add_bos_token` in the settings the
+beginning of text is missing. Probe texts detect that, by SentencePiece if the folder has a
+tokenizer.model, else by its tokenizer.json.
 """
 
 import json
@@ -95,9 +94,7 @@ def differences(encode: Encode, reference: Encode, texts: Iterable[str]) -> list
 
 
 def probes_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the probe texts, and those in which a tokenizer's special tokens have text before and
-    behind them.
-    """
+    """Return the probe texts, and probes with text before and after the special tokens."""
     added = [
         token.content
         for _, token in sorted(tokenizer.added_tokens_decoder.items())
@@ -117,27 +114,25 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
 def find_repair(
     folder: Path, tokenizer: PreTrainedTokenizerBase, held: dict[str, bytes], model_type: Any = None
 ) -> Repair | None:
-    """Return what makes a tokenizer right; None where it is. held: a folder's tokenizer files by
-    name.
+    """Return the repair that a tokenizer needs, None if its ids are right.
 
-    model_type: that of the folder's config.json. Raises UserError where no repair gives
-    SentencePiece's ids.
+    held: a folder's tokenizer files by name. model_type: that of the folder's config.json. Raises
+    UserError if no repair gives SentencePiece's ids.
     """
     settings = json.loads(held.get(SETTINGS, b"{}"))
-    # A LLaMA model's tokenizer.model alone means LlamaTokenizer and its defaults, though
-    # `transformers` takes another.
+    # For a LLaMA model, tokenizer.model alone means LlamaTokenizer with its defaults, even if
+    # `transformers` chooses another class.
     rebuilt = isinstance(tokenizer, LlamaTokenizer) or (
         model_type == "llama" and CORE not in held and "tokenizer_class" not in settings
     )
     if MODEL not in held:
         return _repair_by_core(tokenizer, settings, held[CORE].decode()) if rebuilt else None
     legacy, prefix = settings.get("legacy"), settings.get("add_prefix_space") is not False
-    # `legacy` absent means true for LLaMA. Another class comes with a tokenizer.json, which shows
-    # what is meant.
+    # Without `legacy` LLaMA's default is true. Other classes come with a tokenizer.json, which
+    # decides between both.
     conventions = [legacy] if isinstance(legacy, bool) else [True] if rebuilt else [True, False]
     added = tokenizer.added_tokens_decoder
-    # Here alone: a machine that only runs models may lack the package, and this is the one use of
-    # it.
+    # imported here: a machine that only runs models may lack sentencepiece
     from decoding.models.text.sentence_pieces import SentencePieces
 
     try:
@@ -180,9 +175,7 @@ def find_repair(
 def _repair_by_core(
     tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], core: str
 ) -> Repair | None:
-    """Let a folder's tokenizer.json count as it is where the tokenizer that was built from its
-    pieces differs.
-    """
+    """Return the repair that loads tokenizer.json as it is, if the loaded tokenizer differs."""
     own = Tokenizer.from_str(core)
     wrong = differences(
         encoder(tokenizer),
@@ -195,9 +188,7 @@ def _repair_by_core(
 def _check_same_pieces(
     folder: Path, tokenizer: PreTrainedTokenizerBase, reference: "SentencePieces", wrong: Difference
 ) -> None:
-    """Raise UserError where the tokenizer's vocabulary is another one than the model's: which of
-    them is right is not known.
-    """
+    """Raise UserError if tokenizer and model have different vocabularies; either may be right."""
     ours, theirs = tokenizer.get_vocab(), reference.vocabulary()
     odd = sorted(ours.items() ^ theirs.items(), key=lambda entry: entry[1])
     if odd:
@@ -214,9 +205,7 @@ def _check_same_pieces(
 def _twin(
     folder: Path, reference: "SentencePieces", texts: list[str], wrong: Difference
 ) -> Tokenizer:
-    """Return a tokenizer that gives the reference's ids for all texts. Raises UserError where none
-    does.
-    """
+    """Return a tokenizer that gives the reference's ids for all texts, or raise UserError."""
     from decoding.models.text.sentence_pieces import fast_twin
 
     try:
@@ -240,16 +229,14 @@ def _twin(
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> tuple[str, str]:
-    """Return what LLaMA's released tokenizer writes before and after a text; empty
-    where nothing.
-    """
+    """Return the tokens that LLaMA's released tokenizer puts before and after a text, or ""."""
     bos = tokenizer.bos_token if settings.get("add_bos_token", True) else ""
     eos = tokenizer.eos_token if settings.get("add_eos_token", False) else ""
     return bos or "", eos or ""
 
 
 def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors.TemplateProcessing:
-    """Return the post-processor that writes them."""
+    """Return the post-processor that adds the tokens of beginning and end."""
     ids = [
         (token, tokenizer.convert_tokens_to_ids(token))
         for token in dict.fromkeys(filter(None, (bos, eos)))
@@ -262,9 +249,7 @@ def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors
 
 
 def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> str:
-    """Return tokenizer_config.json of a repaired tokenizer: the folder's, with a class that takes
-    tokenizer.json as it is.
-    """
+    """Return the folder's tokenizer_config.json with a class that loads tokenizer.json as it is."""
     kept = {key: value for key, value in settings.items() if key not in _REBUILDING}
     named = {
         role: getattr(tokenizer, role)
@@ -278,7 +263,7 @@ def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> s
 
 
 def _note(wrong: Difference, truth: str) -> str:
-    """Return the line about a repair."""
+    """Return the message about a repair."""
     return (
         f"transformers loads this tokenizer wrongly ({wrong} by {truth}): repaired, here and in "
         f"exports"

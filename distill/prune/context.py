@@ -1,0 +1,157 @@
+"""Context that all modes and stages of pruning share: target, text, cost accounts, distillation."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.errors import UserError
+from distill.acceptance import HeldOutAcceptance
+from distill.config import PruneConfig
+from jobs.config import TrackerConfig, plain
+from jobs.tracker import Tracker
+from training.bounds import Progress
+from training.config import LoopConfig
+from training.data.from_config import row_data, rows_of_step
+from training.data.packing import PackedBatch, PackedData, Sample, collate
+from training.loop import fit
+from training.models.build import dtype_of
+from training.models.frozen import load_frozen
+from training.models.shapes import forward_flops, parameter_counts
+from training.objectives import Distillation, TeacherStates
+from training.parallel.strategy import Parallel
+
+# With fewer rows of calibration text, scores depend on a few documents.
+LEAST_ROWS = 16
+
+
+@dataclass
+class SourceModel:
+    """Frozen model to cut and its folder."""
+
+    model: Any
+    folder: Path
+
+
+def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> SourceModel:
+    """Load a frozen model, sharded if the parallel kind shards weights."""
+    return SourceModel(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
+
+
+@dataclass
+class PruneContext:
+    """State that all modes and stages share."""
+
+    config: PruneConfig
+    # the frozen target
+    teacher: Any
+    # text for training and scores, by domain; under an empty name without domains
+    texts: dict[str, list[Sample]]
+    held_out: list[Sample]
+    parallel: Parallel
+    # by part of the work, in this process
+    seconds: dict[str, float] = field(default_factory=dict)
+    # matrix products with weights, without attention scores
+    flops: dict[str, float] = field(default_factory=dict)
+    scorer: HeldOutAcceptance | None = None
+    # the target's states on the training text, shared by all distillations
+    states: TeacherStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.states = TeacherStates(self.teacher, self.config.cache_mb * 10**6)
+
+    @contextmanager
+    def account(self, part: str, flops: float) -> Iterator[None]:
+        """Add the seconds spent in the block and `flops` to a part of the work."""
+        began = time.monotonic()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - began
+        self.flops[part] = self.flops.get(part, 0.0) + flops
+
+    def acceptance(self, student: Any) -> dict[str, float]:
+        """Return the acceptance figures of a student on the held-out text."""
+        if self.scorer is None:
+            self.scorer = HeldOutAcceptance(
+                student, self.teacher, self.held_out, self.config.data.max_length, 1.0
+            )
+        self.scorer.student = student
+        return self.scorer()
+
+    def data(self, rows_a_step: int) -> PackedData:
+        """Return the training text in packed rows; domains are sampled by their shares.
+
+        Raises UserError if there is too little text.
+        """
+        data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
+        if len(data.rows) < LEAST_ROWS:
+            raise UserError(
+                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, "
+                f"expected at least {LEAST_ROWS} (typically a thousand). Add data.texts or "
+                f"data.chats, or lower data.max_length"
+            )
+        return data
+
+    def rows(self, count: int) -> list[PackedBatch]:
+        """Return up to `count` packed rows of the training text, each as a batch."""
+        data = self.data(1)
+        rows: list[list[int]] = []
+        while len(rows) < min(count, len(data.rows)) and not data.ended:
+            rows += data.step_rows(len(rows))
+        if len(rows) < count and self.parallel.is_main:
+            print(
+                f"note: the text has only {len(rows):,} rows of {data.capacity} tokens, fewer than "
+                f"the requested {count:,}"
+            )
+        return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
+
+    def tracked(self, part: str = "") -> TrackerConfig:
+        """Return the tracker configuration of the run or of one of its parts; all share a group."""
+        tracker = self.config.tracker
+        run = tracker.name or self.config.experiment
+        return replace(tracker, name=run + part, group=tracker.group or run)
+
+    def recording(self, part: str, folder: Path) -> Tracker | None:
+        """Return a tracker for a training inside this run, or None except on rank 0.
+
+        folder: location of its metrics.jsonl.
+        """
+        if not self.parallel.is_main:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return Tracker(folder, self.tracked(f": {part}"), "", plain(self.config))
+
+    def distil(
+        self,
+        title: str,
+        student: Any,
+        loop: LoopConfig,
+        folder: Path,
+        tracker: Tracker | None = None,
+    ) -> Progress:
+        """Distil the target into `student` in loop.dtype; resumes from `folder`."""
+        data = self.data(rows_of_step(self.config.data, loop))
+        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
+        before = self.states.tokens_read
+        with self.account(title, 0.0):
+            progress = fit(
+                title,
+                objective,
+                student,
+                data,
+                loop,
+                self.parallel,
+                folder,
+                tracker,
+                lambda: self.acceptance(student),
+            )
+        read = self.parallel.sum(
+            torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
+        )
+        a_token = 6.0 * parameter_counts(student.config)["all"]
+        self.flops[title] += a_token * progress.step * loop.tokens_per_step
+        self.flops[title] += forward_flops(self.teacher.config) * float(read)
+        return progress

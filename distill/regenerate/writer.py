@@ -1,0 +1,153 @@
+"""Writer of regenerated chats: chats.json in training's input format, with account and figures.
+
+Training tokenizes the text again, possibly with different tokens than the target generated. So
+every chat is rendered once as training will render it, and chats that training cannot read are
+counted as failed.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from decoding.errors import UserError
+from decoding.rounds.stats import LOOPING_BELOW
+from distill.regenerate.dialogues import Account, Answer, Dialogue
+from training.data.chat import Rendered, render_chat
+from training.data.counts import Counts
+
+FILE = "chats.json"
+# A note is printed if a larger share of the answers loops.
+_MANY_LOOPS = 0.1
+
+
+@dataclass(frozen=True)
+class RegeneratedChats:
+    """Regenerated chats before they are written."""
+
+    # ShareGPT form, in input order
+    records: list[dict[str, Any]]
+    account: Account
+    kept: list[Answer]
+    # number of answers that training tokenizes into the generated tokens
+    as_drawn: int
+
+
+def collect_chats(
+    dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
+) -> RegeneratedChats:
+    """Collect the chats of the dialogues, all of which have ended.
+
+    counts: counts of the input records. Raises UserError with the reasons if no chat is left.
+    """
+    account = Account(counts.read * samples)
+    account.skipped = broken_records(counts, samples)
+    found = RegeneratedChats([], account, [], 0)
+    as_drawn = 0
+    for dialogue in dialogues:
+        unreadable, same = "", 0
+        if dialogue.kept:
+            try:
+                same = count_same_tokens(
+                    render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
+                )
+            except UserError as error:
+                unreadable = f"training cannot read it: {error}"
+        if account.add(dialogue, unreadable):
+            found.records.append(dialogue.record(samples))
+            found.kept.extend(dialogue.answers)
+            as_drawn += same
+    account.check()
+    if not found.records:
+        raise UserError(
+            "no usable chat is left. Check the reasons below and the input files.\n"
+            + "\n".join(account.lines())
+        )
+    return RegeneratedChats(found.records, account, found.kept, as_drawn)
+
+
+def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
+    """Return the places of unreadable records by reason."""
+    return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
+
+
+def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
+    """Count the answers whose rendered tokens equal the generated ones, without stop tokens."""
+    runs: list[list[int]] = []
+    for token, before, supervised in zip(
+        rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
+    ):
+        if supervised and not before:
+            runs.append([])
+        if supervised:
+            runs[-1].append(token)
+    if len(runs) != len(answers):
+        return 0
+    return sum(
+        run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True)
+    )
+
+
+def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of chats.json: a JSON array with one chat per line."""
+    return (
+        "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
+    )
+
+
+def compute_figures(
+    found: RegeneratedChats, drawn_by_rank: Mapping[Path, Sequence[Answer]]
+) -> dict[str, Any]:
+    """Return counts and rates for the manifest.
+
+    Rates include discarded answers, counts do not. drawn_by_rank: answers by journal; the ranks'
+    tokens per second add up because they work at the same time.
+    """
+    drawn = [answer for answers in drawn_by_rank.values() for answer in answers]
+    rates = [
+        sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
+        for answers in drawn_by_rank.values()
+        if answers
+    ]
+    kept = found.kept
+    return {
+        **found.account.figures(),
+        "answers": len(kept),
+        "answer_tokens": sum(len(answer.tokens) for answer in kept),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in kept),
+        "read_tokens": sum(answer.read_tokens for answer in kept),
+        "finish": {how: sum(answer.finish == how for answer in kept) for how in ("stop", "length")},
+        "as_drawn_share": found.as_drawn / len(kept),
+        "distinct_4": fmean(answer.distinct_4 for answer in drawn),
+        "loop_share": fmean(answer.loops for answer in drawn),
+        "block_efficiency": sum(len(answer.tokens) for answer in drawn)
+        / sum(answer.rounds for answer in drawn),
+        "tokens_per_second": round(sum(rates), 1),
+    }
+
+
+def print_figures(
+    found: RegeneratedChats, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
+) -> None:
+    """Print the account and the figures."""
+    print("\n".join(found.account.lines()))
+    print(
+        f"answers: {metrics['answers']:,} with {metrics['answer_tokens']:,} tokens, "
+        f"{metrics['finish']['length']:,} cut at max_new_tokens; {metrics['as_drawn_share']:.1%} "
+        f"are tokenized back into the generated tokens"
+    )
+    print(
+        f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop "
+        f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, "
+        f"{metrics['block_efficiency']:.2f} tokens per target forward; "
+        f"{metrics['read_tokens']:,} of {metrics['prompt_tokens']:,} prompt tokens were read, the "
+        f"others were cached"
+    )
+    if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
+        advice = " or a temperature above 0" if temperature == 0 else ""
+        print(
+            f"note: many answers loop, which teaches a drafter to loop; greedy small targets loop "
+            f"most. Try drop_loops=true{advice}"
+        )

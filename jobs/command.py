@@ -1,0 +1,56 @@
+"""The console command: `shallow-draft` lists the jobs, `shallow-draft JOB ...` runs one.
+
+It imports nothing of the project before it knows what to run, so that the list comes at once.
+"""
+
+import difflib
+import os
+import sys
+
+JOBS = {
+    "distill.prune": "Cut a target down to a student of any smaller LLaMA shape",
+    "distill.regenerate": "Have the target answer chats, as data to train a drafter on",
+    "distill.train": "Distill the frozen target into a student of any LLaMA shape",
+    "distill.pretrain": "Train a LLaMA from scratch, also as the control of a pruning experiment",
+    "distill.compact": "Strip a checkpoint of its zero padding and check that logits stay equal",
+    "distill.skip_search": "Find the layers that a target can skip when it drafts for itself",
+    "distill.quality": "Measure bits per byte and the share of sampled functions that parse",
+    "heads.train": "Train a drafter head on the frozen target's hidden states",
+    "recurrent_drafting.train": "Train a recurrent drafter head (ReDrafter)",
+    "recurrent_drafting.generate": "Chat with a target and its drafter, or answer prompts",
+    "recurrent_drafting.cmd.generate": "The same, with the flags of the published tool",
+    "eval.run": "Measure drafters against autoregressive decoding and write a report",
+    "eval.compare": "Compare measured drafters in one report",
+}
+USAGE = """Drafters that make any large language model decode faster, without changing a word of its output.
+
+Usage: shallow-draft JOB [KEY=VALUE ...]   run a job; the same as python -m JOB
+       shallow-draft JOB --help            list the settings of a job
+       shallow-draft --version
+
+Jobs:"""  # noqa: E501
+
+
+def main() -> None:
+    """Run the job that the command line names, or list all jobs."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        width = max(map(len, JOBS))
+        print("\n".join(f"  {job:<{width}}  {about}" for job, about in JOBS.items()))
+        return
+    job = arguments[0]
+    if job == "--version":
+        from decoding import __version__
+
+        print(f"shallow-draft {__version__}")
+        return
+    if job not in JOBS:
+        nearest = difflib.get_close_matches(job, JOBS, n=1, cutoff=0.0)[0]
+        print(
+            f"error: there is no job '{job}'; the nearest is '{nearest}' (shallow-draft lists all)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", job, *arguments[1:]])
