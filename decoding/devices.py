@@ -1,4 +1,4 @@
-"""All calls of torch.cuda in the project; on a CPU each function does the plain equivalent.
+"""All calls to torch.cuda in the project; on a CPU each function does the plain equivalent.
 
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
 launching kernels one by one, which captured graphs avoid, and waiting for a number, which the loop
@@ -32,9 +32,10 @@ def device_of(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= count_gpus():
-        found = f"{count_gpus()} CUDA cards, numbered from 0," if count_gpus() else "no CUDA card"
+        found = f"{count_gpus()} CUDA devices, numbered from 0" if count_gpus() else "none"
         raise UserError(
-            f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto."
+            f"device '{name}' does not exist: PyTorch finds {found}. Use one that exists, cpu or "
+            f"auto."
         )
     return name
 
@@ -55,7 +56,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def set_default_gpu(device: torch.device) -> None:
-    """Make this the default GPU, which a plain `cuda` means."""
+    """Make this the default GPU, to which plain `cuda` refers."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -96,7 +97,7 @@ def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting; a tensor that is already there stays.
+    """Copy a host tensor to the device without waiting; return a device tensor unchanged.
 
     A copy from memory that is not pinned would wait for all queued work.
     """
@@ -122,12 +123,12 @@ def fill(buffer: Tensor, data: Any) -> None:
 def read(*tensors: Tensor) -> list[Any]:
     """Return the tensors as lists, with one wait for the device.
 
-    For token ids and probabilities: integers above 2^53 lose digits.
+    The values travel as float64, so integers above 2^53 lose digits.
     """
     if not runs_ahead(tensors[0].device):
         return [each.tolist() for each in tensors]
     packed = torch.cat([each.reshape(-1).to(torch.float64) for each in tensors])
-    with _waiting_is_meant(packed.device):
+    with _allow_waiting(packed.device):
         host = packed.cpu()
     sizes = [each.numel() for each in tensors]
     return [
@@ -151,7 +152,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _waiting_is_meant(device: torch.device) -> Iterator[None]:
+def _allow_waiting(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
@@ -164,7 +165,7 @@ def _waiting_is_meant(device: torch.device) -> Iterator[None]:
 
 
 def pool(device: torch.device) -> Any:
-    """Return a memory pool for the graphs of one model, which copy their outputs out of it."""
+    """Return the memory pool that the graphs of one model share."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -201,11 +202,11 @@ def compiled(
 ) -> Callable[..., T]:
     """Compile `function` with inductor on a GPU, and with CPU_COMPILER on a CPU.
 
-    sizes_open: compile one form for all sizes, and run code that cannot be traced as it is;
-    otherwise compile a fully traced form for each size. Matrix-vector products are tuned: with one
-    row, inductor writes them as reductions fused with the operations around them.
+    sizes_open: compile one form for all sizes and leave untraceable code uncompiled; otherwise
+    compile one fully traced form for each size. Matrix-vector products are tuned: with one row,
+    inductor writes them as reductions fused with the operations around them.
     """
-    # one for every shape; a loop over contexts and widths has many
+    # each shape is compiled once, and a loop over contexts and widths has many shapes
     torch._dynamo.config.recompile_limit = 256
     how: dict[str, Any] = {"fullgraph": not sizes_open, "dynamic": sizes_open}
     if device.type == "cuda":

@@ -71,8 +71,8 @@ def load(
 
     drafter: the folder of a model or of a head, the name of a drafter without a folder (such as
     "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
-    option: value}, a `Drafter`, or None (autoregressive decoding). It runs in the target's dtype
-    and on the target's device, unless its options differ.
+    option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
+    device unless its options specify others.
     parallel, processes: split the target over several processes (see `load_target`).
 
     Raises UserError for folders that cannot be used, and for a drafter that does not fit the
@@ -143,15 +143,15 @@ def generate(
 ) -> Reply | Iterator[str]:
     """Continue a text or token ids, or answer a chat (messages).
 
-    settings: the fields of `decoding.Settings`. The text ends with a completed stop string, which
-    it contains. stream=True returns an iterator over pieces of text, one a round. If another call
-    on the engine comes between two pieces, the iterator raises UserError, since that call has
-    overwritten the caches.
+    settings: the fields of `decoding.Settings`. The text ends with the first completed stop
+    string, which is included. stream=True returns an iterator over pieces of text, one a round. If
+    another call uses the engine between two pieces, the iterator raises UserError, since that call
+    has overwritten the caches.
 
-    The first call with a drafter times the parts of a round; drafts then have the length that pays
-    on this machine (`stopping="cost_ratio"`). The same seed therefore gives the same text while
-    the engine lives, and always with verify="coupled", stopping="fixed" or given `costs`.
-    schedule="pearl_plus_wall" decides by the clock, and needs verify="coupled" for that.
+    The first call with a drafter measures the costs of a round, by which `stopping="cost_ratio"`
+    chooses the draft length. A seed therefore reproduces its text with the same engine only;
+    verify="coupled", stopping="fixed" or given `costs` reproduce it with any engine.
+    schedule="pearl_plus_wall" decides by the clock: only verify="coupled" reproduces its text.
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
@@ -183,8 +183,8 @@ def with_costs(
 ) -> Settings:
     """Return the settings with measured costs of a round if the drafter decides by them.
 
-    Measuring takes some sixty target forwards, once for each schedule, rule and batch size. It
-    uses the caches, so call this before a decode begins.
+    Measuring takes about sixty target forwards, once for each schedule, rule and batch size. It
+    overwrites the caches, so call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:

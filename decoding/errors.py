@@ -1,4 +1,4 @@
-"""The one exception for input that a user can mend; jobs print it without a traceback."""
+"""The exception for input that a user can correct; jobs print it without a traceback."""
 
 
 class UserError(ValueError):

@@ -28,7 +28,7 @@ from torch import Tensor
 # parent of a padding node, where only the device knows how many nodes a row has
 NO_NODE = -2
 
-Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, in one wait
+Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, with one wait
 
 
 class Warper(Protocol):
@@ -60,7 +60,7 @@ class Chooser(Protocol):
     rule: str  # "greedy", "token", "block", "coupled" or "typical"
     vocab_size: int
     device: torch.device
-    # the settings and the current round, from which another process makes an equal chooser
+    # settings and current round, from which another process can build an equal chooser
     spec: tuple[Any, str, int, int]
     begun: tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
@@ -82,11 +82,11 @@ class Chooser(Protocol):
         ...
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        """Return the uniform of (seed, request, round, position, purpose), and of the node."""
+        """Return the uniform keyed by seed, request, round, position, purpose and node."""
         ...
 
     def draft_key(self, row: int, depth: int) -> int:
-        """Return the key of (seed, request, round, position) from which a drafter makes noise."""
+        """Return the key (seed, request, round, position) of a drafter's noise."""
         ...
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
@@ -94,7 +94,7 @@ class Chooser(Protocol):
         ...
 
     def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return `count` distinct children (B, P, count) of each node, and the tested q, if any."""
+        """Return `count` distinct children (B, P, count) of each node, and q if it is tested."""
         ...
 
     def draw_children(
@@ -257,7 +257,7 @@ class Proposal:
     # index of each node's parent, -1 for the tip, NO_NODE for padding; parents precede their
     # children. None: a chain.
     parents_BN: Tensor | None = None
-    # probabilities that each token was sampled from; None: point masses (greedy, coupled, n-gram)
+    # distributions that the tokens were sampled from; None: point masses (greedy, coupled, n-gram)
     q_BNV: Tensor | None = None
     # forwards of the draft model
     steps: int = 0
@@ -286,7 +286,7 @@ class Proposal:
         return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
 
     def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
-        """Count the drafted tokens of each row of a tree without its padding.
+        """Count each row's drafted tokens in a tree, excluding padding.
 
         parents: `parents_BN` as lists.
         """
@@ -355,8 +355,8 @@ class Capabilities:
     needs_costs: bool = False
     # what t_draft measures: one drafted "token", or a "round" (trees, one-pass drafters)
     steps: str = "token"
-    # of a chain: asks the stopping policy after every token; otherwise the policy only limits the
-    # length before a round
+    # chains: the stopping policy decides after every token; if false, it only limits the length
+    # before a round
     stops_by_token: bool = True
     # frontiers at which a draft step is timed, in increasing order; one if all steps cost the same
     frontiers: tuple[int, ...] = (1,)
@@ -365,13 +365,16 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         if self.taps and not self.needs_hidden:
-            raise ValueError("a drafter with taps reads hidden states: set needs_hidden=True")
+            raise ValueError(
+                f"taps is {self.taps} without needs_hidden, but taps are hidden states. Set "
+                f"needs_hidden=True."
+            )
 
 
 class Target(Protocol):
     """A causal LM with a KV cache whose rows have different lengths.
 
-    A call of `forward` commits nothing: `commit` then keeps the tip and the accepted nodes.
+    `forward` commits nothing; `commit` then keeps the tip and the accepted nodes.
     """
 
     @property
@@ -430,7 +433,7 @@ class Target(Protocol):
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward.
 
-        paths_BL: None is the chain 0, 1, 2, ...
+        paths_BL: None means the chain 0, 1, 2, ...
         """
         ...
 
@@ -443,11 +446,11 @@ class Target(Protocol):
         ...
 
     def keep(self, row: int, name: int) -> None:
-        """Store a copy of a row's committed cache under a name, for `begin`, until `forget`."""
+        """Store a copy of a row's committed cache under a name, for `begin` to restore."""
         ...
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Fill a row, empty since `open`, with the first `length` tokens stored by `keep`."""
+        """Fill an empty row with the first `length` tokens that `keep` stored under this name."""
         ...
 
     def forget(self) -> None:
@@ -501,10 +504,10 @@ class Drafter(Protocol):
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Continue the single row of `open` with a new prompt.
 
-        The row already holds the prompt's first `kept` tokens. hidden_NC, given if
-        `capabilities.needs_hidden`: the target's hidden states of the tokens that it has just
-        read, at least one; the last state belongs to the token before the prompt's last. They
-        cover all new tokens, unless `capabilities.last_hidden`.
+        The row already holds the prompt's first `kept` tokens. hidden_NC: with
+        `capabilities.needs_hidden`, the target's hidden states of the tokens that it has just read
+        (at least one), up to the prompt's second-to-last token. They cover all new tokens, unless
+        `capabilities.last_hidden`.
         """
         ...
 
@@ -515,7 +518,7 @@ class Drafter(Protocol):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft at most budgets_B[b] tokens for each row, or fewer if its stopping policy ends."""
+        """Draft at most budgets_B[b] tokens for row b; its stopping policy may end the draft."""
         ...
 
     def observe(self, observation: Observation) -> None:
@@ -543,13 +546,13 @@ class Drafter(Protocol):
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Return a boolean (B, N, N): whether node n descends from m or is m.
+    """Return a boolean (B, N, N) that is true at [n, m] if node n is m or descends from it.
 
     The parent relation is squared repeatedly. Rows of padding are undefined.
     """
     B, N = parents_BN.shape
     device = parents_BN.device
-    # the extra column swallows parent -1
+    # the extra column absorbs parent -1
     reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]
     reach.scatter_(2, parents_BN.remainder(N + 1)[:, :, None], 1.0)
     reach = reach[:, :, :N]

@@ -32,7 +32,7 @@ def prefill_batch(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Batch:
-    """Return a batch of all prompts after its prefill.
+    """Build the batch of all prompts and run its prefill.
 
     Call `round` under torch.inference_mode while it has `rows`, then `close`. The batch owns the
     models' caches until another call takes them; `round` then raises UserError. Raises UserError
@@ -57,7 +57,7 @@ def build_batch(
     on_tokens: OnTokens | None = None,
     claim: Claim | None = None,
 ) -> Batch:
-    """Return the batch before its prefill, with the caches claimed and the drafter prepared.
+    """Build the batch, claim the caches and prepare the drafter, without the prefill.
 
     claim: None creates a new claim to both models. Raises UserError for a prompt that is empty,
     fills the target's context or contains an id outside the vocabulary, and as `check` does.
@@ -65,7 +65,9 @@ def build_batch(
     check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     if len(ids) != len(prompts):
-        raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
+        raise ValueError(
+            f"found {len(ids)} request ids for {len(prompts)} prompts, expected one a prompt"
+        )
     keys = [noise.key(settings.seed, request) for request in ids]
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
@@ -81,15 +83,16 @@ def build_batch(
         _check_ids(index, prompt, target)
         if len(prompt) >= target.max_length:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds "
-                f"{target.max_length} with its output. Shorten the prompt or take a target with a "
+                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds at most "
+                f"{target.max_length}, output included. Shorten the prompt or use a target with a "
                 f"longer context."
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
     if drafter is not None and drafter.capabilities.needs_costs and settings.costs is None:
         raise UserError(
-            f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs)."
+            f"drafter '{drafter.name}' needs measured costs, found None. Give "
+            f"Settings(costs=time_parts(...).costs)."
         )
     kind = Batch
     if drafter is not None and settings.schedule != "serial":

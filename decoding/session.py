@@ -1,8 +1,8 @@
 """Conversations that read only the new text of each turn: one cached row, or batches of turns.
 
-Every turn is given the whole text so far. The cache is rolled back to the longest prefix that it
+Every turn receives the complete text so far. The cache is rolled back to the longest prefix that it
 shares with this text, and the rest is read. A turn's tokens therefore equal those of a fresh decode
-over the whole text, even if earlier text was edited, removed or rendered differently.
+over the complete text, even if earlier text was edited, removed or rendered differently.
 
 Shapes: B rows (one of a `Session`), N new tokens, C hidden size.
 """
@@ -41,7 +41,7 @@ class Session:
         self.capacity = target.max_length + width + 1  # the last round is padded past the context
         # the last turn's text, of which the target's cache holds a prefix
         self._sequence: list[int] | None = None
-        # upper bound of what the drafter holds; None: it was never opened
+        # tokens that the drafter has cached at most; None: it was never opened
         self._drafted: list[int] | None = None
         # whether the last turn used the drafter
         self._drafts = False
@@ -110,10 +110,10 @@ class Session:
         if self._sequence is None:
             self.target.open(1, self.capacity)
             return 0
-        held = self._sequence[: self.target.lengths_B[0]]
+        cached = self._sequence[: self.target.lengths_B[0]]
         if self._drafts:
-            self._drafted = held  # the drafter kept what the target kept
-        kept = shared_prefix_length(held, prompt)
+            self._drafted = cached  # the drafter kept what the target kept
+        kept = shared_prefix_length(cached, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The hidden state before the tip needs a forward. A drafter that was never opened needs
             # the states of the whole prompt; one that reads all states also needs those of turns
@@ -150,13 +150,13 @@ class ConversationBatches:
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
         # conversation -> (name of the stored cache, its tokens)
-        self._held: dict[Hashable, tuple[int, list[int]]] = {}
+        self._stored: dict[Hashable, tuple[int, list[int]]] = {}
         # claim of the last batch
         self._claim = Claim(target, drafter)
 
     def forget(self) -> None:
         """Drop the stored caches, so that the next batch reads every prompt from the start."""
-        self._held = {}
+        self._stored = {}
         self.target.forget()
 
     @torch.inference_mode()
@@ -196,7 +196,7 @@ class ConversationBatches:
             if last[row.index]:
                 return
             self.target.keep(place, row.index)
-            self._held[names[row.index]] = row.index, row.sequence[: self.target.lengths_B[place]]
+            self._stored[names[row.index]] = row.index, row.sequence[: self.target.lengths_B[place]]
 
         batch.on_end = keep
         while batch.rows:
@@ -212,10 +212,10 @@ class ConversationBatches:
         )
         wants_all = drafter is not None and wants_hidden and not drafter.capabilities.last_hidden
         prompts_B = [row.sequence for row in batch.rows]
-        held_B = [(0, []) if wants_all else self._held.get(name, (0, [])) for name in names]
+        stored_B = [(0, []) if wants_all else self._stored.get(name, (0, [])) for name in names]
         kept_B = [
-            shared_prefix_length(held, prompt)
-            for (_, held), prompt in zip(held_B, prompts_B, strict=True)
+            shared_prefix_length(cached, prompt)
+            for (_, cached), prompt in zip(stored_B, prompts_B, strict=True)
         ]
         if wants_hidden:  # the last hidden state needs a forward
             kept_B = [
@@ -223,13 +223,13 @@ class ConversationBatches:
                 for kept, prompt in zip(kept_B, prompts_B, strict=True)
             ]
         new_B = [prompt[kept:-1] for kept, prompt in zip(kept_B, prompts_B, strict=True)]
-        # drafts reach past the limit, and padding beside a long new part past a row's end
+        # drafts may exceed a row's limit, and padding may exceed its end
         capacity = max(
             max(row.limit for row in batch.rows) + batch.width() + 1,
             max(kept_B) + max(map(len, new_B)),
         )
         self.target.open(len(prompts_B), capacity)
-        for place, ((name, _), kept) in enumerate(zip(held_B, kept_B, strict=True)):
+        for place, ((name, _), kept) in enumerate(zip(stored_B, kept_B, strict=True)):
             if kept:
                 self.target.begin(place, name, kept)
         self.forget()
@@ -246,12 +246,12 @@ class ConversationBatches:
 def _check_serial(settings: Settings) -> None:
     if settings.schedule != "serial":
         raise UserError(
-            f"a conversation runs schedule=serial, found '{settings.schedule}', whose lanes run "
-            f"ahead of the text. Set schedule=serial."
+            f"schedule is '{settings.schedule}', whose lanes run ahead of the text; a conversation "
+            f"needs 'serial'. Set schedule=serial."
         )
 
 
-def shared_prefix_length(held: Sequence[int], prompt: Sequence[int]) -> int:
+def shared_prefix_length(cached: Sequence[int], prompt: Sequence[int]) -> int:
     """Return the length of the common prefix, without the prompt's last token, the tip."""
-    longest = min(len(held), len(prompt) - 1)
-    return next((i for i in range(longest) if held[i] != prompt[i]), longest)
+    longest = min(len(cached), len(prompt) - 1)
+    return next((i for i in range(longest) if cached[i] != prompt[i]), longest)

@@ -11,17 +11,17 @@ from typing import Any
 
 from decoding.errors import UserError
 
-# all noise is keyed by 64 bits: any other seed would repeat one of these
+# noise is keyed by 64 bits, so a larger seed would repeat a smaller one
 LARGEST_SEED = 2**64 - 1
-# below, logits / temperature overflow float32; temperature 0 is greedy decoding
+# logits / temperature overflow float32 below COLDEST; temperature 0 is greedy decoding
 COLDEST, HOTTEST = 1e-5, 1e5
 LARGEST = 2**31 - 1  # the largest count
-MAX_QUOTED = 60  # characters of a value that a message quotes
+MAX_QUOTED = 60  # maximum characters of a value in a message
 
 
 @dataclass(frozen=True)
 class ValueRule:
-    """A test of values, and the expectation in words."""
+    """A test of values, and a description of the values that pass it."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -51,7 +51,7 @@ def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether the value is a text that UTF-8 can encode, without lone surrogates."""
+    """Return whether the value is a string that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and lone_surrogate(value) is None
 
 
@@ -65,7 +65,7 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def texts(value: Any) -> bool:
-    """Return whether the value is a list or tuple of nonempty texts."""
+    """Return whether the value is a list or tuple of nonempty strings."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
@@ -107,10 +107,10 @@ RULES: dict[str, ValueRule] = {
     ),
     "repetition_penalty": ValueRule(
         lambda value: is_number(value) and 0.01 <= value <= 100,
-        "more than 0 (1 is off): a number from 0.01 to 100",
+        "a number from 0.01 to 100 (1 is off)",
     ),
     "allowed": optional(FUNCTION),
-    "stop_strings": ValueRule(texts, "a tuple of texts, none of them empty"),
+    "stop_strings": ValueRule(texts, "a tuple of nonempty strings"),
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,
@@ -156,7 +156,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def quote(value: Any) -> str:
-    """Return a value as a message quotes it, at most `MAX_QUOTED` characters."""
+    """Return the repr of a value for a message, cut to `MAX_QUOTED` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

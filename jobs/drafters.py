@@ -15,7 +15,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
 
-from decoding.drafters.build import as_target, check_folder, options_of, refuse_unknown
+from decoding.drafters.build import check_folder, options_of, refuse_unknown, with_target_settings
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported, unknown_drafter
 from decoding.drafters.remote import RemoteChain
@@ -278,7 +278,7 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     else:
         raise unknown_drafter("drafters:", use, _known_names())
     if "folder" in mapping:
-        mapping = as_target(
+        mapping = with_target_settings(
             _find_class(use, mapping),
             {**mapping, "folder": str(resolve(mapping["folder"]))},
             backend=target.backend,

@@ -15,7 +15,7 @@ import torch
 from decoding import devices
 
 SLOW_YARDSTICK = "yardstick read slowly: not valid"  # for a share above 1, which is impossible
-MOST_BYTES = 1 << 28  # size of a reader: more than caches hold, little beside a large model
+MOST_BYTES = 1 << 28  # size of a reader: larger than caches, small compared with a large model
 SECONDS = 0.5  # for each measurement
 
 
@@ -35,8 +35,8 @@ def measure_limits(
 ) -> Limits:
     """Return the limits of a forward that reads `size_bytes` of weights, in about two seconds.
 
-    They are the best of the plain readers of as many bytes, and the product. What fits into a
-    processor's cache is read from there, by the model and by the reader.
+    The limits are those of the fastest plain reader of the same number of bytes, and of a matrix
+    product. Weights that fit into the processor's cache are read from it, as are the reader's.
     """
     plain = readers(min(size_bytes, MOST_BYTES), dtype, device)
     reading = max(held * _best(action, device, seconds) for action, held in plain.values())
@@ -45,7 +45,7 @@ def measure_limits(
 
 
 def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
-    """Return calls a second in the best of the rounds that fit into the given seconds."""
+    """Return the calls per second of the fastest round within the given seconds."""
     ends = time.perf_counter() + seconds
     best = per_second(action, device, 1)
     while time.perf_counter() < ends:
@@ -56,7 +56,7 @@ def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
 def readers(
     size_bytes: int, dtype: torch.dtype, device: str
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return name -> (an action that only reads `size_bytes` of memory, the bytes it moves)."""
+    """Return by name actions that only read `size_bytes` of memory, with the bytes they move."""
     columns = 4096
     matrix = torch.ones(
         max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device
@@ -80,7 +80,7 @@ def product(dtype: torch.dtype, device: str, side: int) -> tuple[Callable[[], An
 
 
 def per_second(action: Callable[[], Any], device: str, times: int) -> float:
-    """Return calls a second over `times` calls, including the wait for the last."""
+    """Return the calls per second of `times` calls, including the wait for the last."""
     devices.synchronize(torch.device(device))
     began = time.perf_counter()
     for _ in range(times):
@@ -90,5 +90,5 @@ def per_second(action: Callable[[], Any], device: str, times: int) -> float:
 
 
 def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
-    """Return calls a second in the best of several rounds."""
+    """Return the calls per second of the fastest of several rounds."""
     return max(per_second(action, device, times) for _ in range(rounds))

@@ -34,7 +34,7 @@ class ForwardBudget:
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
     def times(self, forwards: float) -> "ForwardBudget":
-        """Return the budget of this many forwards, a mean that need not be whole."""
+        """Return the budget of this number of forwards, which may be a fraction."""
         return ForwardBudget(
             round(forwards * self.weight_bytes),
             round(forwards * self.cache_bytes),
@@ -42,7 +42,7 @@ class ForwardBudget:
         )
 
     def __add__(self, other: "ForwardBudget") -> "ForwardBudget":
-        """Return the budget of one forward after the other."""
+        """Return the sum of both budgets."""
         return ForwardBudget(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,

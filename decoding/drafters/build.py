@@ -1,4 +1,4 @@
-"""From a user's choice to a drafter: its class, its options, and checks before it is loaded."""
+"""Creation of a drafter from a user's choice: its class, its options, and checks before loading."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ class DrafterChoice:
 
 
 def options_of(kind: type) -> set[str] | None:
-    """Return the option names of a class, including its bases' if it passes them on.
+    """Return the option names of a class, and of its bases if it forwards keyword arguments.
 
-    None means any name.
+    None means that any name is accepted.
     """
     names: set[str] = set()
     for base in kind.__mro__:
@@ -54,7 +54,7 @@ def options_of(kind: type) -> set[str] | None:
         } - {"self"}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
-        # they pass all other options to their chain drafter
+        # these forward all other options to their chain drafter
         if base in (RemoteChain, ChainWithLookup):
             return names | (options_of(ChainDrafter) or set())
     return None
@@ -71,17 +71,17 @@ def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]
             near = get_close_matches(str(key), choices, n=1, cutoff=0.0)[0]
             raise UserError(
                 f"{where} has the key '{key}', which {kind.__name__} does not take; the nearest "
-                f"is '{near}' (of {', '.join(choices)})."
+                f"is '{near}'. Use one of {', '.join(choices)}."
             )
 
 
-def as_target(
+def with_target_settings(
     kind: type, given: Mapping[str, Any], *, backend: str, dtype: str, device: str, execution: str
 ) -> dict[str, Any]:
-    """Return the options of a drafter with a folder, with the target's settings as defaults.
+    """Add the target's settings to the options of a drafter with a folder, as defaults.
 
-    With a native target the backend is None, as a drafter of another family runs on hf. execution:
-    empty keeps the drafter's default.
+    With a native target the backend is None, since a drafter of another family runs on hf.
+    execution: empty keeps the drafter's default.
     """
     shared: dict[str, Any] = {
         "backend": "hf" if backend == "hf" else None,
@@ -101,7 +101,7 @@ def as_target(
 def check_folder(target_folder: str | Path, folder: str | Path) -> None:
     """Raise UserError for a drafter's folder that does not fit the target.
 
-    A model must share every token id with it; a head must fit its sizes and hash.
+    A model needs the target's tokenizer; a head must match the target's sizes and hash.
     """
     check = check_fits if head_of(folder) else check_same_tokenizer
     check(target_folder, folder)
@@ -116,8 +116,8 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     use = given.pop("use", None)
     if not isinstance(use, str | Path):
         raise UserError(
-            f"drafter is {quote(asked)}, expected a mapping with `use`, such as {{'use': "
-            f"'ranked_tree', 'folder': FOLDER}}."
+            f"drafter is {quote(asked)}, expected a name, a folder or a mapping with `use`. Give, "
+            f"for example, {{'use': 'ranked_tree', 'folder': FOLDER}}."
         )
     name = str(use)
     if use not in DRAFTERS:
@@ -130,14 +130,14 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     refuse_unknown(f"drafter '{use}'", kind, given, options_of(kind) or set())
     if entry.needs and not options.get(entry.needs):
         raise UserError(
-            f"drafter '{use}' needs {entry.needs}, which is missing: give a mapping, "
+            f"drafter '{use}' has no {entry.needs}, which is required: give a mapping, "
             f"{{'use': '{name}', '{entry.needs}': ...}}."
         )
     if "folder" in options:
         if not isinstance(options["folder"], str | Path):
             raise UserError(
-                f"drafter '{use}': folder is {quote(options['folder'])}, expected the path of a "
-                f"model folder."
+                f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Give the "
+                f"path of a model folder."
             )
         if not head_of(options["folder"]):
             read_config(options["folder"])
@@ -154,7 +154,7 @@ def make_drafter(
     kind, options = choice.kind, choice.options
     if "folder" in options:
         check_folder(target_folder, options["folder"])
-        options = as_target(
+        options = with_target_settings(
             kind, options, backend=backend, dtype=dtype, device=device, execution=""
         )
     try:
@@ -163,5 +163,6 @@ def make_drafter(
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"a {kind.__name__} could not be made from {dict(options)}: {error}"
+            f"{kind.__name__} rejects the options {dict(options)}: {error}. Correct or remove the "
+            f"option."
         ) from error

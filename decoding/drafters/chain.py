@@ -51,8 +51,8 @@ class ChainDrafter:
     ) -> None:
         """Load a model folder, or use a `model` in memory.
 
-        backend: None takes native for its families and hf for the others; an execution that hf
-        lacks becomes eager. execution: see `load_target`.
+        backend: None selects native for the families that it supports and hf for the others; hf
+        replaces an execution that it lacks by eager. execution: see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -103,7 +103,7 @@ class ChainDrafter:
     def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
         """Clamp token ids to this model's vocabulary.
 
-        An id that only the target has can cost acceptance, but no more.
+        Clamping an id that only the target has can only lower the acceptance rate.
         """
         if self.model.vocab_size < chooser.vocab_size:
             tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
@@ -164,8 +164,8 @@ class ChainDrafter:
             list(s[length:]) if count else []
             for s, length, count in zip(sequences_B, lengths_B, counts_B)
         ]
-        # A row that has not drafted for a while may have more to read than the cache has room for
-        # in padding, next to the longest row.
+        # After rounds without a draft, a row may have so much to read that the padding of the
+        # longest row would not fit into the cache; then it reads in parts.
         while max(len(unseen) for unseen in unseen_B) > (
             room := self._capacity - max(self.model.lengths_B)
         ):
@@ -216,7 +216,7 @@ def _counts_after(
     logits_BV: Tensor,
     counts_B: list[int],
 ) -> list[int]:
-    """Return the rows' counts after their policies have seen the tokens at `depth`.
+    """Return the rows' counts after their policies' decisions at `depth`.
 
     A row that stops keeps the tokens that it has sampled.
     """

@@ -1,12 +1,12 @@
-"""Lookahead decoding: the target guesses tokens in its verifying forward, and proposes them later.
+"""Lookahead decoding: the verifying forward also guesses tokens, which later rounds propose.
 
 Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
 (arXiv 2402.02057). Besides the candidates, each forward carries a window of guessed tokens:
 `columns` positions ahead, `rows` deep, refined by Jacobi iteration from round to round. The tokens
-of a column and the target's token after them form an n-gram, which is filed in a pool under its
+of a column and the target's token after them form an n-gram, which is stored in a pool under its
 first token. The pool's n-grams that begin with the tip are the candidates, point masses for every
-rule. No other model is needed. The cost is width, so this suits a target whose forward over dozens
-of tokens is nearly as fast as over one.
+rule. No other model is needed. Forwards become wider, so this suits a target whose forward over
+dozens of tokens is nearly as fast as over one.
 
 The window is a tree: its first row is a chain from the tip, and each column continues below its
 token of that row. It follows the counted nodes of the proposal, so verification ignores it.
@@ -43,19 +43,19 @@ class PhrasePool:
         self._after: dict[int, OrderedDict[Phrase, None]] = {}
 
     def add(self, first: int, phrase: Phrase) -> None:
-        """File a phrase as the newest, in place of its own prefixes.
+        """Store a phrase as the newest, and remove its prefixes.
 
-        A phrase that is known, or is a prefix of a known one, makes that one the newest.
+        If it equals or begins a stored phrase, that one becomes the newest instead.
         """
         if not phrase:
             return
-        known = self._after.setdefault(first, OrderedDict())
-        whole = next((one for one in reversed(known) if one[: len(phrase)] == phrase), phrase)
-        for beginning in [one for one in known if whole[: len(one)] == one]:
-            del known[beginning]
-        known[whole] = None
-        if len(known) > self.per_key:
-            known.popitem(last=False)
+        stored = self._after.setdefault(first, OrderedDict())
+        longest = next((one for one in reversed(stored) if one[: len(phrase)] == phrase), phrase)
+        for beginning in [one for one in stored if longest[: len(one)] == one]:
+            del stored[beginning]
+        stored[longest] = None
+        if len(stored) > self.per_key:
+            stored.popitem(last=False)
 
     def drop(self, first: int, phrase: Phrase) -> None:
         """Remove a phrase that was rejected."""
@@ -66,7 +66,7 @@ class PhrasePool:
         return list(reversed(self._after.get(first, ())))[:count]
 
     def read(self, sequence: Sequence[int], start: int, length: int) -> None:
-        """File what follows each token from position `start`, in phrases of `length`."""
+        """Store the phrase of `length` tokens after each token from position `start`."""
         for at in range(max(start, 0), len(sequence) - length):
             self.add(sequence[at], tuple(sequence[at + 1 : at + 1 + length]))
 
@@ -104,29 +104,29 @@ class GuessWindow:
             for row in range(rows)
         ]
 
-    def hang(self, tree: TreeBuilder) -> list[int]:
+    def add_to(self, tree: TreeBuilder) -> list[int]:
         """Add the window to a tree without sharing nodes; return the nodes of its last row."""
         ends = tree.add(self.rows[0], shared=False)
         for row in self.rows[1:]:
             ends = [tree.add([token], above, shared=False)[0] for token, above in zip(row, ends)]
         return ends
 
-    def learn(self, said: Sequence[int], pool: PhrasePool) -> None:
-        """File the columns as phrases and move every row one step closer to the tip.
+    def advance(self, next_tokens: Sequence[int], pool: PhrasePool) -> None:
+        """Store the columns as phrases and move every row one step closer to the tip.
 
-        said: the target's tokens after each column.
+        next_tokens: the target's token after each column.
         """
-        for column, last in enumerate(said):
+        for column, last in enumerate(next_tokens):
             pool.add(self.rows[0][column], (*(row[column] for row in self.rows[1:]), last))
-        self.rows = [*self.rows[1:], list(said)]
+        self.rows = [*self.rows[1:], list(next_tokens)]
 
 
 class Lookahead:
     """A drafter of the target's guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
 
     ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
-    window. candidates: phrases verified at once, and kept for a token. from_text: also file the
-    phrases of the prompt and the output.
+    window. candidates: maximum number of phrases that are stored for a token and verified in a
+    round. from_text: also store the phrases of the prompt and the output.
     """
 
     capabilities = Capabilities(shape="tree", steps="round")
@@ -143,7 +143,7 @@ class Lookahead:
         if ngram < 2 or columns < 1 or candidates < 1:
             raise UserError(
                 f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; "
-                f"expected at least 2, 1 and 1."
+                f"expected at least 2, 1 and 1. Increase the one below its minimum."
             )
         self.ngram, self.columns, self.candidates, self.from_text, self.name = (
             ngram,
@@ -159,7 +159,7 @@ class Lookahead:
         self._ends: list[list[int]] = []
 
     def width(self, gamma: int) -> int:
-        """Return the candidates' tokens, at most gamma each, and the window's."""
+        """Return the number of tokens of the candidates, at most gamma each, and the window."""
         return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
@@ -168,7 +168,7 @@ class Lookahead:
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Fill the windows with the prompts' tokens, and file the prompts' phrases."""
+        """Fill the windows with the prompts' tokens, and start empty pools."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
         self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
         self._filed = [0] * len(prompts_B)
@@ -197,18 +197,20 @@ class Lookahead:
             for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
                 tree.add(phrase[:budget])
             counts_B.append(len(tree.tokens))
-            self._ends[row] = self._windows[row].hang(tree) if budget else []
+            self._ends[row] = self._windows[row].add_to(tree) if budget else []
             trees.append(tree)
-        proposal = packed(trees, counts_B, chooser.device)
-        proposal.readback = choices
+        proposal = pack_trees(trees, counts_B, chooser.device)
+        proposal.readback = argmax_tokens
         return proposal
 
     def observe(self, observation: Observation) -> None:
-        """File the target's tokens after each column."""
-        (said_BN,) = observation.readback or ([],)
+        """Store the columns as phrases that end with the target's tokens."""
+        (choices_BN,) = observation.readback or ([],)
         for row, ends in enumerate(self._ends):
             if ends:  # empty if the round had no window, since no row drafted
-                self._windows[row].learn([said_BN[row][end + 1] for end in ends], self.pools[row])
+                self._windows[row].advance(
+                    [choices_BN[row][end + 1] for end in ends], self.pools[row]
+                )
             self._ends[row] = []
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
@@ -222,18 +224,18 @@ class Lookahead:
         self._ends = [self._ends[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Look up the pools once; the target pays for the window."""
+        """Look up the pools once; the target's forward includes the cost of the window."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)
-            window.hang(TreeBuilder())
+            window.add_to(TreeBuilder())
 
 
-def choices(logits_BNV: Tensor) -> tuple[Tensor]:
+def argmax_tokens(logits_BNV: Tensor) -> tuple[Tensor]:
     """Return the most likely token after every node, for the readback."""
     return (logits_BNV.argmax(-1),)
 
 
-def packed(trees: Sequence[TreeBuilder], counts_B: list[int], device: torch.device) -> Proposal:
+def pack_trees(trees: Sequence[TreeBuilder], counts_B: list[int], device: torch.device) -> Proposal:
     """Return the trees of several rows as one proposal, padded on the right."""
     width = max(len(tree.tokens) for tree in trees)
     tokens = [tree.tokens + [0] * (width - len(tree.tokens)) for tree in trees]

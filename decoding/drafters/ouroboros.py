@@ -3,8 +3,8 @@
 Source: Zhao et al. 2024, "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster
 Speculative Decoding" (arXiv 2402.13720). The draft model's forwards carry a lookahead window, so a
 step drafts more than one token. The newest phrases after the last drafted token are attached to it
-as branches, and the target verifies all in one forward. The target's tokens are filed: after a
-rejection its tokens for the rest of the draft, and for every attached phrase the corrected one.
+as branches, and the target verifies all in one forward. The pool then stores the target's tokens:
+those for the rest of the draft after a rejection, and a corrected copy of each attached phrase.
 Drafts are the model's choices, point masses for every rule.
 
 On a GPU a round waits once for each forward of the draft model and once for the target's, since
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.lookahead import Lookahead, Phrase, TreeBuilder, choices, packed
+from decoding.drafters.lookahead import Lookahead, Phrase, TreeBuilder, argmax_tokens, pack_trees
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -38,7 +38,7 @@ from decoding.verification.follow import follow
 
 
 @dataclass(slots=True)
-class Drafted:
+class DraftedRow:
     """A row's draft in the proposed tree."""
 
     # nodes of the chain, and their tokens
@@ -70,26 +70,26 @@ class Ouroboros(ChainDrafter):
     ) -> None:
         super().__init__(*arguments, **named)
         if suffixes < 0:
-            raise UserError(f"suffixes is {suffixes}, expected a number from 0 up.")
+            raise UserError(f"suffixes is {suffixes}, expected 0 or more. Use 0 for no phrases.")
         self.suffixes = suffixes
         self.inner = Lookahead(ngram, columns, max(candidates, suffixes))
         self.candidates = candidates
-        self._drafted: list[Drafted | None] = []
+        self._drafted: list[DraftedRow | None] = []
 
     @property
-    def phrase(self) -> int:
+    def phrase_length(self) -> int:
         """Number of tokens of an attached phrase."""
         return self.inner.ngram - 1
 
     def width(self, gamma: int) -> int:
-        """Return the tokens of the chain and of the attached phrases."""
-        return gamma + self.suffixes * min(self.phrase, gamma)
+        """Return the number of tokens of the chain and of the attached phrases."""
+        return gamma + self.suffixes * min(self.phrase_length, gamma)
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
         """Open the model with room for the window, and empty pools."""
-        super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase))
+        super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase_length))
         self.inner.open(prompts_B, None, capacity)
         self._drafted = [None] * len(prompts_B)
 
@@ -106,12 +106,12 @@ class Ouroboros(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft a chain for each row, with phrases at its end; none past this model's context."""
+        """Draft a chain with phrases at its end for each row within this model's context."""
         depths_B = self._within_context(sequences_B, budgets_B)
         self._drafted = [None] * len(depths_B)
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
-        wanted_B = [depth - min(self.phrase, depth // 2) for depth in depths_B]
+        wanted_B = [depth - min(self.phrase_length, depth // 2) for depth in depths_B]
         drafted_B, steps = self._draft(sequences_B, wanted_B, chooser)
         trees = []
         for row, (drafted, depth) in enumerate(zip(drafted_B, depths_B)):
@@ -120,17 +120,17 @@ class Ouroboros(ChainDrafter):
                 chain = tree.add(drafted)
                 phrases = self.inner.pools[row].newest(drafted[-1], self.suffixes)
                 cuts = [(list(phrase[: depth - len(drafted)]), phrase) for phrase in phrases]
-                hung = [(tree.add(cut, chain[-1]), cut, phrase) for cut, phrase in cuts if cut]
-                self._drafted[row] = Drafted(chain, drafted, hung)
+                attached = [(tree.add(cut, chain[-1]), cut, phrase) for cut, phrase in cuts if cut]
+                self._drafted[row] = DraftedRow(chain, drafted, attached)
             trees.append(tree)
-        proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
-        proposal.steps, proposal.readback = steps, choices
+        proposal = pack_trees(trees, [len(tree.tokens) for tree in trees], chooser.device)
+        proposal.steps, proposal.readback = steps, argmax_tokens
         return proposal
 
     def _draft(
         self, sequences_B: Sequence[Sequence[int]], wanted_B: Sequence[int], chooser: Chooser
     ) -> tuple[list[list[int]], int]:
-        """Return the model's next tokens of each row by lookahead decoding, and its forwards."""
+        """Return each row's next tokens by lookahead decoding, and the number of forwards."""
         logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)
         depths_B1 = torch.zeros(len(wanted_B), 1, dtype=torch.long, device=chooser.device)
         (first_B,) = devices.read(self._choose(logits_BV[:, None], depths_B1, chooser))
@@ -169,7 +169,7 @@ class Ouroboros(ChainDrafter):
         depths_BN = (
             ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
         )
-        readback = DeviceReadback(*choices(logits_BNV))
+        readback = DeviceReadback(*argmax_tokens(logits_BNV))
         outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, readback)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = (
@@ -191,22 +191,25 @@ class Ouroboros(ChainDrafter):
         )
 
     def observe(self, observation: Observation) -> None:
-        """File the target's tokens for the rejected part of the chain and after each phrase."""
-        (said_BN,) = observation.readback or ([],)
+        """Store the target's tokens for the rejected part of the chain and for each phrase."""
+        (choices_BN,) = observation.readback or ([],)
         for row, drafted in enumerate(self._drafted):
             if drafted is None:
                 continue
-            said, pool = said_BN[row], self.inner.pools[row]
+            chosen, pool = choices_BN[row], self.inner.pools[row]
             accepted = min(observation.outcome.accepted_B[row], len(drafted.chain))
             if accepted < len(drafted.chain):
-                words = [
-                    said[0 if n == 0 else drafted.chain[n - 1] + 1]
+                corrections = [
+                    chosen[0 if n == 0 else drafted.chain[n - 1] + 1]
                     for n in range(accepted, len(drafted.chain) + 1)
                 ]
-                for at in range(len(words) - 1):  # the last phrases of a short draft are prefixes
-                    pool.add(words[at], tuple(words[at + 1 : at + 1 + self.phrase]))
+                # the last phrases of a short draft are prefixes
+                for at in range(len(corrections) - 1):
+                    pool.add(
+                        corrections[at], tuple(corrections[at + 1 : at + 1 + self.phrase_length])
+                    )
             for nodes, tokens, phrase in drafted.suffixes:
-                corrected = [said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
+                corrected = [chosen[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
                     pool.drop(drafted.tokens[-1], phrase)
                     # the target predicted nothing for the part that was cut off
@@ -221,7 +224,7 @@ class Ouroboros(ChainDrafter):
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over a token, the window and a candidate without committing."""
-        width = 1 + self.inner.width(self.phrase)
+        width = 1 + self.inner.width(self.phrase_length)
         self.model.forward(
             torch.zeros(
                 len(self.model.lengths_B), width, dtype=torch.long, device=self.model.device

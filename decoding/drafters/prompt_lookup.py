@@ -66,7 +66,7 @@ def continuation(sequence: Sequence[int], position: int | None, budget: int) -> 
 
 
 def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
-    """Return a proposal of certain tokens, without q."""
+    """Return a proposal of point masses, without q."""
     counts_B = [len(drafted) for drafted in drafted_B]
     width = max(counts_B)
     padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
@@ -150,8 +150,8 @@ class PromptLookup(Lookup):
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise UserError(
-                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= "
-                f"min <= max."
+                f"prompt lookup: min_ngram is {min_ngram} and max_ngram is {max_ngram}, expected "
+                f"1 <= min_ngram <= max_ngram."
             )
         super().__init__(name, lambda: NgramIndex(range(max_ngram, min_ngram - 1, -1)))
 

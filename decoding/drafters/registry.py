@@ -1,6 +1,6 @@
-"""The table of drafters: a name -> the class that drafts, the heads that it loads, its options.
+"""The table of drafters: name -> class, the heads that it loads, and options.
 
-A class is given by its dotted name and imported when used, as some are in higher packages.
+Classes are given by dotted names and imported when used, since some are in higher packages.
 """
 
 import importlib
@@ -22,13 +22,13 @@ class Entry:
 
     # dotted name of the class
     kind: str
-    # the option that is required
+    # name of the required option
     needs: str = ""
     # model_type in config.json of the heads that it loads
     model_type: str = ""
     # a key of config.json that identifies its heads without a model_type
     mark: str = ""
-    # dotted name of what trains such heads (training/heads/kind.py)
+    # dotted name of the head's training kind (training/heads/kind.py)
     trained: str = ""
     # defaults that differ from the class's
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +72,7 @@ HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.mod
 
 
 def imported(dotted: str) -> Any:
-    """Return the object `package.module.name`; raise ImportError in one line if there is none."""
+    """Import and return `package.module.name`; raise ImportError with a one-line message."""
     module, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -110,7 +110,7 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
         if key in head and target.get(key) != head[key]:
             raise UserError(
                 f"{where} {key} is {target.get(key)} in the target and {head.get(key)} in the "
-                f"head. Take the head of this target."
+                f"head. Use a head that was trained for this target."
             )
     card = Path(head_folder) / CARD
     expected = read_json(card).get("target_hash") if card.is_file() else None
@@ -119,7 +119,7 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
     found = hash_input(Path(target_folder))
     if expected != found:
         raise UserError(
-            f"{where} {card} names a target of the hash {expected[:12]}, and this one's is "
-            f"{found[:12]}: its weights, configuration or tokenizer differ. Take the target that "
-            f"the head was trained on, or train the head again."
+            f"{where} {card} expects a target with hash {expected[:12]}, found {found[:12]}: the "
+            f"weights, configuration or tokenizer differ. Use the target that the head was trained "
+            f"on, or train the head again."
         )

@@ -2,8 +2,8 @@
 
 The worker holds the model and answers over a socket pair; tokens and counts are sent as lists, and
 q, if the rule tests it, as bytes. No random number is sent, since noise is a function of its key.
-With `cores` the worker is bound to its own processor cores and the target's process to the others
-(`lanes`), one thread a core; two processes that both use every core slow each other down.
+With `draft_cores` the worker is bound to some processor cores and the target's process to the
+others (`lanes`), one thread a core, since processes that share cores slow each other down.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -53,15 +53,15 @@ class RemoteChain:
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if draft_cores and len(available) <= draft_cores:
             raise UserError(
-                f"a worker with {draft_cores} cores of its own leaves none of this process's "
-                f"{len(available)} to the target: give draft_cores=0 (they share), or run on more "
-                f"cores."
+                f"draft_cores is {draft_cores}, which leaves none of this process's "
+                f"{len(available)} cores to the target. Give draft_cores=0 to share all cores, or "
+                f"run on more cores."
             )
         self.own_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "decoding.drafters.remote_process", str(theirs.fileno())]
-        # a session of its own, so that Ctrl-C only reaches this process
+        # a new session, so that Ctrl-C reaches this process only
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -73,7 +73,7 @@ class RemoteChain:
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
-        self._answers_due = False  # whether an answer to `begin` has not been read yet
+        self._answers_due = False  # whether the answer to `begin` is still unread
         self._send((str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
@@ -130,10 +130,10 @@ class RemoteChain:
     ) -> None:
         """Start drafting a chain for each row; `finish` waits for it.
 
-        The policies are sent and return with what they observed. The repetition penalty is sent
-        too, but not the caller's `allowed`: tokens that it forbids are drafted in vain.
+        The worker receives the policies and returns them updated. It also receives the repetition
+        penalty, but not the caller's `allowed`, so it may draft tokens that `allowed` forbids.
 
-        least: instead of the policies, draft this many tokens, then continue within the budgets
+        least: ignore the policies; draft this number of tokens, then continue within the budgets
         until `enough` is called.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
@@ -190,9 +190,9 @@ class RemoteChain:
         self.time_steps(1)
 
     def time_steps(self, count: int) -> float:
-        """Return the seconds of several forwards by the worker's clock, without messages.
+        """Return the seconds of several forwards by the worker's clock, excluding messages.
 
-        A chain of any length takes one message.
+        A chain needs one message, whatever its length.
         """
         return float(self._call("time_steps", count))
 
@@ -200,7 +200,7 @@ class RemoteChain:
     def seconds_a_step(self) -> float | None:
         """Mean seconds of a drafted token since `open`, None if there was none.
 
-        By the worker's clock: with sampling, without messages.
+        Measured by the worker's clock: sampling included, messages excluded.
         """
         return self._chain_seconds / self._chain_steps if self._chain_steps else None
 
@@ -248,8 +248,8 @@ class MultiProcessTarget(Protocol):
 def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     """Bind this process to the cores that the worker does not use, one thread a core.
 
-    Lasts for the block. The processes of a parallel target share these cores. Raises UserError if
-    there are fewer cores than processes.
+    The binding ends with the `with` block. The processes of a parallel target share these cores.
+    Raises UserError if there are fewer cores than processes.
     """
     if not drafter.own_cores:
         yield

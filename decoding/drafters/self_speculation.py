@@ -1,8 +1,8 @@
 """Self-speculation: the target drafts with some of its attention and MLP sub-layers skipped.
 
 Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). It needs no second model, training
-or memory: the draft reads the keys and values that the target committed in the layers it keeps,
-and appends its own, which the target's next forward overwrites. `python -m distill.skip_search`
+or memory: the draft reads the target's committed keys and values of the remaining layers, and
+appends new ones, which the target's next forward overwrites. `python -m distill.skip_search`
 searches for the sub-layers to skip and writes them to skips.json.
 
 Shapes: B rows.
@@ -55,19 +55,20 @@ class SelfSpeculation(ChainDrafter):
         """
         if not isinstance(target, NativeTarget):
             raise UserError(
-                f"drafter '{self.name}' runs the target's own layers, which the {target.backend} "
-                f"backend does not offer: take target.backend=native and target.parallel=none."
+                f"drafter '{self.name}' runs some of the target's layers, which the "
+                f"{target.backend} backend does not support. Use target.backend=native and "
+                f"target.parallel=none."
             )
         last = max([-1, *self.skips.attention, *self.skips.mlp])
         if last >= target.num_layers:
             raise UserError(
                 f"drafter '{self.name}' skips layer {last}, but '{target.name}' has layers 0 to "
-                f"{target.num_layers - 1}: take the skips that were searched for this target."
+                f"{target.num_layers - 1}. Use the skips that were found for this target."
             )
         if len(self.skips) == 0:
             raise UserError(
-                f"drafter '{self.name}' skips nothing: name sub-layers, or search for them with "
-                f"distill.skip_search."
+                f"drafter '{self.name}' skips nothing, expected at least one sub-layer. Give "
+                f"attention or mlp layers, or search for them with distill.skip_search."
             )
         if target is not self._target:
             self._target, self._view = target, None
@@ -115,7 +116,7 @@ class SelfSpeculation(ChainDrafter):
 
 def read_skips(path: str | Path) -> Skips:
     """Return the sub-layers in a skips.json; raise UserError for an invalid file."""
-    # resolve "..", since a stage may refer to another's folder through one that does not exist yet
+    # resolve "..", since the path may lead through a folder that does not exist yet
     place = Path(normpath(path))
     file = place / FILE if place.is_dir() else place
     try:
@@ -123,13 +124,13 @@ def read_skips(path: str | Path) -> Skips:
         return Skips(tuple(int(i) for i in found["attention"]), tuple(int(i) for i in found["mlp"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f'{file} holds no skip set ({error}); expected {{"attention": [layers], "mlp": '
-            f"[layers]}} as distill.skip_search writes it."
+            f'{file} holds no skip set ({error}), expected {{"attention": [layers], "mlp": '
+            f"[layers]}}. Write it with distill.skip_search."
         ) from error
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
-    """Write a skip set and what is known about it."""
+    """Write a skip set and information about it."""
     path.write_text(
         json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
         encoding="utf-8",

@@ -37,7 +37,7 @@ class SuffixAutomaton:
         for position in range(self._read, len(sequence)):
             self._match(sequence[position])
             self._append(sequence[position], position)
-            self._see(position)
+            self._record_match(position)
         self._read = len(sequence)
         return self._follows if self.matched >= self.min_match else None
 
@@ -49,7 +49,7 @@ class SuffixAutomaton:
         if token in self._next[self._state]:
             self._state, self.matched = self._next[self._state][token], self.matched + 1
 
-    def _see(self, position: int) -> None:
+    def _record_match(self, position: int) -> None:
         """Record what followed the match, and that it now ends here too."""
         while self._state and self.matched <= self._length[self._link[self._state]]:
             self._state = self._link[self._state]  # the state of the match was split

@@ -1,8 +1,8 @@
 """Suffix lookup before any model drafter: a long match in the row's text replaces its draft.
 
-If at least `min_match` last tokens occurred before, what followed them is proposed and the model
-does not run; otherwise the model drafts its chain or tree, after it has read the tokens that it
-missed. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
+If the last `min_match` or more tokens occurred before, what followed them is proposed and the
+model does not run; otherwise the model reads the tokens that it missed, and drafts its chain or
+tree. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
 
 Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K candidates.
 """
@@ -43,7 +43,7 @@ class LookupFirst:
 
     def __init__(self, drafter: Drafter, min_match: int = 6) -> None:
         if min_match < 1:
-            raise UserError(f"min_match is {min_match}, expected a number of tokens from 1 up.")
+            raise UserError(f"min_match is {min_match}, expected at least 1 token. Raise it.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
         # the index cannot be rolled back
         self.capabilities = replace(drafter.capabilities, can_overlap=False)
@@ -110,7 +110,7 @@ class LookupFirst:
         return _merged(drafted, copied, chooser)
 
     def observe(self, observation: Observation) -> None:
-        """Pass the outcome to the drafter, which skips the rows that it drafted nothing for."""
+        """Pass the outcome to the drafter, which skips the rows without drafted tokens."""
         self.drafter.observe(observation)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class LookupFirst:
         self._indices = [self._indices[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Do one of the drafter's steps; a lookup costs almost nothing."""
+        """Run one step of the drafter; a lookup costs almost nothing."""
         self.drafter.time_step(frontier)
 
 
@@ -141,7 +141,7 @@ class ChainWithLookup(LookupFirst):
 def check_lookup_before(kind: type) -> None:
     """Raise UserError for a drafter class that lookup cannot precede.
 
-    It is for models that draft while the target waits.
+    Lookup needs a model that drafts while the target waits.
     """
     why = ""
     if issubclass(kind, (Lookup, LookupFirst)):
@@ -151,17 +151,17 @@ def check_lookup_before(kind: type) -> None:
     elif issubclass(kind, RemoteChain):
         why = (
             "drafts while the target verifies, and the lookup cannot be rolled back when a chunk "
-            "is thrown away"
+            "is discarded"
         )
     if why:
         raise UserError(
-            f"lookup= goes before a model that drafts in turn with the target; {kind.__name__} "
-            f"{why}: leave lookup= out."
+            f"lookup= needs a model that drafts in turn with the target, but {kind.__name__} "
+            f"{why}. Omit lookup=."
         )
 
 
 def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
-    """Return one proposal of both, of which at most one has tokens for a row.
+    """Merge two proposals, at most one of which has tokens for a given row.
 
     Copied tokens are point masses.
     """

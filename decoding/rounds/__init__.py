@@ -1,1 +1,1 @@
-"""A decode call: its settings, its batch of rows and their rounds, and what they counted."""
+"""The parts of a decode call: settings, the batch and its rounds, and counts."""

@@ -110,10 +110,9 @@ class Batch:
         with self.claim:
             if not self.claim.holds:
                 raise UserError(
-                    f"this call cannot continue: another one has used the target "
-                    f"'{self.target.name}' or its drafter since, and their caches "
-                    "hold its text. Finish or close a stream before the next call, or load a "
-                    "second engine."
+                    f"this call cannot continue: another call has used the target "
+                    f"'{self.target.name}' or its drafter and overwritten their caches. Finish or "
+                    f"close a stream before the next call, or load a second engine."
                 )
             self._round()
 
@@ -129,15 +128,17 @@ class Batch:
         logits_BNV, hidden_BNC = self._forward(proposal)
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        asked = (
+        drafter_tensors = (
             () if proposal is None or proposal.readback is None else proposal.readback(logits_BNV)
         )
-        readback = DeviceReadback(*asked, watched=self._watched(logits_BNV[:, :width], counted))
+        readback = DeviceReadback(
+            *drafter_tensors, watched=self._watched(logits_BNV[:, :width], counted)
+        )
         outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, readback)
-        seen = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
+        observation = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
-        self._commit(seen, drafted_B)
+        self._commit(observation, drafted_B)
         ended = perf_counter()
         for row in rows:
             row.generation.decode_seconds += ended - began
@@ -196,9 +197,9 @@ class Batch:
         return logits_BNV, hidden_BNC
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
-        """Return the values that must be finite for the round to be valid.
+        """Return the checks of this round for NaN and infinity.
 
-        Top-k probabilities come from heads and trees, whose weights were checked when loaded.
+        `q_top` needs none: it comes from heads and trees, whose weights were checked on loading.
         """
         found = [finite_check(logits_BNV, f"the target '{self.target.name}'", "logits")]
         if (
@@ -265,9 +266,9 @@ class Batch:
                 return end
         return otherwise
 
-    def _commit(self, seen: Observation, drafted_B: list[int]) -> None:
+    def _commit(self, observation: Observation, drafted_B: list[int]) -> None:
         """Keep the tip and the accepted tokens in the caches."""
-        outcome = seen.outcome
+        outcome = observation.outcome
         paths_BL = (
             None
             if outcome.paths_B is None
@@ -275,7 +276,7 @@ class Batch:
         )
         self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
         if self.drafter is not None:
-            self.drafter.observe(seen)
+            self.drafter.observe(observation)
             self.drafter.rollback(self.target.lengths_B)
             for row, drafted, accepted in zip(
                 self.rows, drafted_B, outcome.accepted_B, strict=True

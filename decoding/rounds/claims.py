@@ -1,7 +1,7 @@
 """Exclusive use of a target and its drafter, whose caches hold the text of one call.
 
 A call that runs to its end keeps the models locked, so calls from several threads queue. A stream
-locks them for each round only, since its reader may stop reading for ever. Another call may then
+locks them for each round only, since its reader may never continue. Another call may then
 overwrite the caches between two rounds; the stream's next round finds its claim taken and raises
 an error instead of continuing another text.
 """
@@ -32,7 +32,7 @@ class Claim:
         """Create a claim to these models; None means no drafter."""
         with _guard:
             uses = {_locks.setdefault(model, _ModelLock()) for model in models if model is not None}
-        # every claim locks in the same order, so that no two wait for each other
+        # all claims lock in the same order, which prevents deadlock
         self._locks = sorted(uses, key=id)
 
     def take(self) -> None:

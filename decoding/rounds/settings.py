@@ -1,6 +1,7 @@
-"""How to decode: every field is checked when `Settings` is made.
+"""The settings of a decode call.
 
-What depends on the target or the drafter is checked when a decode begins.
+Every field is checked on construction; its fit with the target and the drafter is checked when a
+decode begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from decoding.values import RULES, check_choice, check_value, quote
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a decode call. At its default a warper is off; temperature 0 is greedy.
+    """The settings of a decode call. Warpers are off by default; temperature 0 is greedy.
 
     Raises UserError for an invalid value.
     """
@@ -46,8 +47,8 @@ class Settings:
     costs: RoundCosts | None = None
     # divides positive and multiplies negative logits of the text's tokens; 1 is off
     repetition_penalty: float = 1.0
-    # Maps the text so far (ids) to the ids that may follow, None for all. It runs on the host, so
-    # on a GPU every drafted token is waited for.
+    # Maps the text so far (ids) to the ids that may follow, None for all. It runs on the host,
+    # which on a GPU therefore waits for every drafted token.
     allowed: Allowed | None = None
     # a row ends with the token that completes one of them
     stop_strings: tuple[str, ...] = ()
@@ -71,8 +72,8 @@ class Settings:
             raise UserError(f"costs is {quote(self.costs)}, expected measured RoundCosts, or None.")
         if self.stop_strings and self.text_of is None:
             raise UserError(
-                "stop_strings needs text_of, the function from token ids to text "
-                "(decoding.generate has it)."
+                "stop_strings needs text_of, the function that decodes token ids, found None. Give "
+                "text_of, or use decoding.generate, which sets it."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Counts of one generation, which add up over rows and runs; readers turn them into rates once.
+"""Counts of one generation, which are summed over rows and runs before rates are computed.
 
 A round is one target forward; prefill is not a round. Only emitted tokens are counted: tokens that
 a round accepts after a stop token are not.
@@ -30,7 +30,7 @@ class Generation:
     draft_steps: int = 0
     # sum over the draft steps of the nodes of a row that they continued from, one each in a chain
     draft_frontiers: int = 0
-    # nodes of the target's forwards besides the tip, padding included
+    # nodes of the target's forwards without the tip, padding included
     verified: int = 0
     # tests at depth 1, 2, ... (all earlier depths were accepted)
     tested_by_depth: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.interfaces import Target
-from decoding.models.distributed.parallel import device_beside, processes_of
+from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.load import load_target
 from decoding.models.native.model import EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
@@ -254,7 +254,7 @@ def _sweep_file(cfg: EvalConfig) -> Path | None:
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:
     """Return the device for drafters in workers; note it if it is the target's own card."""
-    device = device_beside(target)
+    device = device_for_drafter(target)
     overlapping = any(use.schedule in WALL for use in uses)
     if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
         print(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from decoding.costs.machine_limits import Limits, measure_limits
-from decoding.costs.roofline import Budget, forward_budget
+from decoding.costs.roofline import ForwardBudget, forward_budget
 from decoding.drafters.registry import head_of
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
@@ -44,8 +44,8 @@ NO_LIMITS = (
 )
 
 # (tokens a row, committed tokens a row, rows) -> what a forward needs.
-Forward = Callable[[float, int, float], Budget]
-NOTHING = Budget(0, 0, 0)
+Forward = Callable[[float, int, float], ForwardBudget]
+NOTHING = ForwardBudget(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _step(
         return _forward(_config(mapping["folder"]), own)
     # a head reads the target's embeddings and all of its own, and keeps no cache
     parameters = drafter.num_parameters
-    return lambda tokens, _, rows: Budget(
+    return lambda tokens, _, rows: ForwardBudget(
         parameters * own.itemsize, 0, round(2 * parameters * tokens * rows)
     )
 
@@ -171,7 +171,7 @@ def row_budgets(
 
 def round_budget(
     shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
-) -> Budget | None:
+) -> ForwardBudget | None:
     """Return the budget of the mean round: draft steps, and the target's forward over the proposal.
 
     None if the shape of either model is unknown.
@@ -189,7 +189,7 @@ def round_budget(
     return shapes.target(width, context, rows) + one_step.times(steps)
 
 
-def _reached(budget: Budget, milliseconds: float, limits: Limits | None) -> RoundBudget:
+def _reached(budget: ForwardBudget, milliseconds: float, limits: Limits | None) -> RoundBudget:
     seconds = milliseconds / 1000
     shares: tuple[float | None, float | None] = (None, None)
     if limits is not None:

@@ -98,9 +98,7 @@ def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None
 
 def test_overlapped_schedules_are_refused() -> None:
     kit = kit_of()
-    with pytest.raises(
-        UserError, match="a conversation runs schedule=serial, found 'pearl_virtual'"
-    ):
+    with pytest.raises(UserError, match="schedule is 'pearl_virtual', .* Set schedule=serial"):
         ConversationBatches(kit.target, None).decode(
             ["one"], [[5, 6]], [True], replace(settings_of("greedy"), schedule="pearl_virtual")
         )

@@ -174,7 +174,7 @@ def test_bad_prompts_are_named() -> None:
     with pytest.raises(UserError, match="prompt 1 is empty"):
         decode(target, None, [[4], []], Settings())
     with pytest.raises(
-        UserError, match="prompt 0 has 8 tokens, but 'in-memory' holds 8 with its output"
+        UserError, match="prompt 0 has 8 tokens, but 'in-memory' holds at most 8, output included"
     ):
         decode(target, None, [[4] * 8], Settings())
     with pytest.raises(UserError, match="max_new_tokens is 0"):

@@ -20,7 +20,7 @@ from decoding import devices as cuda
 from decoding.errors import UserError
 from decoding.interfaces import Target
 from decoding.models.distributed.links import Collectives, Link, Sockets, socket_mesh
-from decoding.models.distributed.parallel import ParallelTarget, device_beside, processes_of
+from decoding.models.distributed.parallel import ParallelTarget, device_for_drafter, processes_of
 from decoding.models.distributed.rank_process import PipelineStage, SummedLinear, join, load_part
 from decoding.models.distributed.shards import (
     RankSetup,
@@ -285,7 +285,7 @@ def test_one_head_for_all_leaves_layers_only() -> None:
 
 
 def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "cards", lambda: 4)
+    monkeypatch.setattr(cuda, "count_gpus", lambda: 4)
     assert processes_of("tp", 0, "native", "cuda") == 4
     assert processes_of("tp", 0, "native", "cuda:1") == 3
     assert processes_of("layers", 2, "native", "cuda:2") == 2
@@ -298,7 +298,7 @@ def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) 
 def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda, "cards", lambda: 3)
+    monkeypatch.setattr(cuda, "count_gpus", lambda: 3)
     split = ParallelTarget.__new__(ParallelTarget)
     for devices, expected in (
         (["cuda:0", "cuda:1"], "cuda:2"),
@@ -308,8 +308,8 @@ def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(
         (["cpu", "cpu"], "cpu"),
     ):
         split.devices = devices
-        assert device_beside(split) == expected
-    assert device_beside(SimpleNamespace(device=torch.device("cuda"))) == "cuda:1"
+        assert device_for_drafter(split) == expected
+    assert device_for_drafter(SimpleNamespace(device=torch.device("cuda"))) == "cuda:1"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

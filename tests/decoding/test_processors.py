@@ -291,7 +291,7 @@ def test_bad_values_are_named() -> None:
     target = models()[0]
     with pytest.raises(UserError, match="stop_strings needs text_of"):
         Settings(stop_strings=("x",))
-    with pytest.raises(UserError, match="expected a tuple of texts, none of them empty"):
+    with pytest.raises(UserError, match="expected a tuple of nonempty strings"):
         Settings(stop_strings=("",), text_of=letters)
     with pytest.raises(UserError, match="repetition_penalty is 0, expected more than 0"):
         decode(target, None, [[4]], Settings(repetition_penalty=0))

@@ -26,7 +26,7 @@ from .tiny import hf_model, native_of, random_prompts
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "assets" / "target"
 FIXED = {"max_new_tokens": 12, "num_draft_tokens": 3, "stopping": "fixed"}
-OVERTAKEN = "this call cannot continue: another one has used the target"
+OVERTAKEN = "this call cannot continue: another call has used the target"
 
 
 @pytest.fixture(params=["chain", "lookup"])
@@ -154,7 +154,9 @@ def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: st
         "timing": lambda: time_parts(target, None, [4], repeats=1, warmup=0),
         "scores": lambda: choice_scores(target, [4, 5], settings, 0),
         "a session": lambda: Session(target, drafter, settings).start([4, 5]),
-        "turns": lambda: ConversationBatches(target, drafter).decode(["one"], [[4, 5]], [False], settings),
+        "turns": lambda: ConversationBatches(target, drafter).decode(
+            ["one"], [[4, 5]], [False], settings
+        ),
     }[between]()
     with torch.inference_mode(), pytest.raises(UserError, match=OVERTAKEN):
         batch.round()

@@ -186,11 +186,12 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         ),
         (
             {"_target_": "decoding.drafters.remote.RemoteChain", "folder": "nowhere"},
-            "RemoteChain drafts while .* leave lookup= out",
+            "RemoteChain drafts while .* Omit lookup=",
         ),
     ):
         with pytest.raises(
-            UserError, match=f"lookup= goes before a model that drafts in turn with the .*; {words}"
+            UserError,
+            match=f"lookup= needs a model that drafts in turn with the target, but {words}",
         ):
             check_entries([{**entry, "lookup": 3}])
     check_entries([{"use": "graph", "folder": "nowhere", "lookup": 3}])

@@ -88,7 +88,7 @@ def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> 
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected more than 0"),
         (
             {"stop_strings": [""]},
-            "stop_strings is .*, expected a tuple of texts, none of them empty",
+            "stop_strings is .*, expected a tuple of nonempty strings",
         ),
         ({"stopping_threshold": NAN}, "stopping_threshold is nan, expected a number from 0 to 1"),
         ({"temperatures": []}, "temperatures is .., expected one or more"),

@@ -282,7 +282,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(
     other = tmp_path / "other"
     shutil.copytree(tiny_target, other)
     (other / "generation_config.json").write_text("{}")
-    with pytest.raises(UserError, match="names a target of the hash .* train the head again"):
+    with pytest.raises(UserError, match="expects a target with hash .* train the head again"):
         run(configured(other, tmp_path / "no", f"head.path={finished / 'drafter'}"))
 
 

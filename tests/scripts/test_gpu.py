@@ -114,9 +114,9 @@ for name in ("auto", "cuda"):
         cuda.device_of(name)
     except ValueError as error:
         assert "sees no CUDA card" in str(error)
-assert (cuda.cards(), cuda.names()) == (0, [])
+assert (cuda.count_gpus(), cuda.gpu_names()) == (0, [])
 assert (cuda.rng_state(), cuda.multiplies_bfloat16()) == (None, False)
-cuda.use(torch.device("cpu"))
+cuda.set_default_gpu(torch.device("cpu"))
 cuda.restore_rng(torch.get_rng_state())
 sys.settrace(None)
 print("RAN " + json.dumps({name: sorted(lines) for name, lines in ran.items()}))
@@ -271,5 +271,7 @@ def test_without_a_card_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     from scripts.bench import gpu
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="^error: device 'cuda': PyTorch sees no CUDA card here"):
+    with pytest.raises(
+        SystemExit, match="^error: device 'cuda' does not exist: PyTorch finds none"
+    ):
         gpu.parse(["part=decode"])

@@ -34,7 +34,7 @@ class MultiCandidate(ChainDrafter):
         super().__init__(*arguments, **named)
         if not branching or min(branching) < 1:
             raise UserError(
-                f"branching is {list(branching)}, expected one or more numbers from 1 up."
+                f"branching is {list(branching)}, expected one or more numbers, each at least 1."
             )
         self.branching = tuple(branching)
         self._depth = 1

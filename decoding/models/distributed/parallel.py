@@ -47,7 +47,7 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
             f"parallel={parallel} splits a target of the native backend, not of {backend}: take "
             f"native."
         )
-    cards = cuda.cards() - _first_card(device) if device.startswith("cuda") else 0
+    cards = cuda.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
         found = (
@@ -205,7 +205,7 @@ class ParallelTarget:
         self.ranks.close()
 
 
-def device_beside(target: Any) -> str:
+def device_for_drafter(target: Any) -> str:
     """Return the device of a drafter that runs at the same time as the target.
 
     It is the first free card after the target's last, else the first free one before it, else the
@@ -216,7 +216,9 @@ def device_beside(target: Any) -> str:
         return devices[0]
     taken = {_first_card(device) for device in devices}
     free = [
-        card for card in (*range(max(taken), cuda.cards()), *range(max(taken))) if card not in taken
+        card
+        for card in (*range(max(taken), cuda.count_gpus()), *range(max(taken)))
+        if card not in taken
     ]
     return f"cuda:{free[0]}" if free else devices[0]
 
