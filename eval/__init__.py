@@ -1,6 +1,4 @@
-"""Jobs that measure: real speculative decoding with any drafter, its acceptance, its speed and its
-cost.
-"""
+"""Jobs that measure real speculative decoding: acceptance, speed and cost of any drafter."""
 
 from jobs.interrupts import end_imports_quietly
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
 from eval.config import CompareConfig
-from eval.report.compare.comparison import Panel, Standing, chains, panels_of
-from eval.report.compare.entries import ALL, HEADLINE, Entry, entries_of
-from eval.report.compare.evaluations import Evaluation, find_runs, labels_of, read_evaluation
-from eval.report.compare.page import Making, Plot, page
-from eval.report.compare.palette import Look, Paint, looks, paints
-from eval.report.compare.plots import acceptance, depth, pareto
-from eval.report.compare.series import with_series
-from eval.report.compare.table import print_comparison
-from eval.report.words import condition_label
+from eval.report.page import Provenance, comparison_page
+from eval.report.plots import Plot, panel_plots, styles_of_entries
+from eval.report.tables import print_comparison
+from eval.statistics.comparison.entries import ALL, HEADLINE, Entry, entries_of
+from eval.statistics.comparison.evaluations import Evaluation, find_runs, labels_of, read_evaluation
+from eval.statistics.comparison.panels import ComparedEntry, Panel, panels_of
+from eval.statistics.comparison.series import with_series
 from eval.statistics.schema import flat
 from jobs.files import write_text
 from jobs.job import job_main
@@ -34,10 +32,10 @@ READ = ("results.jsonl", "records.jsonl")  # of every run
 
 
 def run(cfg: CompareConfig) -> Path:
-    """Compare and report; returns the run folder with comparison.jsonl, comparison.html and plots/.
+    """Compare finished runs and report; return the folder with comparison.jsonl and the page.
 
     Raises UserError for runs that are missing, unfinished or no evaluations, and for labels and
-    fields that name nothing.
+    fields that match nothing.
     """
     check(cfg)
     if cfg.dry_run:
@@ -75,7 +73,7 @@ def run(cfg: CompareConfig) -> Path:
 
 
 def check(cfg: CompareConfig) -> None:
-    """Raise UserError for settings that nothing can be compared by."""
+    """Raise UserError for settings that cannot be used to compare."""
     if cfg.prompts not in (HEADLINE, ALL):
         raise UserError(f"prompts={cfg.prompts} is unknown, expected {HEADLINE} or {ALL}")
     if cfg.bootstrap_resamples < 1:
@@ -85,15 +83,16 @@ def check(cfg: CompareConfig) -> None:
 
 
 def _say_plan(cfg: CompareConfig) -> None:
-    """What would be read. Runs that are not there yet, as in the dry run of an experiment's stages,
-    are told and no error.
+    """Print what would be read.
+
+    Missing runs are reported without an error, as in the dry run of an experiment's stages.
     """
     for pattern in cfg.runs:
         try:
             for folder in find_runs([pattern]):
                 rows = read_evaluation(folder, folder.name).rows
                 drafters = ", ".join(dict.fromkeys(row.drafter for row in rows))
-                conditions = ", ".join(dict.fromkeys(condition_label(row) for row in rows))
+                conditions = ", ".join(dict.fromkeys(row.condition_label for row in rows))
                 print(
                     f"would read {folder}: {len(rows)} rows; {drafters}; {rows[0].benchmark}, "
                     f"{conditions}"
@@ -104,8 +103,10 @@ def _say_plan(cfg: CompareConfig) -> None:
 
 
 def group_of(cfg: CompareConfig, evaluations: Sequence[Evaluation]) -> str:
-    """The Weights & Biases group: the one given, else the experiment that all runs share, which is
-    a sweep's group too, else this experiment.
+    """Return the Weights & Biases group of the comparison.
+
+    This is the group given, else the experiment shared by all runs (the group of a sweep), else the
+    comparison's own experiment.
     """
     experiments = {str(one.config["experiment"]) for one in evaluations} - {"default"}
     return cfg.tracker.group or (experiments.pop() if len(experiments) == 1 else cfg.experiment)
@@ -114,18 +115,17 @@ def group_of(cfg: CompareConfig, evaluations: Sequence[Evaluation]) -> str:
 def _write(
     folder: RunFolder, panels: Sequence[Panel], evaluations: Sequence[Evaluation], tracker: Tracker
 ) -> None:
-    records = [record_of(panel, standing) for panel in panels for standing in panel.standings]
+    records = [record_of(panel, compared) for panel in panels for compared in panel.compared]
     write_text(
         folder.path / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records)
     )
-    look = looks([entry for panel in panels for entry in panel.entries])
-    plots = [_plots(panel, look) for panel in panels]
+    styles = styles_of_entries([entry for panel in panels for entry in panel.entries])
+    plots = [panel_plots(panel, styles) for panel in panels]
     images = _save(folder.path / "plots", [plot for drawn in plots for plot in drawn])
     manifest = folder.manifest
-    making = Making(
-        manifest["command"], manifest["started"].replace("T", " "), manifest["git_revision"]
-    )
-    write_text(folder.path / "comparison.html", page(panels, plots, evaluations, making))
+    started = manifest["started"].replace("T", " ")
+    made = Provenance(manifest["command"], started, manifest["git_revision"])
+    write_text(folder.path / "comparison.html", comparison_page(panels, plots, evaluations, made))
     tracker.rewind(-1)  # of a comparison that was made before
     figures = {}
     for panel in panels:
@@ -140,11 +140,9 @@ def _write(
     )
 
 
-def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
-    """A line of comparison.jsonl: the row of results.jsonl, and what the comparison
-    found about it.
-    """
-    entry, ratio = standing.entry, standing.ratio
+def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
+    """Return a line of comparison.jsonl: the row of results.jsonl and what was found about it."""
+    entry, ratio = compared.entry, compared.ratio
     speedup = entry.speedup
     return {
         "condition": panel.label,
@@ -161,13 +159,13 @@ def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
         "counted_speedup_high": speedup.high if speedup else None,
         "not_ranked": entry.not_ranked,
         "drafts_nothing": entry.idle,
-        "pareto_parameters": standing.on_front.get("parameters"),
-        "pareto_training_tokens": standing.on_front.get("training_tokens"),
-        "rival": standing.rival.name if standing.rival else None,
+        "pareto_parameters": compared.on_front.get("parameters"),
+        "pareto_training_tokens": compared.on_front.get("training_tokens"),
+        "rival": compared.rival.name if compared.rival else None,
         "over_rival": ratio.value if ratio else None,
         "over_rival_low": ratio.low if ratio else None,
         "over_rival_high": ratio.high if ratio else None,
-        "shared_prompts": standing.shared,
+        "shared_prompts": compared.shared,
         "target_hash": entry.setting.target_hash,
         "prompts_hash": entry.workload.prompts_hash,
         "execution": entry.setting.execution,
@@ -175,61 +173,21 @@ def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
     }
 
 
-def _plots(panel: Panel, look: dict[str, Look]) -> list[Plot]:
-    """The plots of a panel, each where there is something to draw."""
-    if not panel.fastest:
-        return []
-    drawn: dict[str, tuple[Callable[[Paint], bytes], str]] = {
-        "depth": (
-            lambda paint: depth(panel, look, paint),
-            "Drafter depth against speedup, with 95 % intervals; each at its fastest draft length; "
-            "hollow where it drafts nothing, at plain decoding's speed. Dashed: the control, in a "
-            "band over the runs.",
-        )
-    }
-    if any(entry.alpha is not None for entry in chains(panel)):
-        drawn["acceptance"] = (
-            lambda paint: acceptance(panel, look, paint),
-            "Acceptance against cost. On a curve the closed form gives that speedup at the best "
-            "gamma, with V and overheads as measured (medians); the points are what was measured. "
-            "Drafters without a model, those that drafted nothing and overlapped schedules have no "
-            "place here.",
-        )
-    drawn["pareto"] = (
-        lambda paint: pareto(panel, "parameters", look, paint),
-        "Pareto front: filled where no drafter with as few parameters is faster, else hollow. The "
-        "control has no parameters.",
-    )
-    if len({entry.training_tokens for entry in panel.fastest if entry.training_tokens}) > 1:
-        drawn["training"] = (
-            lambda paint: pareto(panel, "training_tokens", look, paint),
-            "Pareto front over the tokens that drafters were distilled on; those whose cards do "
-            "not say are left out.",
-        )
-    themes = paints()
-    return [
-        Plot(f"{kind}_{panel.slug}", caption, draw(themes["light"]), draw(themes["dark"]))
-        for kind, (draw, caption) in drawn.items()
-    ]
-
-
 def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
-    """Write the light PNGs in place of those of an earlier comparison; returns name -> file."""
+    """Write the PNG files in place of those of an earlier comparison; return name -> file."""
     folder.mkdir(exist_ok=True)
     for left in folder.glob("*.png"):
         left.unlink()
     files = {plot.name: folder / f"{plot.name}.png" for plot in plots}
     for plot in plots:
-        files[plot.name].write_bytes(plot.light)
+        files[plot.name].write_bytes(plot.png)
     return files
 
 
 def _charts(panels: Sequence[Panel]) -> list[Chart]:
-    """Scatter charts of each panel: depth against speedup and against tokens/s, cost ratio against
-    acceptance.
+    """Return scatter charts of each panel: speedup and tokens/s over depth, alpha over cost.
 
-    Tokens/s are each run's own, measured at its own time; speedups are what rows of several runs
-    are compared by.
+    Tokens/s belong to each run; rows of several runs are compared by speedup.
     """
     charts = []
     for panel in panels:
@@ -273,7 +231,7 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
 
 
 def _summary(panels: Sequence[Panel]) -> dict[str, Any]:
-    """The manifest's metrics: the best drafter of each panel."""
+    """Return the manifest's metrics: the best drafter of each panel."""
     return {
         panel.label: {
             "best": panel.fastest[0].name,

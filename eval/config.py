@@ -41,9 +41,7 @@ class BenchmarkConfig:
 
 @dataclass
 class EvalConfig(JobConfig):
-    """Real speculative decoding with one or several drafters against our own autoregressive
-    decoding.
-    """
+    """Evaluation of one or several drafters against our own autoregressive decoding."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
@@ -114,9 +112,7 @@ class EvalConfig(JobConfig):
 
 @dataclass
 class CompareConfig(JobConfig):
-    """Any number of evaluated drafters in one report: depth against throughput, acceptance against
-    cost, the Pareto front.
-    """
+    """Comparison of any number of evaluated drafters in one report."""
 
     # Finished run folders of eval.run, or globs: runs=[runs/one,"runs/sweep/*/eval.run"].
     runs: list[str] = field(default_factory=list)

@@ -1,10 +1,9 @@
-"""`python -m eval.run drafters=[FOLDER,...]`: is this drafter worth it, on these prompts and this
-machine?
+"""`python -m eval.run drafters=[FOLDER,...]`: measure drafters on prompts on this machine.
 
-Prompts are split in two. On a few, taken from all over the file or from one of their own, every
-draft length of the sweep is tried, and each drafter's best one is chosen from its acceptance and
-its costs; on all others the drafters run at that length, and those runs are the result. So the
-draft length is never chosen on the prompts that judge it.
+The prompts are split in two. The sweep tries every draft length on a few of them, or on those of
+another file, and chooses each drafter's best length from its acceptance and costs. The main part
+runs the drafters at that length on all other prompts and gives the results. So no draft length is
+chosen on the prompts that judge it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
 from eval.measure.session import Session, drafting, generations, most_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
-from eval.report.run_page import Provenance, write_report
-from eval.report.table import print_table
-from eval.report.texts import Text, texts_of
-from eval.report.words import condition_label, main_rows
+from eval.report.page import Provenance, evaluation_page
+from eval.report.tables import print_evaluation
+from eval.report.traced_text import TracedText, traced_texts
 from eval.statistics.budgets import with_limits
 from eval.statistics.rows import build_rows
-from eval.statistics.schema import Row, flat, read_rows, write_rows
+from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
+from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import TrackedRun, Tracker
@@ -53,11 +52,10 @@ NOT_MEASURED = (
 
 
 def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
-    """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl,
-    drafters.json and report.html.
+    """Measure and report; return the run folder with results.jsonl, records and report.html.
 
-    clock: seconds, for max_seconds alone. Raises UserError for input that does not fit, and for an
-    output that is not the target's own (after the report).
+    clock: seconds, used for max_seconds alone. Raises UserError for invalid input, and, after the
+    report, for an output that differs from the target's.
     """
     check(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
@@ -98,15 +96,14 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
         rows = with_asked(rows, cfg, loaded)
         write_rows(results, rows)
-        write_report(
-            report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records)
-        )
+        made = _provenance(cfg, folder, loaded, rows, session.records)
+        write_text(report, evaluation_page(rows, session.records, made))
         # Not before: what a tracker does beside the decoding would be measured too.
         with TrackedRun(folder, cfg, loaded.inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
             record_rows(tracker, rows)
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
-    print_table(rows)
+    print_evaluation(rows)
     print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
@@ -120,10 +117,10 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
 
 
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """Raise UserError for what would fail only after time was spent: parts without prompts,
-    schedules that a drafter, rule or batch does not fit.
+    """Raise UserError for what would fail only after time was spent.
 
-    Called before the run folder belongs to this configuration, so that the mended command runs in
+    This covers parts without prompts and schedules that do not fit a drafter, rule or batch. It
+    runs before the run folder is tied to this configuration, so that the corrected command can use
     the same folder.
     """
     generations(cfg, loaded)
@@ -137,7 +134,7 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """What a run would do, and at most how many tokens it would emit."""
+    """Print what the run would do and the most tokens it would emit."""
     batches = generations(cfg, loaded)
     drafters = ", ".join(loaded.facts)
     prompts = ", ".join(
@@ -160,9 +157,7 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
 
 
 def _say_intent(cfg: EvalConfig) -> None:
-    """The plan as far as the configuration tells it, where the target's folder, whose tokenizer
-    counts prompts, is missing.
-    """
+    """Print the plan as far as the configuration gives it, if the target's folder is missing."""
     told = ", ".join(condition.label for condition in conditions(cfg))
     prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
     print(
@@ -182,7 +177,7 @@ def _within(cfg: EvalConfig) -> str:
 
 
 def _hint_prompts(cfg: EvalConfig) -> None:
-    """Say so where a target of one's own is asked the prompts that ship with the embedded one."""
+    """Warn if a custom target is evaluated on the embedded prompts."""
     if cfg.benchmark.path.startswith(EMBEDDED) and not cfg.target.path.startswith(EMBEDDED):
         print(
             f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the "
@@ -192,9 +187,7 @@ def _hint_prompts(cfg: EvalConfig) -> None:
 
 
 def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
-    """The rows, where time bounds the run with the number of prompts that there were to measure: of
-    whole batches alone.
-    """
+    """Add to the rows of a time-bounded run the number of prompts requested, in whole batches."""
     if not cfg.max_seconds:
         return list(rows)
     asked = {
@@ -212,7 +205,7 @@ def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
-    """The manifest's metrics: the main rows' speedups, and the prompts' counts."""
+    """Return the manifest's metrics: speedups of the main rows and prompt counts."""
     speedups = {
         _label(row): [row.speedup, row.speedup_low, row.speedup_high]
         for row in main_rows(list(rows))
@@ -221,7 +214,7 @@ def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
 
 
 def _label(row: Row) -> str:
-    return f"{row.drafter}, {condition_label(row)}, gamma {row.num_draft_tokens}"
+    return f"{row.drafter}, {row.condition_label}, gamma {row.num_draft_tokens}"
 
 
 def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
@@ -237,7 +230,7 @@ def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
 
 
 def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
-    """Drafter -> what its folder says."""
+    """Return the origin of each drafter that has a folder."""
     return {
         name: origin_of(folder, hashes[str(folder)], dtype)
         for name, (folder, dtype) in loaded.folders.items()
@@ -288,7 +281,7 @@ def _provenance(
 
 
 def _over_time(row: Row) -> str:
-    """Which prompts there was no time for; empty where all were measured."""
+    """Describe the prompts that did not fit into max_seconds; empty if all were measured."""
     left = row.prompts_asked - row.prompts
     if left <= 0:
         return ""
@@ -300,10 +293,9 @@ def _over_time(row: Row) -> str:
 
 
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
-    """How they come about, and on what prompts; apart from these the caps of rules that choose
-    lengths by themselves.
+    """Describe how draft lengths are set, and on which prompts.
 
-    measured: of the sweep's prompts, where not all were.
+    measured: number of sweep prompts that were measured, if not all.
     """
     caps: dict[int, list[str]] = {}
     for name, facts in loaded.facts.items():
@@ -328,10 +320,10 @@ def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> st
     )
 
 
-def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
+def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[TracedText]:
     text_of = loaded.bench.settings.text_of
     assert text_of is not None, "eval.measure.setup gives it"
-    return texts_of(records, drafting(loaded), text_of, cfg.show_texts)
+    return traced_texts(records, drafting(loaded), text_of, cfg.show_texts)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Evaluation prompts: read, narrowed down, rendered to token ids, spread over two parts, and every
-prompt left out is counted.
+"""Evaluation prompts: read, selected, rendered to token ids and split; exclusions are counted.
 
-A prompt has one or several user turns. With `turns: all` the later turns see the target's own
-earlier answers, so that all drafters face the same text.
+A prompt has one or several user turns. With `turns: all`, later turns follow the target's own
+earlier answers, so all drafters continue the same text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Prompts in the order of the file, and what was left out of it."""
+    """Prompts in the order of the file, and counts of those left out."""
 
     name: str
     prompts: list[Prompt]
@@ -39,13 +38,12 @@ class Benchmark:
 def load_benchmark(
     cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
 ) -> Benchmark:
-    """Read a prompt file, and another one for the sweep where one is named, and keep what can be
-    measured.
+    """Read the prompt file, and that of the sweep if one is given; keep what can be measured.
 
-    max_length: tokens that the target's context holds; limit: prompts to keep of the first file,
-    its first ones or (cfg.spread) some from all over it; 0: all. Raises UserError: an unknown
-    option; a category that no prompt has; with too_long=error, a first turn that leaves no room for
-    max_new_tokens; nothing left to measure.
+    max_length: tokens in the target's context. limit: number of prompts to keep, the first ones or,
+    with cfg.spread, some from the entire file; 0 keeps all. Raises UserError for an unknown option,
+    a category without prompts, a first turn that leaves no room for max_new_tokens (with
+    too_long=error), and if no prompt is left.
     """
     _check_options(cfg)
     render = choose_rendering(
@@ -90,11 +88,11 @@ def load_benchmark(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(`count` prompts from all over the file, the others), both in its order.
+    """Split prompts into `count` of them from the entire file and the others, both in its order.
 
-    One out of each of `count` equal stretches, so that a file ordered by category or language gives
-    some of all; each time from another place in the stretch (multiples of the golden ratio), so
-    that one which takes its categories in turn does too.
+    One prompt is taken from each of `count` equal stretches, so that a file ordered by category or
+    language gives some of all. Its place in the stretch varies by multiples of the golden ratio, so
+    that a file whose categories alternate does too.
     """
     count = min(count, len(prompts))
     bounds = [step * len(prompts) // count for step in range(count + 1)] if count else []
@@ -109,7 +107,7 @@ def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Pr
 
 
 def _read(cfg: BenchmarkConfig) -> list[Prompt]:
-    """The prompts of the file, those that the options name, with their turns as they are asked."""
+    """Read the prompts that the options select, with their turns as they will be rendered."""
     prompts = read_prompts(cfg.path)
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -137,8 +135,9 @@ def _fitting(
     max_new_tokens: int,
     limit: int,
 ) -> tuple[list[Prompt], int]:
-    """(the prompts whose first turn leaves room for an answer, at most `limit` of them; how many do
-    not). UserError where one or all do not.
+    """Return at most `limit` prompts whose first turn leaves room, and the number that does not.
+
+    Raises UserError if none fits, or if one does not and cfg.too_long is error.
     """
     kept: list[Prompt] = []
     too_long = 0
@@ -166,7 +165,7 @@ def _fitting(
 
 
 def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
-    """The prompts that benchmark.ids names, in its order."""
+    """Return the prompts listed in benchmark.ids, in its order."""
     try:
         listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -192,8 +191,7 @@ def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
 def render_turns(
     turns: list[str], answers: list[str], tokenizer: Any, render: str, chat_template: str = "auto"
 ) -> list[int]:
-    """Token ids of the last of `turns`, after the turns before it and their answers, ready for the
-    target to answer.
+    """Render the last of `turns`, after earlier turns and their answers, to token ids.
 
     render: chat (by chat_template) or text. Raises ValueError unless there is one answer fewer than
     turns.

@@ -1,8 +1,7 @@
-"""A bound on the seconds of measuring: how many prompts still fit, and what was spent, kept in the
-run folder.
+"""Bound on the seconds of measuring, kept in the run folder.
 
 Prompts are measured in blocks: the same ones under every condition, by every drafter and the
-baseline. A block that was begun is finished, so that all rows have the same prompts. Their order is
+baseline. A block is always finished, so that all rows have the same prompts. The prompts are
 shuffled by the seed; time decides how many of them are measured, never which.
 """
 
@@ -32,9 +31,7 @@ _REMEDY = "Delete it: what was spent before is not counted, and the records are 
 
 
 def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return the seconds spent and those of each part's longest block, as `Deadline.count` wrote
-    them.
-    """
+    """Return the seconds spent and the longest block of each part, written by `Deadline.count`."""
     seconds, longest = values["seconds"], values["longest_block"]
     if not is_number(seconds) or seconds < 0:
         raise ValueError(f"seconds is {seconds!r}, expected a number from 0 up")
@@ -46,12 +43,15 @@ def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
 
 
 class Deadline:
-    """The clock of a run. Without a bound it is never asked."""
+    """Clock of a run; a run without a bound does not read it."""
 
     def __init__(
         self, max_seconds: float, folder: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """max_seconds: of all runs in this folder together; 0: no bound."""
+        """Read what earlier runs spent.
+
+        max_seconds: of all runs in this folder together; 0 sets no bound.
+        """
         self.max_seconds = max_seconds or math.inf
         self._file, self._clock = folder / FILE, clock
         self._earlier, self._longest = 0.0, dict[str, float]()
@@ -66,17 +66,18 @@ class Deadline:
 
     @property
     def seconds(self) -> float:
-        """Spent on measuring so far, by earlier runs too."""
+        """Seconds spent on measuring so far, by earlier runs too."""
         return self._earlier + self._clock() - self._began
 
     @property
     def costs_seconds(self) -> float:
-        """For the costs that drafters weigh."""
+        """Seconds for the costs that stopping rules and drafters use."""
         return COSTS * self.max_seconds
 
     def has_room(self, part: str, blocks: int) -> bool:
-        """Whether to measure another block of a part after `blocks` of them; it is expected to last
-        as long as the longest.
+        """Return whether to measure another block of a part after `blocks` of them.
+
+        The block is expected to last as long as the longest one so far.
         """
         if not self.bounds or blocks < LEAST[part]:
             return True

@@ -1,8 +1,7 @@
-"""By what rule a drafter gets the draft length of the main part; the session follows it, rows name
-it, and reports say it in words.
+"""Rules by which a drafter gets the draft length of the main part.
 
-A prediction stands beside every row: what the formula says of it afterwards, from its own prompts.
-It chooses nothing.
+The prediction shown with every row is made afterwards, from the row's own prompts. It chooses
+nothing.
 """
 
 from __future__ import annotations
@@ -15,32 +14,29 @@ from eval.config import EvalConfig
 from eval.statistics.schema import DrafterFacts
 from jobs.drafter_use import ALONE, DrafterUse
 
-# Rule -> how a row at `gamma` came by it.
+# Rule -> how the table describes it.
 RULES: dict[str, str] = {
-    "given": "gamma={gamma}, as given",
-    "predicted": "gamma={gamma}, chosen in the sweep",
-    "fastest": "gamma={gamma}, the fastest of the sweep",
-    "own": "lengths of its own choice, up to gamma={gamma}",
-    "cap": "lengths of its stopping rule's choice, up to a cap of its own, {gamma} "
-    "(max_draft_tokens)",
-    "none": "",
+    "given": "given",
+    "predicted": "sweep, by the formula",
+    "fastest": "sweep, by measured speed",
+    "own": "schedule, each round",
+    "cap": "stopping rule, up to max_draft_tokens",
+    "none": "–",
 }
-OWN = ("own", "cap")  # rules under which the row's length is a bound that it seldom reaches
+CAPPED = ("own", "cap")  # rules under which the row's length is an upper bound, seldom reached
 
-# Stopping rules of published systems, which know no gamma: a swept one would cut them short
-# (Hugging Face's schedule begins at 5). `cost_ratio` weighs costs that are measured at the sweep's
-# widths, and has a cap of its own where its entry names one.
+# Stopping rules of published systems. They have no gamma: a swept one would cut drafts short
+# (Hugging Face's schedule begins at 5). `cost_ratio` uses costs measured at the sweep's widths, so
+# it has its own cap only if its entry gives one.
 SELF_ENDING = ("confidence", "assisted", "adaptive_confidence", "entropy", "thompson")
 
 
 def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
-    """One of RULES: predicted takes what the sweep's acceptance and times promise most, fastest
-    what the sweep itself measured.
+    """Return the name in RULES of the rule that sets a drafter's length.
 
-    given: whether the user names the lengths. An overlapped schedule's closed form takes acceptance
-    as even, so the sweep itself knows better.
-    own_cap: of a stopping rule that chooses the lengths, as `own_cap_of` has it; neither lengths
-    that are given nor the sweep's are its.
+    given: the user gave the lengths. own_cap: result of `own_cap_of`, which overrides given and
+    swept lengths. The closed form of an overlapped schedule assumes uniform acceptance, so such a
+    schedule takes the length that the sweep measured as fastest.
     """
     if schedule == ALONE:
         return "none"
@@ -56,56 +52,50 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
 def own_cap_of(
     name: str, use: DrafterUse, capabilities: Capabilities, target: Target, usual: int
 ) -> int | None:
-    """The most tokens of a draft where the drafter's stopping rule ends each one by itself; None
-    where gamma does.
+    """Return the longest draft of a drafter whose stopping rule ends drafts itself, else None.
 
-    use: settled. usual: the job's cap. A target that records its steps takes the sweep's lengths as
-    ever: each width is a recording of its own. Raises UserError for an entry that names a cap which
-    nothing would follow.
+    usual: the cap of the job. A target that records its steps has one recording for each width, so
+    it always takes the sweep's lengths. Raises UserError if the entry sets a cap that would have no
+    effect.
     """
     recorded = isinstance(target, NativeTarget) and target.execution != "eager"
+    whole_proposals = not token_by_token(capabilities)
     if use.max_draft_tokens is None:
-        fits = (
-            use.stopping in SELF_ENDING
-            and use.schedule == "serial"
-            and token_by_token(capabilities)
-            and not recorded
-        )
-        return usual if fits else None
+        ends_itself = use.stopping in SELF_ENDING and use.schedule == "serial"
+        return usual if ends_itself and not whole_proposals and not recorded else None
     why = ""
     if recorded:
         why = (
-            "this target records its steps, one for each width, so that lengths are the sweep's "
-            "(target.execution=eager has none)"
+            "this target records its steps, one for each width, so the sweep sets the lengths "
+            "(target.execution=eager records none)"
         )
-    elif not token_by_token(capabilities):
-        why = "its proposals come whole, and no rule is asked after a token"
+    elif whole_proposals:
+        why = "its proposals come whole, so no stopping rule runs after a token"
     elif use.stopping == "fixed":
-        why = "stopping=fixed ends no draft"
+        why = "stopping=fixed ends no draft early"
     if why:
         raise UserError(
-            f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}: leave it "
-            f"out, and its length is num_draft_tokens= or the sweep's."
+            f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}. Leave it "
+            f"out: its length is then num_draft_tokens= or the sweep's."
         )
     return use.max_draft_tokens
 
 
 def swept(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
-    """Draft lengths that a drafter runs at in the sweep: all of them, or its own cap alone; none
-    where it drafts for nobody.
-    """
+    """Return the draft lengths that a drafter runs at in the sweep, none if it drafts nothing."""
     if facts.length_rule == "none":
         return []
     return list(cfg.sweep) if facts.own_cap is None else [facts.own_cap]
 
 
 def tried(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
-    """All draft lengths at which a drafter may run; 0 where it writes alone."""
+    """Return all draft lengths at which a drafter may run; [0] if it decodes alone."""
     if facts.length_rule == "none":
         return [0]
-    return [*dict.fromkeys([*swept(facts, cfg), *([] if facts.own_cap else cfg.num_draft_tokens)])]
+    given = [] if facts.own_cap else cfg.num_draft_tokens
+    return list(dict.fromkeys([*swept(facts, cfg), *given]))
 
 
 def longest(facts: DrafterFacts, cfg: EvalConfig) -> int:
-    """The longest draft of a drafter in the whole run."""
+    """Return the longest draft of a drafter in the run."""
     return facts.own_cap or max([*cfg.num_draft_tokens, *cfg.sweep])

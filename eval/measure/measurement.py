@@ -1,9 +1,8 @@
-"""The measurement itself: every prompt is decoded by the baseline and by every drafter, one after
-the other, in turn.
+"""Measurement of a unit: the baseline and every drafter decode each prompt in turn.
 
-Interleaving puts drafter and baseline within seconds of each other, so that a machine that slows
-down slows both; the order rotates from unit to unit, so that no one always runs first. Nothing but
-decoding happens between two clocks.
+Interleaving keeps drafter and baseline within seconds of each other, so that a machine that slows
+down slows both. The order rotates from unit to unit. Nothing but decoding happens between two clock
+readings.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 from eval.measure.benchmarks import Benchmark, render_turns
-from eval.measure.neighbours import Watch
+from eval.measure.cpu_contention import UndisturbedClock
 from eval.measure.records import BASELINE, COUPLED, Arm, Condition, Record
 from eval.statistics.lossless import is_compared
 from jobs.drafter_use import ALONE, DrafterUse
@@ -36,7 +35,7 @@ COUNTS = tuple(
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same over a run: models, prompts, and the settings that are not varied."""
+    """Models, prompts and settings that stay the same over a run."""
 
     target: Target
     drafters: dict[str, Drafter]
@@ -51,7 +50,7 @@ class Bench:
     costs: dict[tuple[str, Condition], RoundCosts] = field(default_factory=dict)
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
-        """The run's settings for one arm under one condition."""
+        """Return the run's settings for one arm under one condition."""
         return dataclasses.replace(
             self.settings,
             temperature=condition.temperature,
@@ -68,7 +67,7 @@ class Bench:
         prompts_ids: Sequence[list[int]],
         request_ids: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Decode some prompts with one arm."""
+        """Decode prompts with one arm."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
             assert isinstance(drafter, ChainDrafter), "jobs.drafters makes sure of it"
@@ -78,11 +77,11 @@ class Bench:
         )
 
     def is_alone(self, arm: Arm) -> bool:
-        """Whether the arm is another model than the target."""
+        """Return whether the arm is another model than the target."""
         return self.uses.get(arm.drafter, DrafterUse()).schedule == ALONE
 
     def rule_of(self, arm: Arm) -> str:
-        """The rule by which an arm decodes where temperature > 0."""
+        """Return the rule by which an arm decodes where temperature > 0."""
         return (
             "coupled"
             if arm == COUPLED
@@ -90,8 +89,10 @@ class Bench:
         )
 
     def baselines(self, condition: Condition) -> list[Arm]:
-        """Autoregressive decoding, by whose time drafters are judged, and once more coupled, where
-        the text of some drafters alone is.
+        """Return the baselines of a condition: autoregressive, and a coupled one where needed.
+
+        Speedups are over the first. The coupled one is added if only some drafters are coupled,
+        since their text must equal it.
         """
         some = self.verify != "coupled" and any(
             use.verify == "coupled" for use in self.uses.values()
@@ -99,14 +100,14 @@ class Bench:
         return [BASELINE, COUPLED] if some and condition.temperature > 0 else [BASELINE]
 
     def reference(self, condition: Condition, arm: Arm) -> Arm:
-        """The baseline whose text an arm's has to be, where it is compared."""
+        """Return the baseline whose text the arm's output must equal."""
         return self.baselines(condition)[-1] if self.rule_of(arm) == "coupled" else BASELINE
 
 
 def units_of(
     prompts: Sequence[Prompt], batch_size: int, first: int
 ) -> list[tuple[int, list[Prompt]]]:
-    """(unit number, its prompts); prompts at the end that do not fill a batch are left out."""
+    """Return (unit number, prompts) pairs; prompts that do not fill a batch are left out."""
     whole = len(prompts) // batch_size
     return [
         (first + index, list(prompts[index * batch_size : (index + 1) * batch_size]))
@@ -115,7 +116,7 @@ def units_of(
 
 
 def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """The arms in an order that starts elsewhere for every unit."""
+    """Return the arms in an order that starts at another one for each unit."""
     shift = by % len(arms)
     return [*arms[shift:], *arms[:shift]]
 
@@ -129,10 +130,10 @@ def measure_unit(
     arms: Sequence[Arm],
     done: Callable[[Arm, int, float], None],
 ) -> list[Record]:
-    """Decode one unit with every arm, turn after turn, and compare each output with the baseline's.
+    """Decode one unit with every arm, turn by turn, and compare outputs with the baseline's.
 
-    In later turns the history holds the baseline's answers, the same for all arms.
-    done(arm, tokens, seconds) is called after every generation, between the clocks.
+    In later turns the history holds the baseline's answers for all arms. done(arm, tokens, seconds)
+    is called after every generation, between the clock readings.
     """
     records: list[Record] = []
     for sample in range(samples_at(bench, condition)):
@@ -141,18 +142,19 @@ def measure_unit(
 
 
 def samples_at(bench: Bench, condition: Condition) -> int:
-    """Generations of a prompt: greedy ones would all be alike."""
+    """Return the number of generations of a prompt; one if greedy, as all would be equal."""
     return bench.samples if condition.temperature > 0 else 1
 
 
 def runs_at(bench: Bench, condition: Condition) -> int:
-    """Times that an arm decodes a prompt, repeats included."""
+    """Return how many times an arm decodes a prompt, repeats included."""
     return samples_at(bench, condition) * bench.repeats
 
 
 def decodings(bench: Bench, condition: Condition, prompts: Sequence[Prompt], arms: int) -> int:
-    """Batches that a unit decodes with the baselines and so many arms, turn after turn; fewer where
-    a later turn outgrows the context.
+    """Return the most batches that a unit decodes with the baselines and a number of arms.
+
+    There are fewer if a later turn does not fit into the context.
     """
     return runs_at(bench, condition) * _turns(prompts) * (len(bench.baselines(condition)) + arms)
 
@@ -183,7 +185,7 @@ def _measure_sample(
         requests = [_request(sample, unit, turn, row) for row in range(len(present))]
         for again in range(bench.repeats):
             for arm in rotate([*bench.baselines(condition), *arms], unit + turn + sample + again):
-                watch = Watch(torch.get_num_threads())
+                watch = UndisturbedClock(torch.get_num_threads())
                 rows = bench.decode(condition, arm, prompts_ids, requests)
                 spent = watch.seconds()
                 done(
@@ -218,24 +220,21 @@ def _texts(rows: Sequence[Generation]) -> list[list[int]]:
 
 
 def _faster(rows: Sequence[Generation], before: Sequence[Generation]) -> bool:
-    """Whether the same text came in less time; another text is no better measurement of
-    the first.
-    """
+    """Return whether the same text took less time; another text is no better measurement of it."""
     return _texts(rows) == _texts(before) and _seconds(rows) < _seconds(before)
 
 
 def _request(sample: int, unit: int, turn: int, row: int) -> int:
-    """A number of its own for every generation of a run: it keys the noise, the same
-    for all arms.
-    """
+    """Return a unique number for each generation of a run; all arms share it as the noise key."""
     return ((sample * 1_000_000 + unit) * 1_000 + turn) * 1_000 + row
 
 
 def _turn(
     bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """(prompts that have this turn, their token ids); a later turn that outgrew the context ends
-    its conversation.
+    """Return the prompts that have this turn, and their token ids.
+
+    A conversation ends at the turn that no longer fits into the context.
     """
     present, ids = [], []
     for prompt in prompts:
@@ -265,9 +264,7 @@ def _records(
     outputs: dict[Arm, list[Generation]],
     busy: dict[Arm, float],
 ) -> list[Record]:
-    """A record for every row of every arm, held against the row of the baseline that it has to
-    equal.
-    """
+    """Return a record for each row of each arm, compared with the row that it must equal."""
     records = []
     for arm, rows in outputs.items():
         for number, (row, base, prompt, ids) in enumerate(
@@ -307,8 +304,9 @@ def _difference(
     ids: list[int],
     request: int,
 ) -> tuple[int | None, float | None]:
-    """(the first token that is not the baseline's, the gap between the target's two best ones
-    there); None where equal or not to be compared.
+    """Return the first token that differs from the baseline's, and the score gap there.
+
+    The gap is between the target's two best tokens. (None, None) if equal or not compared.
     """
     if bench.is_alone(arm) or not is_compared(condition.temperature, bench.rule_of(arm)):
         return None, None

@@ -1,8 +1,8 @@
-"""What the folders of an evaluation's drafters say of them, kept beside the results.
+"""Provenance of an evaluation's drafters, kept with the results.
 
-A drafter may be moved or trained again after it was evaluated, and its path is told from the folder
-where the evaluation was started. So eval.run writes down what eval.compare needs: drafters.json in
-the run folder.
+A drafter may be moved or retrained after its evaluation, and its path is relative to the folder in
+which the evaluation was started. So eval.run writes what eval.compare needs to drafters.json in the
+run folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parame
 
 @dataclass(frozen=True)
 class Origin:
-    """What a drafter's folder said when the drafter was evaluated."""
+    """Content of a drafter's folder when it was evaluated."""
 
     folder: str
     card: dict[str, Any]  # drafter_card.json; empty where there is none
@@ -36,8 +36,9 @@ class Origin:
     note: str = ""  # why the card was left out, as a sentence
 
     def bytes_per_step(self, row: Row) -> int | None:
-        """Bytes of weights that a draft step reads: the layers and the lm_head. None where the
-        folder does not tell its shape.
+        """Return the bytes of weights that a draft step reads: the layers and the lm_head.
+
+        None if the folder does not give the shape.
         """
         if self.embedding is None or self.dtype not in BYTES:
             return None
@@ -45,13 +46,14 @@ class Origin:
 
     @property
     def training_tokens(self) -> int | None:
-        """Tokens that it was distilled on, epochs included."""
+        """Number of tokens that the drafter was distilled on, epochs included."""
         return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
 
 
 def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
-    """That of a drafter's folder, whose content has this hash. A card of other weights is left out,
-    and a dry run's, which tells of no training.
+    """Read the provenance of a drafter folder whose content has this hash.
+
+    Ignores cards whose hash does not match, and cards written by dry runs.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     told = card.get("drafter_hash")
@@ -64,14 +66,15 @@ def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
 
 
 def write_origins(run_folder: Path, origins: Mapping[str, Origin]) -> None:
-    """Write drafters.json: drafter -> what its folder says."""
+    """Write drafters.json."""
     values = {name: dataclasses.asdict(origin) for name, origin in origins.items()}
     write_text(run_folder / FILE, json.dumps(values, indent=2) + "\n")
 
 
 def read_origins(run_folder: Path) -> dict[str, Origin] | None:
-    """What write_origins wrote; None where the run is older than that. Raises UserError for a
-    damaged file.
+    """Read drafters.json; None for runs of versions that did not write it.
+
+    Raises UserError for a damaged file.
     """
     file = run_folder / FILE
     if not file.is_file():
@@ -84,10 +87,9 @@ def _origins_of(values: dict[str, Any]) -> dict[str, Origin]:
 
 
 def _embedding(folder: Path) -> int | None:
-    """Parameters of the input embedding that a step does not read; None where config.json does not
-    tell them.
+    """Return the parameters of the input embedding that a step does not read.
 
-    A head has none of its own.
+    None if config.json does not give them. A head has none.
     """
     if head_of(folder):
         return 0

@@ -1,11 +1,9 @@
-"""What the parts of a round cost, timed in slices all through the run, next to the generations that
-they explain.
+"""Costs of the parts of a round, timed in slices between the generations that they explain.
 
-A machine changes pace from minute to minute, so parts that are timed once at the start explain
-little of what follows. A slice takes a few repeats of every part before every few units; a row
-takes the medians over the slices of its condition. The draft length is chosen from the slices of
-the sweep alone, which lie in the run folder before the first prompt of the main part, so that a run
-taken up again chooses the same.
+A machine's speed varies over minutes, so parts timed once at the start explain little. A slice
+times each part a few times before every few units; a row takes the medians over the slices of its
+condition. The draft length is chosen from the slices of the sweep alone, which are in the run
+folder before the main part starts, so that a resumed run chooses the same.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
 
 @dataclass(frozen=True)
 class Slice:
-    """One drafter's parts, timed once between two units."""
+    """Part times of one drafter, measured once between two units."""
 
     part: str  # sweep | main: the part of the run in which it was timed
     temperature: float
@@ -61,12 +59,11 @@ def time_slice(
     widths: Iterable[int],
     repeats: int,
 ) -> list[Slice]:
-    """Time every drafter's step, and the target at every width, after half of max_new_tokens;
-    `repeats` each.
+    """Time every drafter's step and the target at every width, after half of max_new_tokens.
 
-    The target is timed at all widths by itself, once for all drafters that share it, with more
-    repeats where they are several. Every drafter is then timed in the same way, in turn with a
-    target step, so that one model under two names costs the same.
+    The target is timed at all widths once for all drafters that share it, with more repeats if
+    there are several. Every drafter is then timed in the same way, alternating with a target step,
+    so that one model under two names has the same cost.
     """
     slices: list[Slice] = []
     sharing = sum(use.schedule not in WALL for use in bench.uses.values())
@@ -123,11 +120,10 @@ def frozen_costs(
     path: Path,
     seconds: float = math.inf,
 ) -> None:
-    """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or
-    measured and written there first.
+    """Fill bench.costs from the run folder; measure and write missing costs first.
 
-    So a run that is taken up again decides as it did before. deepest: the longest draft of each
-    drafter. seconds: for all of them together.
+    So a resumed run decides as before. deepest: the longest draft of each drafter. seconds: for all
+    measurements together.
     """
     weighing = [
         name
@@ -169,11 +165,10 @@ def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
 def median_parts(
     slices: Sequence[Slice], drafter: str, condition: Condition, part: str
 ) -> PartTimes:
-    """Medians over the slices of a part of the run: of the drafter's own for its step, for the
-    target of all drafters' that share it.
+    """Return medians over the slices of a part of the run.
 
-    A machine's pace changes, so what is explained by parts is explained by those timed beside it.
-    Raises ValueError without a slice of this drafter under this condition.
+    The step is that of this drafter's slices, the target that of all drafters that share it. Raises
+    ValueError if this drafter has no slice under this condition.
     """
     place = (part, condition.temperature, condition.batch_size)
     here = [s for s in slices if (s.part, s.temperature, s.batch_size) == place]
@@ -192,20 +187,23 @@ def median_parts(
 
 
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:
-    """Add one line a slice, in one write."""
+    """Add one line for each slice, in one write."""
     with path.open("ab") as file:
         file.write(journal_bytes(map(dataclasses.asdict, slices)))
 
 
 def slice_from(values: dict[str, Any]) -> Slice:
-    """The slice in a line's values. Raises TypeError, ValueError or AttributeError for others."""
+    """Make a slice from the values of a line.
+
+    Raises TypeError, ValueError or AttributeError for invalid values.
+    """
     for key in ("t_target_ms", "t_draft_by_beams_ms"):  # JSON has no integer keys
         values[key] = {int(n): milliseconds for n, milliseconds in values.get(key, {}).items()}
     return Slice(**values)
 
 
 def read_slices(path: Path) -> list[Slice]:
-    """The slices of a run so far; a line that is torn (a killed run) or damaged is passed over."""
+    """Read the slices of a run; torn lines (of a killed run) and damaged ones are skipped."""
     lines = read_journal_lines(path, slice_from)
     lines.report(path, "its parts are timed again where no others are left")
     return lines.records

@@ -1,6 +1,4 @@
-"""What one generation left behind: the raw record, one line of records.jsonl, from which every
-number is made.
-"""
+"""Raw records of generations, lines of records.jsonl, from which all numbers are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would
 
 @dataclass(frozen=True)
 class Condition:
-    """What drafter and baseline share when they are compared."""
+    """Condition that drafter and baseline share when they are compared."""
 
     temperature: float
     batch_size: int
@@ -33,9 +31,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing that is run on every prompt: a drafter at a draft length, or the baseline (gamma
-    0).
-    """
+    """Drafter at a draft length, or the baseline (gamma 0), run on every prompt."""
 
     drafter: str
     num_draft_tokens: int
@@ -49,7 +45,7 @@ COUPLED = Arm(f"{AUTOREGRESSIVE}, coupled", 0)
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt (one turn of it) decoded by one arm."""
+    """One turn of a prompt decoded by one arm."""
 
     part: str  # sweep | main
     temperature: float
@@ -74,7 +70,7 @@ class Record:
     decode_seconds: float
     draft_seconds: float  # the drafter's part of it
     # that decoding had its processors, over prefill and decoding of the batch
-    # (eval/measure/neighbours.py)
+    # (eval/measure/cpu_contention.py)
     cpu_seconds: float
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best
@@ -98,12 +94,11 @@ class Record:
 
 
 def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
-    """Did the machine stand still while a unit was measured? True when one arm's round took STALL
-    times its usual.
+    """Return whether the machine stalled during a unit: a round took STALL times its usual time.
 
-    Usual: the median over the units `before` of the same part; with fewer than three of them
-    nothing can be said. Every arm is judged alike, and a prompt that is merely slow does not come
-    near: a round's cost hardly hangs on the text.
+    The usual time is the median over the units `before` of the same part; with fewer than three of
+    them the result is False. All arms are judged alike. A prompt that is merely slow does not come
+    near, since the cost of a round hardly depends on the text.
     """
     for arm in {record.arm for record in unit}:
         usual = [_round_seconds(record) for record in before if record.arm == arm]
@@ -119,21 +114,20 @@ def _round_seconds(record: Record) -> float:
 
 
 def record_from(values: dict[str, Any]) -> Record:
-    """The record in a line's values. Raises TypeError for other fields."""
+    """Make a record from the values of a line. Raises TypeError for other fields."""
     return Record(**values)
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add lines, in one write: a killed run leaves whole lines, and at most one torn one at the
-    end.
-    """
+    """Add lines in one write, so that a killed run leaves at most one torn line, at the end."""
     with path.open("ab") as file:
         file.write(journal_bytes(map(dataclasses.asdict, records)))
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a run; a torn last line (a killed run) is passed over, any other damage is an
-    error.
+    """Read all records of a run, skipping a torn last line.
+
+    Raises UserError for any other damage.
     """
     lines = read_journal_lines(path, record_from)
     if lines.wrong:
@@ -145,7 +139,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Replace the file, under a temporary name until it is whole."""
+    """Replace the file atomically."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     append_records(partial, records)

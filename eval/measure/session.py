@@ -1,8 +1,8 @@
-"""One run's measurement: sweep, choose, measure, under every condition, kept on disk unit by unit.
+"""Measurement of a run: sweep, choice of lengths and main part, saved unit by unit.
 
-What the run folder holds already is not measured again, so a run that was interrupted continues
-with the next unit. Under a bound in seconds (max_seconds) the conditions take turns, prompt by
-prompt in a shuffled order, until no other prompt fits (eval/measure/deadline.py).
+What the run folder already holds is not measured again, so an interrupted run continues with the
+next unit. Under a bound in seconds (max_seconds) the conditions alternate, prompt by prompt in a
+shuffled order, until no other prompt fits (eval/measure/deadline.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
 
 @dataclass(frozen=True)
 class Task:
-    """A unit to measure under one condition."""
+    """Unit to measure under one condition."""
 
     condition: Condition
     part: str  # sweep | main
@@ -62,7 +62,7 @@ class Task:
 
 
 class Session:
-    """Records and part times of a run folder, and how to get those that it lacks."""
+    """Records and part times of a run folder, and the measurement of missing ones."""
 
     def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path, deadline: Deadline) -> None:
         self.cfg, self.loaded, self.deadline = cfg, loaded, deadline
@@ -109,9 +109,7 @@ class Session:
             progress.end()
 
     def _arms(self, condition: Condition, part: str) -> list[Arm]:
-        """What is run in a part beside the baselines; of the main part only once the
-        sweep is done.
-        """
+        """Return the arms of a part besides the baselines; the main part needs a finished sweep."""
         place = (condition, part)
         if place not in self._known_arms:
             everyone = self.loaded.facts.items()
@@ -162,7 +160,7 @@ class Session:
         append_records(self.records_file, new)
 
     def _timed(self, condition: Condition, part: str) -> bool:
-        """Whether the run folder holds a slice of every drafter."""
+        """Return whether the run folder holds a slice of every drafter."""
         place = (part, *dataclasses.astuple(condition))
         timed = {
             one.drafter
@@ -180,9 +178,7 @@ class Session:
         append_slices(self.slices_file, new)
 
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """The arms of the main part: every drafter at its draft lengths, found by its rule
-        (eval/measure/lengths.py).
-        """
+        """Return the arms of the main part: each drafter at the lengths set by its rule."""
         facts = self.loaded.facts
         names = drafting(self.loaded)
         arms = [Arm(name, 0) for name in facts if name not in names]
@@ -205,9 +201,7 @@ class Session:
         ]
 
     def _promising(self, name: str, condition: Condition) -> int:
-        """The draft length with the highest speedup by the formula, from what the sweep
-        measured.
-        """
+        """Return the draft length with the highest speedup predicted from the sweep."""
         facts = self.loaded.facts[name]
         pool = pool_of(
             name, condition, "sweep", facts, self.slices, self.records, self.cfg.max_new_tokens
@@ -218,7 +212,7 @@ class Session:
         return max(speedups, key=lambda gamma: speedups[gamma])
 
     def _fastest(self, name: str, condition: Condition) -> int:
-        """The draft length with the most tokens a second in the sweep."""
+        """Return the draft length with the most tokens/s in the sweep."""
         tokens: dict[int, int] = defaultdict(int)
         seconds: dict[int, float] = defaultdict(float)
         for record in self.records:
@@ -234,13 +228,14 @@ def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
 
 
 def drafting(loaded: Loaded) -> list[str]:
-    """The drafters that draft: all but those that are run as models of their own."""
+    """Return the names of the drafters that draft, without those that decode alone."""
     return [name for name, facts in loaded.facts.items() if facts.schedule != ALONE]
 
 
 def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts of the sweep, prompts of the main part), in the order of the file; shuffled by
-    cfg.seed where time decides how many of them run.
+    """Return the prompts of the sweep and those of the main part, in the order of the file.
+
+    They are shuffled by cfg.seed if time decides how many of them run.
     """
     benchmark, count = loaded.bench.benchmark, cfg.sweep_prompts if cfg.sweep else 0
     for_sweep, for_main = spread(benchmark.elsewhere or benchmark.prompts, count)
@@ -252,8 +247,9 @@ def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list
 
 
 def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[Group], list[Group]]:
-    """(units of the sweep, units of the main part). Raises UserError when one of them has no
-    prompt.
+    """Return the units of the sweep and those of the main part.
+
+    Raises UserError if one of them has no prompt.
     """
     for_sweep, for_main = prompts_by_part(cfg, loaded)
     sweep = units_of(for_sweep, condition.batch_size, 0)
@@ -270,11 +266,11 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
 
 
 def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
-    """All units by what is measured as a whole or not at all, in the order in which it is.
+    """Return all units, grouped by what is measured together, in the order of measuring.
 
-    Without a bound in seconds a condition's sweep and main part, one condition after another. With
-    one the sweep of all conditions, then their main part, each cut into blocks of as many prompts
-    as the largest batch has.
+    Without a bound in seconds: the sweep and the main part of each condition in turn. With one: the
+    sweep of all conditions, then their main part, in blocks of as many prompts as the largest batch
+    has.
     """
     found: dict[tuple[int, int], list[Task]] = defaultdict(list)
     largest = max(cfg.batch_sizes)
@@ -293,7 +289,7 @@ def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
 
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
-    """Batches decoded under each condition, for the progress bar and the dry run."""
+    """Return the number of batches decoded under each condition."""
     everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
     arms = (
         sum(len(swept(facts, cfg)) for facts in everyone),
@@ -310,7 +306,7 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
 
 
 def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
-    """Tokens that the run emits at most."""
+    """Return the most tokens that the run can emit."""
     batches = generations(cfg, loaded)
     return cfg.max_new_tokens * sum(
         count * condition.batch_size for condition, count in batches.items()
@@ -318,16 +314,14 @@ def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
 
 
 class _Progress:
-    """Feeds the bar between generations, outside the clocks."""
+    """Progress bar that is updated between generations, outside the clock readings."""
 
     def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
         self.bar, self.total, self.deadline = bar, total, deadline
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
-        """Count generations that an earlier run measured; a negative number takes back those that
-        are measured again.
-        """
+        """Count generations measured by an earlier run; a negative number takes counts back."""
         self.count += generations
         self._update("already measured" if generations > 0 else "the machine stalled: once more")
 
@@ -340,7 +334,7 @@ class _Progress:
         self._update(f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
 
     def end(self) -> None:
-        """There will be no more of them."""
+        """Show the final count if not all generations were measured."""
         if self.count < self.total:
             self.bar.update(
                 self.count, f"as many as fit into {self.deadline.max_seconds:g} s", self.count

@@ -1,6 +1,4 @@
-"""From the configuration to loaded models and prompts; what cannot be measured is refused before
-anything is loaded.
-"""
+"""Models and prompts loaded from the configuration, after checks that need no model."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ EMBEDDED = "embedded:"  # how a configuration names what ships with the project
 
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
-    """Temperatures x batch sizes."""
+    """Return all combinations of batch size and temperature."""
     return [
         Condition(temperature, batch)
         for batch in cfg.batch_sizes
@@ -139,7 +137,7 @@ def check(cfg: EvalConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """Everything a run needs, and what the rows say of it."""
+    """Models, prompts and facts that a run needs."""
 
     bench: Bench
     run: RunFacts
@@ -152,7 +150,7 @@ class Loaded:
 
 
 def load(cfg: EvalConfig) -> Loaded:
-    """Load target, drafters, tokenizer and prompts; UserError for whatever of it does not fit."""
+    """Load target, drafters, tokenizer and prompts. Raises UserError for what does not fit."""
     folder = resolve(cfg.target.path)
     device = device_of(cfg.target.device)
     largest = max(cfg.batch_sizes)
@@ -232,9 +230,7 @@ def load(cfg: EvalConfig) -> Loaded:
 
 
 def _check_lengths(cfg: EvalConfig, target: Target) -> None:
-    """Raise UserError for drafts that are longer than the target's context: they would be timed
-    first.
-    """
+    """Raise UserError for drafts longer than the target's context, before they are timed."""
     for key, length in (
         ("num_draft_tokens", max(cfg.num_draft_tokens, default=0)),
         ("sweep", max(cfg.sweep, default=0)),
@@ -248,7 +244,7 @@ def _check_lengths(cfg: EvalConfig, target: Target) -> None:
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:
-    """The sweep's own prompts, where it runs and has some."""
+    """Return the prompt file of the sweep, if the sweep runs and has one."""
     return (
         resolve(cfg.benchmark.sweep_path)
         if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
@@ -257,7 +253,7 @@ def _sweep_file(cfg: EvalConfig) -> Path | None:
 
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:
-    """Where drafters work while the target does; says so where that is the target's own card."""
+    """Return the device for drafters in workers; note it if it is the target's own card."""
     device = device_for_drafter(target)
     overlapping = any(use.schedule in WALL for use in uses)
     if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
@@ -269,7 +265,7 @@ def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> s
 
 
 def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any) -> Settings:
-    """The decoding settings that all conditions share."""
+    """Return the decoding settings that all conditions share."""
     return Settings(
         max_new_tokens=cfg.max_new_tokens,
         top_k=cfg.top_k,
@@ -285,19 +281,19 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
 
 
 def _allowed(name: str) -> Callable[[Any], Allowed]:
-    """The caller's function of the tokenizer. Raises UserError where there is none of that name."""
+    """Import the function of the tokenizer. Raises UserError if there is none of that name."""
     try:
         return imported(name)  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be had: {error}. Expected package.module.function, a function "
-            f"that takes the tokenizer and returns one from a text's ids to the ids that may "
-            f"follow."
+            f"allowed={name} cannot be imported: {error}. Expected package.module.function, a "
+            f"function that takes the tokenizer and returns a function from the ids of a text to "
+            f"the ids that may follow."
         ) from error
 
 
 def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
-    """What every row of the run says."""
+    """Return the facts that all rows of the run share."""
     machine = hardware()
     return RunFacts(
         target=cfg.target.path.replace(":", " ")
@@ -331,8 +327,10 @@ def facts_of(
     own_cap: int | None,
     dtype: str,
 ) -> DrafterFacts:
-    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap:
-    see eval.measure.lengths; dtype: of its own model.
+    """Return the facts that rows state about a drafter.
+
+    lengths_given: the user gave the draft lengths. own_cap: see eval.measure.lengths. dtype: of the
+    drafter's own model.
     """
     return DrafterFacts(
         name=name,
@@ -349,11 +347,10 @@ def facts_of(
 
 
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
-    """Numbers of new tokens at which the target is timed: one, and every proposal with the token
-    before it.
+    """Return the numbers of new tokens at which the target is timed.
 
-    Of wide trees, and of chains that are longer than any of the sweep, a few: V between two of them
-    is taken from the line through them.
+    These are one and the width of every proposal with the token before it. For wide trees, and
+    chains longer than those of the sweep, only some are timed; V is interpolated between them.
     """
     drafters, deepest = loaded.bench.drafters, max([*cfg.num_draft_tokens, *cfg.sweep])
     chain = range(1, deepest + 2)
@@ -367,7 +364,7 @@ def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
 
 
 def middle_prompt(bench: Bench) -> list[int]:
-    """Token ids of the prompt of median length, for timing and warming up."""
+    """Return the token ids of the prompt of median length, for timing and warming up."""
     render, template = bench.benchmark.render, bench.benchmark.chat_template
     prompts = [
         render_turns(prompt.turns[:1], [], bench.tokenizer, render, template)

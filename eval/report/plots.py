@@ -1,19 +1,22 @@
-"""The report's plots: matplotlib to inline SVG whose colours are the page's own, so that light and
-dark both read well.
+"""Plots of an evaluation and of a comparison, as inline SVG for pages and as PNG files.
 
-matplotlib draws with stand-in colours; `svg` swaps them for CSS variables. Figures are drawn for a
-column 380 px wide, the narrowest screen that matters, and grow from there.
+Figures are drawn for a column 380 px wide, the narrowest screen that matters, and scale up.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,221 +24,357 @@ from matplotlib.ticker import MaxNLocator
 
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES
-from eval.statistics.metrics import MIN_TESTS, add_by_depth
+from eval.report.palette import INK, MUTED, SERIES, SETTINGS, Style, drafter_styles
+from eval.statistics.comparison.entries import Entry
+from eval.statistics.comparison.panels import COSTS, Panel, chains, usual_costs
+from eval.statistics.metrics import MIN_TESTS, Interval, add_by_depth
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.prediction import iso_cost_ratio
 from eval.statistics.schema import Row
-from eval.statistics.units import Unit
+from jobs.drafters import CONTROL
 
-INK, MUTED, RULE = "#010101", "#020202", "#030303"
-SERIES = ["#0a0a01", "#0a0a02", "#0a0a03", "#0a0a04", "#0a0a05", "#0a0a06"]
-PART_COLOURS = {"drafting": SERIES[1], "target": SERIES[0], "the rest": MUTED}
-MARKERS = ["o", "s", "^", "D", "v", "P"]
-# Stand-in -> variable of report.css.
-VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule"} | {
-    colour: f"--series-{number}" for number, colour in enumerate(SERIES, start=1)
-}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "font.size": 10,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.5,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-}
+DOTS_PER_INCH = 200
+Styles = Mapping[str, Style]
+# Speedups that get a curve of their own, in order of importance, and where curves are labelled.
+LEVELS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 1.5, 2.5, 5.0, 1.25, 1.75, 3.5)
+LABELS_AT = 0.045  # share of the plot's width
+LABELS_APART = 0.07  # in alpha; curves whose labels would be closer are left out
+COST_NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens"}
 _serial = itertools.count()
 
 
-def svg(figure: Figure, label: str) -> str:
-    """The figure as an SVG element that takes its colours and fonts from the page; label is read
-    out to the blind.
-    """
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer,
-        format="svg",
-        transparent=True,
-        bbox_inches="tight",
-        pad_inches=0.03,
-        metadata={"Date": None},
-    )
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    # Ids are unique in a page, not only in a figure.
-    prefix = f"f{next(_serial)}-"
-    text = re.sub(r'\bid="', f'id="{prefix}', text)
-    text = re.sub(r'href="#', f'href="#{prefix}', text)
-    text = text.replace("url(#", f"url(#{prefix}")
-    head, rest = text.split(">", 1)
-    box = re.search(r'viewBox="[^"]+"', head)
-    assert box is not None, "matplotlib writes a viewBox"
-    return f'<svg {box.group(0)} role="img" aria-label="{label}">{rest}'
+@dataclass(frozen=True)
+class Plot:
+    """A figure with its alternative text, the caption under it and the stem of its file name."""
+
+    figure: Figure
+    title: str
+    caption: str
+    name: str = ""
+
+    @property
+    def svg(self) -> Markup:
+        """SVG element with fonts of the page and ids that are unique in it."""
+        drawn = io.StringIO()
+        with rc_context(SETTINGS):
+            self.figure.savefig(drawn, format="svg", metadata={"Date": None})
+        element = drawn.getvalue()
+        element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
+        prefix = f"f{next(_serial)}-"
+        for before in ('id="', 'href="#', "url(#"):
+            element = element.replace(f'{" " * (before[0] == "i")}{before}',
+                                      f'{" " * (before[0] == "i")}{before}{prefix}')  # fmt: skip
+        box = re.search(r'viewBox="[^"]+"', element)
+        assert box is not None, "matplotlib writes a viewBox"
+        inside = element[element.index(">", box.start()) + 1 :]
+        return Markup(f'<svg {box[0]} role="img" aria-label="{escape(self.title)}">{inside}')
+
+    @property
+    def png(self) -> bytes:
+        """Content of a PNG file."""
+        drawn = io.BytesIO()
+        metadata = {"Software": None}
+        self.figure.savefig(drawn, format="png", dpi=DOTS_PER_INCH, metadata=metadata)
+        return drawn.getvalue()
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """Drafter -> stand-in colour, the same in every plot of a page."""
-    return {name: SERIES[index % len(SERIES)] for index, name in enumerate(names)}
-
-
-def _marker(index: int) -> str:
-    """Another one for drafters that share a colour."""
-    return MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
-
-
-def _axes(height: float = 3.0) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.2, height))
-    return figure, figure.subplots()
-
-
-def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
-    """Measured (points with intervals) and predicted (dashed) speedup over the draft length, under
-    one condition.
-    """
-    with rc_context(STYLE):
-        figure, axes = _axes()
-        axes.axhline(1, color=MUTED, linewidth=1)
-        names = list(dict.fromkeys(row.drafter for row in rows))
-        for index, name in enumerate(names):
-            mine = sorted(
-                (row for row in rows if row.drafter == name), key=lambda row: row.num_draft_tokens
-            )
-            gammas = np.array([row.num_draft_tokens for row in mine], dtype=float) + 0.06 * (
-                index - (len(names) - 1) / 2
-            )
-            speeds = np.array([row.speedup for row in mine])
-            low = np.array(
-                [row.speedup if row.speedup_low is None else row.speedup_low for row in mine]
-            )
-            high = np.array(
-                [row.speedup if row.speedup_high is None else row.speedup_high for row in mine]
-            )
-            predicted = [
-                np.nan if row.predicted_speedup is None else row.predicted_speedup for row in mine
-            ]
-            axes.plot(gammas, predicted, color=palette[name], linewidth=1, dashes=(3, 2))
-            spread = np.array([speeds - low, high - speeds]).clip(min=0)
-            axes.errorbar(
-                gammas, speeds, spread, color=palette[name], marker=_marker(index), elinewidth=1
-            )
-        axes.set_xlabel("draft length gamma")
-        axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        axes.grid(axis="x", visible=False)
-        return svg(figure, "Speedup by draft length, measured and predicted")
-
-
-def alpha_over_depth(rows: Sequence[Row], palette: dict[str, str]) -> str:
-    """alpha_k over the depth k, from all draft lengths of a drafter; depths with too few tests are
-    left out.
-    """
-    with rc_context(STYLE):
-        figure, axes = _axes()
-        deepest = 1
-        for index, name in enumerate(dict.fromkeys(row.drafter for row in rows)):
-            mine = [row for row in rows if row.drafter == name]
-            tested = add_by_depth([row.tested_by_depth for row in mine])
-            accepted = add_by_depth([row.accepted_by_depth for row in mine])
-            depths = [depth for depth, tests in enumerate(tested, start=1) if tests >= MIN_TESTS]
-            axes.plot(
-                depths,
-                [accepted[k - 1] / tested[k - 1] for k in depths],
-                color=palette[name],
-                marker=_marker(index),
-            )
-            deepest = max([deepest, *depths])
-        axes.set_ylim(0, 1.02)
-        axes.set_xlabel("depth k in the draft")
-        axes.set_xticks(range(1, deepest + 1))
-        axes.grid(axis="x", visible=False)
-        return svg(figure, "Acceptance rate by depth")
-
-
-def time_per_token(rows: Sequence[Row]) -> str:
-    """Milliseconds an emitted token costs: drafting, checking by the target, the rest; the baseline
-    on top.
-    """
-    bars = [
-        (
-            "no drafter",
-            0.0,
-            rows[0].t_target_ms[1],
-            rows[0].baseline_round_ms - rows[0].t_target_ms[1],
-        )
-    ]
-    for row in rows:
-        tokens = row.tau or 1.0
-        drafting, target = row.draft_ms_per_round, row.target_ms_per_round
-        if row.schedule in SCHEDULES:  # at the same time: what drafting adds to the target's lane
-            drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
-        rest = row.round_ms - drafting - target
-        bars.append((row.drafter, drafting / tokens, target / tokens, rest / tokens))
-    with rc_context(STYLE):
-        figure, axes = _axes(0.75 + 0.36 * len(bars))
-        left = np.zeros(len(bars))
-        for part, colour in enumerate(PART_COLOURS.values(), start=1):
-            widths = np.array([max(float(bar[part]), 0.0) for bar in bars])  # type: ignore[arg-type]
-            axes.barh(range(len(bars)), widths, left=left, height=0.58, color=colour)
-            left += widths
-        for index, total in enumerate(left):
-            axes.text(total, index, f" {total:.2f}", va="center", fontsize=9.5, color=INK)
-        axes.set_yticks(range(len(bars)), [short(bar[0]) for bar in bars])
-        axes.tick_params(axis="y", labelcolor=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, float(left.max()) * 1.14)
-        axes.set_xlabel("ms per emitted token")
-        axes.grid(axis="y", visible=False)
-        return svg(figure, "Where the time of a token goes")
-
-
-def short(name: str, most: int = 18) -> str:
+def short(name: str, most: int = 29) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def prompt_scatter(units_by_name: dict[str, list[Unit]], palette: dict[str, str]) -> str:
-    """tokens/s of every prompt with the drafter over tokens/s without; prompts whose text loops are
-    hollow.
+def _axes(title: str, x: str, y: str = "", *, speedup: bool = False, height: float = 2.9) -> Axes:
+    axes = Figure(figsize=(5.2, height), layout="constrained").subplots()
+    axes.set_title(textwrap.fill(title, 60), loc="left", fontsize=9.5, color=INK)
+    axes.set_xlabel(x)
+    axes.set_ylabel("speedup" if speedup else y)
+    if speedup:
+        axes.axhline(1, color=MUTED, linewidth=1)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    return axes
+
+
+def _plot(axes: Axes, caption: str, name: str = "") -> Plot:
+    """Put the legend under the axes, each name once, and return the plot."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    if handles:
+        columns = 2 if max(map(len, handles)) <= 29 and len(handles) > 1 else 1
+        figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / columns))
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            fontsize=8.5,
+        )
+    return Plot(figure, axes.get_title("left").replace("\n", " "), caption, name)
+
+
+def _errors(speeds: Sequence[Interval]) -> np.ndarray:
+    """Return the lengths of error bars, (below, above) x speedups; 0 without an interval."""
+    below = [one.value - (one.value if one.low is None else one.low) for one in speeds]
+    above = [(one.value if one.high is None else one.high) - one.value for one in speeds]
+    return np.array([below, above]).clip(min=0)
+
+
+# --------------------------------------------------------------------------------- of an evaluation
+def styles_of_rows(rows: Sequence[Row]) -> Styles:
+    return drafter_styles({row.drafter: "" for row in rows})
+
+
+@rc_context(SETTINGS)
+def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
+    """Plot measured and predicted speedup over the draft length."""
+    axes = _axes(f"Speedup by draft length: {label}", "draft length gamma", speedup=True)
+    names = list(dict.fromkeys(row.drafter for row in rows))
+    for index, name in enumerate(names):
+        mine = sorted((r for r in rows if r.drafter == name), key=lambda r: r.num_draft_tokens)
+        shift = 0.06 * (index - (len(names) - 1) / 2)  # keeps intervals apart
+        gammas = [row.num_draft_tokens + shift for row in mine]
+        predicted = [row.predicted_speedup or np.nan for row in mine]
+        speeds = [Interval(row.speedup, row.speedup_low, row.speedup_high) for row in mine]
+        look: dict[str, Any] = {"color": styles[name].colour}
+        axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), **look)
+        look |= {"marker": styles[name].marker, "label": short(name)}
+        values = [one.value for one in speeds]
+        axes.errorbar(gammas, values, _errors(speeds), elinewidth=1, **look)
+    axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
+    axes.grid(axis="x", visible=False)
+    return _plot(
+        axes,
+        f"Points: measured on {rows[0].prompts} prompts, with 95 % intervals. Dashed: predicted. "
+        f"Below 1x the drafter costs more than it gains.",
+    )
+
+
+@rc_context(SETTINGS)
+def alpha_by_depth(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
+    """Plot alpha over the depth, from all draft lengths; leave out depths with too few tests."""
+    axes = _axes(f"Acceptance by depth: {label}", "depth k in the draft", "alpha at depth k")
+    deepest = 1
+    for name in dict.fromkeys(row.drafter for row in rows):
+        mine = [row for row in rows if row.drafter == name]
+        tested = add_by_depth([row.tested_by_depth for row in mine])
+        accepted = add_by_depth([row.accepted_by_depth for row in mine])
+        depths = [depth for depth, tests in enumerate(tested, start=1) if tests >= MIN_TESTS]
+        rates = [accepted[k - 1] / tested[k - 1] for k in depths]
+        look = styles[name]
+        axes.plot(depths, rates, color=look.colour, marker=look.marker, label=short(name))
+        deepest = max([deepest, *depths])
+    axes.set_ylim(0, 1.02)
+    axes.set_xticks(range(1, deepest + 1))
+    axes.grid(axis="x", visible=False)
+    return _plot(axes, "Accepted over tested draft tokens; all tokens before them were accepted.")
+
+
+@rc_context(SETTINGS)
+def time_per_token(rows: Sequence[Row], label: str) -> Plot:
+    """Plot the milliseconds that an emitted token costs, by part of the round."""
+    first = rows[0]
+    t_target = first.t_target_ms[1]
+    bars = [("no drafter", 0.0, t_target, first.baseline_round_ms - t_target)]
+    for row in rows:
+        tokens = row.tau or 1.0
+        drafting, target = row.draft_ms_per_round, row.target_ms_per_round
+        if row.schedule in SCHEDULES:  # lanes overlap: only what exceeds the target's lane counts
+            drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
+        rest = row.round_ms - drafting - target
+        bars.append((row.drafter, drafting / tokens, target / tokens, rest / tokens))
+    title = f"Where the time of a token goes: {label}"
+    axes = _axes(title, "ms per emitted token", height=0.9 + 0.36 * len(bars))
+    left = np.zeros(len(bars))
+    parts = zip(("drafting", "target", "the rest"), (SERIES[1], SERIES[0], "#c9c8c2"), strict=True)
+    for part, (name, colour) in enumerate(parts, start=1):
+        widths = np.array([max(float(bar[part]), 0.0) for bar in bars])  # type: ignore[arg-type]
+        axes.barh(range(len(bars)), widths, left=left, height=0.58, color=colour, label=name)
+        left += widths
+    for index, total in enumerate(left):
+        axes.text(total, index, f" {total:.2f}", va="center", fontsize=9.5)
+    axes.set_yticks(range(len(bars)), [short(bar[0], 18) for bar in bars])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, float(left.max()) * 1.14)
+    axes.grid(axis="y", visible=False)
+    return _plot(axes, "Time of a round over the tokens it emits. Parts are timed separately.")
+
+
+@rc_context(SETTINGS)
+def speed_by_prompt(
+    pairs: Mapping[str, Sequence[PairedSample]], styles: Styles, label: str
+) -> Plot:
+    """Plot tokens/s with the drafter over tokens/s without it, a point for each prompt."""
+    axes = _axes(f"Every prompt: {label}", "tokens/s without a drafter", "tokens/s with it")
+    ends: list[float] = []
+    for name, samples in pairs.items():
+        before = np.array([one.base_tokens / one.base_seconds for one in samples])
+        after = np.array([one.tokens / one.seconds for one in samples])
+        loops = np.array([np.mean(one.distinct_4) < LOOPING_BELOW for one in samples])
+        colour, marker = styles[name].colour, styles[name].marker
+        look: dict[str, Any] = {"marker": marker, "s": 16, "edgecolors": colour}
+        axes.scatter(before[~loops], after[~loops], color=colour, label=short(name), **look)
+        axes.scatter(before[loops], after[loops], facecolors="none", **look)
+        ends += [before.min(), before.max()]
+    axes.axline((ends[0], ends[0]), slope=1, color=MUTED, linewidth=1)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return _plot(axes, "Above the line the drafter is faster. Hollow: the target's text loops.")
+
+
+# ---------------------------------------------------------------------------------- of a comparison
+def styles_of_entries(entries: Sequence[Entry]) -> Styles:
+    """Return the styles of drafters; the control is grey in all plots."""
+    drafters = [entry for entry in _in_order(entries) if entry.row.drafter != CONTROL]
+    styles = drafter_styles({entry.name: entry.series for entry in drafters})
+    return {entry.name: styles.get(entry.name, Style()) for entry in entries}
+
+
+def panel_plots(panel: Panel, styles: Styles) -> list[Plot]:
+    """Return the plots of a panel, each if it has something to show."""
+    if not panel.fastest:
+        return []
+    plots = [depth(panel, styles)]
+    if any(entry.alpha is not None for entry in chains(panel)):
+        plots.append(acceptance(panel, styles))
+    plots.append(pareto(panel, "parameters", styles))
+    if len({entry.training_tokens for entry in panel.fastest if entry.training_tokens}) > 1:
+        plots.append(pareto(panel, "training_tokens", styles))
+    return plots
+
+
+def _in_order(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: (entry.series, entry.row.drafter_layers))
+
+
+def _speed(entry: Entry) -> Interval:
+    assert entry.speedup is not None, "ranked entries have a speedup"
+    return entry.speedup
+
+
+def _label(entry: Entry) -> str:
+    if entry.row.drafter == CONTROL:
+        return "prompt lookup, the control"
+    return f"{short(entry.name, 13)}, drafts nothing" if entry.idle else short(entry.name)
+
+
+def _point(axes: Axes, x: float, entry: Entry, look: Style, label: str, hollow: bool) -> None:
+    speed, face = _speed(entry), "white" if hollow else look.colour
+    style = {"color": look.colour, "marker": look.marker, "markersize": 6, "markerfacecolor": face}
+    lines: dict[str, Any] = {"elinewidth": 1, "linestyle": "none", "label": label, **style}
+    axes.errorbar(x, speed.value, _errors([speed]), **lines)
+
+
+@rc_context(SETTINGS)
+def depth(panel: Panel, styles: Styles) -> Plot:
+    """Plot speedup over the number of layers; join a series, draw the control as a line.
+
+    A drafter that drafts nothing is hollow and not joined: its speed is that of plain decoding.
     """
-    with rc_context(STYLE):
-        figure, axes = _axes(3.4)
-        everything = []
-        for index, (name, units) in enumerate(units_by_name.items()):
-            before = np.array([unit.base_tokens / unit.base_seconds for unit in units])
-            after = np.array([unit.tokens / unit.seconds for unit in units])
-            looping = np.array([np.mean(unit.distinct_4) < LOOPING_BELOW for unit in units])
-            style: dict[str, Any] = {
-                "marker": _marker(index),
-                "s": 16,
-                "linewidths": 0.9,
-                "edgecolors": palette[name],
-            }
-            axes.scatter(before[~looping], after[~looping], color=palette[name], **style)
-            axes.scatter(before[looping], after[looping], facecolors="none", **style)
-            everything += [*before, *after]
-        low, high = min(everything) * 0.95, max(everything) * 1.03
-        across = [
-            point
-            for units in units_by_name.values()
-            for point in (u.base_tokens / u.base_seconds for u in units)
-        ]
-        axes.plot([low, high], [low, high], color=MUTED, linewidth=1)
-        axes.set_ylim(low, high)
-        margin = 0.08 * (max(across) - min(across)) + 1e-9
-        axes.set_xlim(min(across) - margin, max(across) + margin)
-        axes.set_xlabel("tokens/s without a drafter")
-        axes.set_ylabel("tokens/s with it")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        return svg(figure, "Tokens per second of every prompt, with and without a drafter")
+    axes = _axes(f"Depth against speedup: {panel.label}", "drafter layers", speedup=True)
+    drawn = [entry for entry in _in_order(panel.fastest) if entry.row.drafter != CONTROL]
+    controls = [_speed(entry).value for entry in panel.fastest if entry.row.drafter == CONTROL]
+    if controls:
+        look: dict[str, Any] = {"color": MUTED, "linewidth": 0.9, "dashes": (3, 2)}
+        axes.axhspan(min(controls), max(controls), color=MUTED, alpha=0.15, linewidth=0)
+        axes.axhline(median(controls), label="prompt lookup, the control", **look)
+
+    def x(entry: Entry) -> float:
+        """Return the layers, shifted a little where several drafters have as many."""
+        same = [e.name for e in drawn if e.row.drafter_layers == entry.row.drafter_layers]
+        return entry.row.drafter_layers + 0.07 * (same.index(entry.name) - (len(same) - 1) / 2)
+
+    for name in dict.fromkeys(entry.series for entry in drawn if entry.series):
+        line = [entry for entry in drawn if entry.series == name and not entry.idle]
+        if line:
+            speeds = [_speed(entry).value for entry in line]
+            colour = styles[line[0].name].colour
+            axes.plot([x(entry) for entry in line], speeds, color=colour, label=short(name, 60))
+    for entry in drawn:
+        label = "" if entry.series and not entry.idle else _label(entry)
+        _point(axes, x(entry), entry, styles[entry.name], label, entry.idle)
+    layers = sorted({entry.row.drafter_layers for entry in drawn})
+    if layers:
+        axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+        axes.set_xticks(layers)
+    axes.grid(axis="x", visible=False)
+    return _plot(
+        axes,
+        "Each drafter at its fastest draft length, with 95 % intervals. Hollow: drafts nothing. "
+        "Dashed: the control, in a band over the runs.",
+        f"depth_{panel.slug}",
+    )
+
+
+@rc_context(SETTINGS)
+def acceptance(panel: Panel, styles: Styles) -> Plot:
+    """Plot alpha over the cost ratio of `chains`, with curves of equal predicted speedup."""
+    drawn = [entry for entry in _in_order(chains(panel)) if entry.alpha is not None]
+    x = "cost ratio c: a draft step over a target step"
+    axes = _axes(f"Acceptance against cost: {panel.label}", x, "acceptance rate alpha")
+    widest = 1.3 * max(entry.row.cost_ratio for entry in drawn)
+    for level, c_A, alpha_A in iso_speedup_curves(drawn, widest):
+        colour, width = (INK, 1.2) if level == 1 else (MUTED, 0.8)
+        axes.plot(c_A, alpha_A, color=colour, linewidth=width, zorder=1)
+        at = LABELS_AT * widest
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        look: dict[str, Any] = {"fontsize": 8.5, "color": MUTED, "va": "center", "ha": "center"}
+        y = float(np.interp(at, c_A, alpha_A))
+        axes.text(at, y, f"{level:g}x", zorder=1.5, bbox=box, **look)
+    for entry in drawn:
+        look, label = {"color": styles[entry.name].colour, "markersize": 7}, short(entry.name)
+        x_y = np.array([[entry.row.cost_ratio], [entry.alpha]], dtype=float)
+        axes.plot(*x_y, styles[entry.name].marker, label=label, **look)
+    axes.set_xlim(0, widest)
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
+    return _plot(
+        axes,
+        "Points: measured. Curves: equal speedup by the formula at the best gamma, with median V "
+        "and overheads. Only serial drafters with a model that drafted something are shown.",
+        f"acceptance_{panel.slug}",
+    )
+
+
+def iso_speedup_curves(
+    entries: Sequence[Entry], widest: float
+) -> list[tuple[float, np.ndarray, np.ndarray]]:
+    """Return (speedup, c_A, alpha_A) of the curves between c = 0 and `widest`, by speedup.
+
+    V, o and o_1 are medians of the entries. On a curve the best gamma gives that speedup; above and
+    to the left of it, more. Curves whose labels would overlap are left out.
+    """
+    costs = usual_costs(entries)
+    alpha_A = np.linspace(0.0, 1.0, 201)
+    curves: list[tuple[float, np.ndarray, np.ndarray]] = []
+    labels: list[float] = []
+    for level in LEVELS:
+        c_A = np.array([iso_cost_ratio(level, alpha, costs) for alpha in alpha_A])
+        label = float(np.interp(LABELS_AT * widest, c_A, alpha_A))
+        out_of_reach = c_A[-1] < LABELS_AT * widest
+        if not out_of_reach and all(abs(label - other) >= LABELS_APART for other in labels):
+            curves.append((level, c_A, alpha_A))
+            labels.append(label)
+    return sorted(curves, key=lambda curve: curve[0])
+
+
+@rc_context(SETTINGS)
+def pareto(panel: Panel, cost: str, styles: Styles) -> Plot:
+    """Plot speedup over a cost; stairs join the drafters on the front, others are hollow."""
+    title = f"Pareto, {COST_NAMES[cost]}: {panel.label}"
+    axes = _axes(title, f"{COST_NAMES[cost]} in millions", speedup=True)
+    known = [(e, COSTS[cost](e)) for e in _in_order(panel.fastest)]
+    points = [(entry, value / 1e6) for entry, value in known if value is not None]
+    on_front = {id(one.entry) for one in panel.compared if one.on_front.get(cost)}
+    front = sorted((x, _speed(e).value) for e, x in points if id(e) in on_front)
+    axes.plot(*zip(*front, strict=True), color=INK, linewidth=0.8, drawstyle="steps-post")
+    for entry, x in points:
+        hollow = id(entry) not in on_front
+        _point(axes, x, entry, styles[entry.name], _label(entry), hollow)
+    most = max([1e-6, *(x for _, x in points)])
+    axes.set_xlim(-0.06 * most, 1.08 * most)
+    kind = {"parameters": "pareto", "training_tokens": "training"}[cost]
+    return _plot(
+        axes,
+        f"Filled: no drafter with as few {COST_NAMES[cost]} is faster. The control needs none.",
+        f"{kind}_{panel.slug}",
+    )

@@ -1,10 +1,9 @@
-"""Both budgets of a row's mean round, the bytes that it must read and its floating-point
-operations, and the shares of the machine's that it reached.
+"""Roofline of a row's mean round: bytes and operations needed, and shares of the machine's limits.
 
-They say what is left to gain: where bytes bind, more tokens a forward cost nothing; where neither
-is near its limit, the calls of single operations bind, as they do in small models. Counted is what
-no implementation can do without (decoding/costs/roofline.py): so of a drafter one token a row and
-step, though a tree's steps run over more.
+They show what is left to gain. Where bytes are the limit, more tokens per forward cost nothing;
+where neither is near its limit, the calls of single operations are, as in small models. Only what
+no implementation can avoid is counted (decoding/costs/roofline.py): for a drafter one token per row
+and step, although a tree's steps run over more.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from decoding.models.load import DTYPES
 from decoding.models.native.weights import NativeConfig
 from decoding.schedules.by_name import VIRTUAL
 from decoding.values import is_number
+from eval.statistics.paired_samples import PairedSample, mean_round_ms
 from eval.statistics.schema import DrafterFacts, RoundBudget
-from eval.statistics.units import Unit, mean_round_ms
 from jobs.drafter_use import ALONE
 from jobs.files import write_text
 from jobs.run_files import read_object
@@ -51,7 +50,7 @@ NOTHING = ForwardBudget(0, 0, 0)
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the models of a run must read and compute."""
+    """Bytes and operations of the forwards of a run's models."""
 
     target: Forward | None = None  # None: its family is not known
     # drafter -> a step of its model; None: not known
@@ -71,7 +70,7 @@ def shapes_of(
     mappings: Mapping[str, Mapping[str, Any]],
     drafters: Mapping[str, Drafter],
 ) -> Shapes:
-    """The shapes of a target's folder and of drafters, by what they were made from."""
+    """Return the shapes of a target's folder and of its drafters."""
     dtype = DTYPES[target.dtype]
     config = _config(folder)
     drafts = {
@@ -82,7 +81,7 @@ def shapes_of(
 
 
 def _config(folder: str | Path) -> NativeConfig | None:
-    """A model's shape; None for a family that the native backend does not have."""
+    """Return a model's shape; None for a family that the native backend does not support."""
     try:
         return NativeConfig.from_dict(read_config(folder))
     except UserError:
@@ -102,8 +101,9 @@ def _forward(
 def _step(
     mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
 ) -> Forward | None:
-    """A step of a drafter's model: of a folder, of a head, of the target with sub-layers skipped,
-    or of none.
+    """Return a step of a drafter's model.
+
+    The model is that of a folder, a head, the target with sub-layers skipped, or none.
     """
     if isinstance(drafter, SelfSpeculation):
         return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
@@ -120,7 +120,7 @@ def _step(
 
 
 def _limits_of(values: dict[str, Any]) -> Limits:
-    """Return the limits that `with_limits` wrote."""
+    """Read the limits that `with_limits` wrote."""
     names = [field.name for field in dataclasses.fields(Limits)]
     if sorted(values) != sorted(names) or not all(
         is_number(value) and value > 0 for value in values.values()
@@ -130,10 +130,10 @@ def _limits_of(values: dict[str, Any]) -> Limits:
 
 
 def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
-    """The shapes with the machine's limits: those in the run folder, or measured now and written
-    there. None where they would explain nothing.
+    """Add the machine's limits: read from the run folder, or measured now and written there.
 
-    tokens: the most that the run decodes.
+    No limits are added to trials and targets for which they would explain nothing. tokens: the most
+    that the run decodes.
     """
     if shapes.target is None or not shapes.whole or tokens <= LEAST_TOKENS:
         return shapes
@@ -149,9 +149,9 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
 
 
 def row_budgets(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
 ) -> dict[str, Any]:
-    """The fields of a row that say what its rounds and the baseline's needed and reached."""
+    """Return the fields of a row on what its rounds and the baseline's needed and reached."""
     limits = shapes.limits
     base_rounds = sum(unit.base_batch_rounds for unit in units)
     base_ms = 1000 * sum(unit.base_seconds for unit in units) / base_rounds
@@ -170,10 +170,11 @@ def row_budgets(
 
 
 def round_budget(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
 ) -> ForwardBudget | None:
-    """Of the units' mean round: its draft steps, and the target's forward over what they drew and
-    the tips. None where either is not known.
+    """Return the budget of the mean round: draft steps, and the target's forward over the proposal.
+
+    None if the shape of either model is unknown.
     """
     rounds = sum(unit.batch_rounds for unit in units)
     rows = sum(unit.rounds for unit in units) / rounds  # those that still run, in the mean

@@ -1,11 +1,10 @@
-"""Whether a drafter's outputs are the target's own: token by token where they can be compared, else
-by proof.
+"""Equality of a drafter's outputs with the target's own, by comparison or by proof.
 
 Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token
-verification gives the same *distribution*, so single outputs differ and there is nothing to
-compare; its law is held by decoding's own tests. Floating point leaves one hole: a forward over n
-tokens rounds differently from n forwards over one, so where the two best tokens are (nearly) tied
-the choice may flip. Such ties are counted, and told apart from real differences.
+verification gives the same *distribution*, so single outputs differ and are not compared;
+decoding's tests check its law. Floating point makes one exception: a forward over n tokens rounds
+differently from n forwards over one, so the choice may flip where the two best tokens are (nearly)
+tied. Such ties are counted separately from real differences.
 """
 
 from __future__ import annotations
@@ -37,16 +36,12 @@ class Equality:
 
 
 def is_compared(temperature: float, verify: str) -> bool:
-    """Greedy and coupled outputs are functions of the seed and the prompt; others are
-    random draws.
-    """
+    """Return whether outputs are compared: greedy and coupled ones are deterministic."""
     return temperature == 0 or verify == "coupled"
 
 
 def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
-    """Sum up one drafter's records under one condition; verify is the rule where
-    temperature > 0.
-    """
+    """Sum up one drafter's records under one condition; verify is the rule if temperature > 0."""
     if verify in LOSSY_RULES and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
     if not is_compared(records[0].temperature, verify):

@@ -1,11 +1,10 @@
-"""What a drafter is worth, as pure functions of counts and seconds: acceptance, costs, speed and
-its interval, and where two texts part.
+"""Acceptance, costs, speed and its interval as pure functions of counts and seconds.
 
-Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of
-those that are tested at all (the k-1 before them passed); tau is tokens emitted per target forward.
-What follows from them stands in eval/statistics/prediction.py.
+alpha_k is the share of accepted draft tokens at depth k among those tested (the k-1 before them
+were accepted); tau is tokens emitted per target forward. Predictions from these are in
+eval/statistics/prediction.py.
 
-Legend: D depths of a chain, P prompts (or groups of prompts that are decoded together), R bootstrap
+Legend: D depths of a chain, P prompts (or groups of prompts decoded together), R bootstrap
 resamples.
 """
 
@@ -28,18 +27,16 @@ MIN_PROMPTS = 5
 
 # --------------------------------------------------------------------------------------- acceptance
 def alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> float | None:
-    """Acceptance rate over all depths: sum of accepted / sum of tested; None when nothing was
-    tested.
-    """
+    """Return the acceptance rate over all depths; None if nothing was tested."""
     tested = sum(tested_D)
     return sum(accepted_D) / tested if tested else None
 
 
 def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
-    """alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
+    """Return alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
 
-    Raises ValueError when a depth accepts more than it tests, or tests more than the depth before
-    it accepted: such counts are not those of a chain.
+    Raises ValueError if a depth accepts more than it tests, or tests more than the depth before it
+    accepted: such counts are not those of a chain.
     """
     if len(tested_D) != len(accepted_D):
         raise ValueError(f"{len(tested_D)} tested counts but {len(accepted_D)} accepted counts")
@@ -58,8 +55,9 @@ def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[f
 
 
 def usable_alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
-    """alpha by depth for predictions: None where a depth below the first has fewer than MIN_TESTS
-    tests.
+    """Return alpha by depth for predictions.
+
+    None where a depth below the first has fewer than MIN_TESTS tests.
     """
     rates = alpha_by_depth(tested_D, accepted_D)
     return [
@@ -69,24 +67,22 @@ def usable_alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[flo
 
 
 def add_by_depth(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Sum of count lists of unequal length, depth by depth."""
+    """Return the sum of count lists of unequal length, depth by depth."""
     depths = max((len(count_D) for count_D in counts), default=0)
     return [sum(count_D[k] for count_D in counts if k < len(count_D)) for k in range(depths)]
 
 
 def tau(tokens: int, rounds: int) -> float | None:
-    """Block efficiency: tokens emitted / target forwards; the prefill, which emits nothing, is not
-    one.
-    """
+    """Return the block efficiency, tokens emitted / target forwards, prefill excluded."""
     return tokens / rounds if rounds else None
 
 
 # ----------------------------------------------------------------------------------- measured costs
 def overhead(round_seconds: float, busy_seconds: float) -> float:
-    """1 - (draft steps x t_draft + t_target(n)) / round; the parts are timed back to back at the
-    same shapes.
+    """Return 1 - (draft steps x t_draft + t_target(n)) / round.
 
-    A small negative value is noise of the clock: the parts were timed apart from the round.
+    The parts are timed back to back at the same shapes. A small negative value is clock noise: the
+    parts were timed apart from the round.
     """
     return 1.0 - busy_seconds / round_seconds
 
@@ -94,11 +90,10 @@ def overhead(round_seconds: float, busy_seconds: float) -> float:
 def overlap(
     draft_seconds: float, target_seconds: float, both_seconds: float, shorter_seconds: float
 ) -> float | None:
-    """(t_D + t_T - t_both) / min(t_D, t_T), each summed over rounds: the share of the shorter lane
-    that ran while the longer one did.
+    """Return (t_D + t_T - t_both) / min(t_D, t_T), each summed over rounds.
 
-    1 hides it whole, 0 nothing, whatever the clock's noise says below that; None where no round had
-    two lanes.
+    This is the share of the shorter lane that ran during the longer one, from 0 up; clock noise
+    below 0 is cut off. None if no round had two lanes.
     """
     return (
         max(0.0, draft_seconds + target_seconds - both_seconds) / shorter_seconds
@@ -108,7 +103,7 @@ def overlap(
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:
-    """V(n) = t_target(n) / t_target(1). Raises KeyError when one new token was not timed."""
+    """Return V(n) = t_target(n) / t_target(1). Raises KeyError if one new token was not timed."""
     single = t_target_ms[1]
     return {n: milliseconds / single for n, milliseconds in sorted(t_target_ms.items())}
 
@@ -116,9 +111,7 @@ def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:
 # -------------------------------------------------------------------------------------------- speed
 @dataclass(frozen=True)
 class Interval:
-    """A point estimate with a 95 % interval; low and high are None when there are too few prompts
-    for one.
-    """
+    """Point estimate with a 95 % interval; low and high are None for too few prompts."""
 
     value: float
     low: float | None
@@ -128,7 +121,7 @@ class Interval:
 def rate_ratio(
     tokens_P: ArrayLike, seconds_P: ArrayLike, base_tokens_P: ArrayLike, base_seconds_P: ArrayLike
 ) -> float:
-    """(sum tokens / sum seconds) of the drafter over the same of the baseline."""
+    """Return (sum tokens / sum seconds) of the drafter over that of the baseline."""
     return float(
         _ratio(*(np.sum(column) for column in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)))
     )
@@ -143,12 +136,12 @@ def paired_bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile 95 % interval of `rate_ratio` over prompts, drafter and baseline resampled
-    together; none for fewer than MIN_PROMPTS.
+    """Return `rate_ratio` with a percentile 95 % interval; prompts are resampled in pairs.
 
-    A prompt keeps its pair: slow prompts are slow on both sides, and that part of the noise
-    cancels. Few prompts vary less under resampling than they would anew, so the percentiles are
-    moved out to where Student's t has its own.
+    There is no interval for fewer than MIN_PROMPTS. A prompt keeps its pair: slow prompts are slow
+    on both sides, and that part of the noise cancels. Few prompts vary less under resampling than
+    new ones would, so the percentiles are moved out to those of Student's t.
+
     Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg
     (2015), "What Teachers Should Know About the Bootstrap", section 5.2, the expanded percentile
     interval.
@@ -163,12 +156,11 @@ def paired_speedups(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """One speedup over another on the same prompts, with the interval of `paired_bootstrap`; a
-    prompt keeps all of its sides.
+    """Return one speedup over another on the same prompts, with the paired interval.
 
     Each is (tokens_P, seconds_P, base_tokens_P, base_seconds_P) against the baseline of its own
-    run, so the two may have been measured apart: a machine that was slower in one of the runs was
-    slower for its baseline too. Against one baseline it is the ratio of the tokens a second.
+    run, so the two may have been measured at different times: a slower machine slows its baseline
+    too. With one common baseline this is the ratio of tokens/s.
     """
     return _bootstrap(
         (*one_P, *other_P), lambda *sums: _ratio(*sums[:4]) / _ratio(*sums[4:]), resamples, seed
@@ -182,9 +174,7 @@ def _ratio(tokens: Any, seconds: Any, base_tokens: Any, base_seconds: Any) -> An
 def _bootstrap(
     columns_P: Sequence[ArrayLike], statistic: Callable[..., Any], resamples: int, seed: int
 ) -> Interval:
-    """The statistic of the columns' sums, and its interval when prompts are resampled, all columns
-    together.
-    """
+    """Return the statistic of the columns' sums, with its interval when prompts are resampled."""
     columns = [np.asarray(x, dtype=float) for x in columns_P]
     prompts = len(columns[0])
     if any(len(column) != prompts for column in columns):
@@ -202,8 +192,9 @@ def _bootstrap(
 
 
 def _student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t by its expansion in 1 / freedom, within 0.1 % from 4
-    degrees on (Abramowitz and Stegun, 26.7.5).
+    """Return the 97.5 % quantile of Student's t by its expansion in 1 / freedom.
+
+    Accurate to 0.1 % from 4 degrees of freedom (Abramowitz and Stegun, 26.7.5).
     """
     z = NormalDist().inv_cdf(0.975)
     terms = (

@@ -1,14 +1,12 @@
-"""PEARL's state machine run over logged accept/reject traces: what an overlapped schedule should
-take, round by round.
+"""Replay of PEARL's state machine over logged accept/reject traces.
 
-The closed form (eval.statistics.prediction.pearl_round) takes acceptance as equal everywhere; real
-acceptance comes in bursts, of which a trace keeps every one. Each turn is priced by its longer
-lane, at what a drafted token and a forward took on average in that run, so the machine's pace drops
-out. Where measurement and replay agree, the schedule does what it should; where they differ, the
-lanes did not overlap.
+The closed form (eval.statistics.prediction.pearl_round) assumes uniform acceptance; real acceptance
+comes in bursts, which a trace keeps. Each turn costs its longer lane, at the run's mean cost of a
+drafted token and of a forward, so the machine's speed cancels. If measurement and replay agree, the
+schedule works as it should; if they differ, the lanes did not overlap.
 
-A trace has a character for each emitted token: `1` a draft that passed, `0` the target's own in
-place of one that failed, `.` the target's own where nothing was drafted.
+A trace has a character for each emitted token: `1` an accepted draft, `0` the target's own in place
+of a rejected one, `.` the target's own where nothing was drafted.
 """
 
 from __future__ import annotations
@@ -30,16 +28,15 @@ class Turn:
 
 
 def can_replay(schedule: str) -> bool:
-    """Whether the next turn follows from the trace alone; PEARL+ also weighs costs."""
+    """Return whether the trace alone determines the next turn; PEARL+ also uses costs."""
     return schedule in SCHEDULES and "plus" not in schedule
 
 
 def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
-    """The turns that decode a text with this trace, in chunks of `gamma`, when at most `limit`
-    tokens may come.
+    """Yield the turns that decode a text with this trace, in chunks of `gamma`.
 
-    Raises ValueError where the schedule tests a token of which the trace does not know whether it
-    passes.
+    At most `limit` tokens are emitted. Raises ValueError if the schedule tests a token that the
+    trace has no result for.
     """
     kind = SCHEDULES[schedule]
     done = assumed = 0
@@ -59,8 +56,9 @@ def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
 
 
 def _run(trace: str, start: int, window: int) -> int:
-    """How many of the `window` tokens from `start` on pass in a row. What lies behind the text's
-    end changes nothing: it passes.
+    """Return the number of consecutive accepted tokens from `start` on, at most `window`.
+
+    Tokens behind the text's end count as accepted; they change nothing.
     """
     for offset, mark in enumerate(trace[start : start + window]):
         if mark == ".":
@@ -71,19 +69,17 @@ def _run(trace: str, start: int, window: int) -> int:
 
 
 def lanes(turn: Turn, costs: Costs) -> float:
-    """The longer lane of a turn, in target steps."""
+    """Return the longer lane of a turn, in target steps."""
     return max(turn.drafted * costs.cost_ratio, costs.V_at(turn.width) if turn.width else 0.0)
 
 
 def mean_lanes(traces: Iterable[str], gamma: int, limit: int, schedule: str, costs: Costs) -> float:
-    """The longer lanes over the target's forwards, in target steps a forward."""
+    """Return the longer lanes over the target's forwards, in target steps per forward."""
     taken = [turn for trace in traces for turn in turns(trace, gamma, limit, schedule)]
     return sum(lanes(turn, costs) for turn in taken) / sum(turn.width > 0 for turn in taken)
 
 
 def replayed_speedup(taken: Sequence[Turn], costs: Costs) -> float:
-    """Tokens a second over the baseline's: every turn costs its longer lane, and each of the
-    target's forwards the rest (costs.overhead).
-    """
+    """Return the speedup if every turn costs its longer lane, and every forward the overhead."""
     spent = sum(lanes(turn, costs) + costs.overhead * (turn.width > 0) for turn in taken)
     return sum(turn.gained for turn in taken) * (1.0 + costs.baseline_overhead) / spent

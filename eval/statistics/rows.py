@@ -1,4 +1,4 @@
-"""Units -> the rows of results.jsonl: one drafter x benchmark x setting."""
+"""Paired samples -> rows of results.jsonl: one drafter x benchmark x setting."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from eval.measure.records import AUTOREGRESSIVE, Arm, Condition, Record
 from eval.statistics import metrics, prediction
 from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets
 from eval.statistics.lossless import OTHER, Equality, judge
-from eval.statistics.replay import replayed_speedup, turns
-from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
-from eval.statistics.units import (
+from eval.statistics.paired_samples import (
+    PairedSample,
     Pool,
-    Unit,
     busy_ms,
     lane_costs,
     mean_beams,
     mean_draft_ms,
     mean_round_ms,
     mean_target_ms,
-    pair_units,
+    pair_samples,
     pool_counts,
     replayable,
     tested_counts,
 )
+from eval.statistics.replay import replayed_speedup, turns
+from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
 from jobs.drafter_use import ALONE
 
 CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula foretells
 
 
-def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:
+def interval(units: Sequence[PairedSample], run: RunFacts) -> metrics.Interval:
     """Speedup over these units with its paired bootstrap interval."""
     return metrics.paired_bootstrap(
         [unit.tokens for unit in units],
@@ -50,14 +50,14 @@ def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:
     )
 
 
-def headline_units(units: Sequence[Unit]) -> list[Unit]:
-    """Units whose text by the target does not loop."""
+def headline_samples(units: Sequence[PairedSample]) -> list[PairedSample]:
+    """Return the samples whose target text does not loop."""
     return [unit for unit in units if np.mean(unit.distinct_4) >= LOOPING_BELOW]
 
 
-def _categories(units: Sequence[Unit], run: RunFacts) -> list[Category]:
-    """The row by category; a unit that mixes categories (a batch) counts under "mixed"."""
-    slices: dict[str, list[Unit]] = defaultdict(list)
+def _categories(units: Sequence[PairedSample], run: RunFacts) -> list[Category]:
+    """Return the row by category; a batch that mixes categories counts as "mixed"."""
+    slices: dict[str, list[PairedSample]] = defaultdict(list)
     for unit in units:
         slices[unit.categories[0] if len(set(unit.categories)) == 1 else "mixed"].append(unit)
     rows = []
@@ -72,11 +72,11 @@ def _categories(units: Sequence[Unit], run: RunFacts) -> list[Category]:
     return rows
 
 
-def _alpha(units: Sequence[Unit]) -> float | None:
+def _alpha(units: Sequence[PairedSample]) -> float | None:
     return metrics.alpha(*tested_counts(units))
 
 
-def _tau(units: Sequence[Unit]) -> float | None:
+def _tau(units: Sequence[PairedSample]) -> float | None:
     return metrics.tau(sum(unit.tokens for unit in units), sum(unit.rounds for unit in units))
 
 
@@ -85,12 +85,13 @@ def build_row(
     facts: DrafterFacts,
     parts: PartTimes,
     records: Sequence[Record],
-    units: Sequence[Unit],
+    units: Sequence[PairedSample],
     pool: Pool,
     shapes: Shapes = UNKNOWN,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition. shapes: what
-    its models read and compute.
+    """Make one row from the records of a drafter at one draft length under one condition.
+
+    shapes: what its models read and compute.
     """
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
@@ -152,7 +153,7 @@ def _verdict(facts: DrafterFacts, pool: Pool) -> prediction.Verdict:
     )
 
 
-def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
+def _acceptance(units: Sequence[PairedSample]) -> dict[str, Any]:
     tested, accepted = tested_counts(units)
     return {
         "prompts": sum(len(unit.ids) for unit in units),
@@ -168,7 +169,7 @@ def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
     }
 
 
-def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict[str, Any]:
+def _costs(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> dict[str, Any]:
     draft_ms, target_ms = mean_draft_ms(units, facts, parts), mean_target_ms(units, facts, parts)
     round_ms, step_ms = mean_round_ms(units), parts.at(mean_beams(units)).t_draft_ms
     base_seconds = sum(unit.base_seconds for unit in units)
@@ -190,11 +191,9 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
 
 
 def _replayed(
-    run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[Unit], pool: Pool
+    run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[PairedSample], pool: Pool
 ) -> float | None:
-    """The speedup that an overlapped schedule should have by its own traces, from what each of its
-    lanes took.
-    """
+    """Return the speedup of an overlapped schedule replayed from its traces and lane times."""
     if not replayable(facts, units):
         return None
     traces, gamma = [trace for unit in units for trace in unit.traces], first.num_draft_tokens
@@ -204,7 +203,7 @@ def _replayed(
     return replayed_speedup(taken, lane_costs(units, taken, pool.costs.V))
 
 
-def _overlap(units: Sequence[Unit]) -> float | None:
+def _overlap(units: Sequence[PairedSample]) -> float | None:
     return metrics.overlap(
         *(
             sum(lane)
@@ -218,7 +217,7 @@ def _overlap(units: Sequence[Unit]) -> float | None:
     )
 
 
-def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
+def _speed(units: Sequence[PairedSample], run: RunFacts) -> dict[str, Any]:
     speed = interval(units, run)
     tokens, seconds = sum(unit.tokens for unit in units), sum(unit.seconds for unit in units)
     base_tokens, base_seconds = (
@@ -242,8 +241,8 @@ def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
     }
 
 
-def _headline(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
-    fair = headline_units(units)
+def _headline(units: Sequence[PairedSample], run: RunFacts) -> dict[str, Any]:
+    fair = headline_samples(units)
     speed = interval(fair, run) if fair else None
     return {
         "headline_prompts": sum(len(unit.ids) for unit in fair),
@@ -262,9 +261,7 @@ def build_rows(
     records: Sequence[Record],
     shapes: Shapes = UNKNOWN,
 ) -> list[Row]:
-    """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they
-    were measured.
-    """
+    """Make all rows of a run, in the order in which they were measured."""
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
@@ -287,11 +284,11 @@ def pool_of(
     records: Sequence[Record],
     limit: int,
 ) -> Pool:
-    """What predicts a drafter's speedup under one condition, in texts of at most `limit` tokens.
+    """Return what predicts a drafter's speedup under one condition.
 
-    Acceptance and parts are those of the part's own prompts. The overhead is that of the sweep
-    where there was one, over all its draft lengths: so the main part's prediction does not contain
-    its own time, and agreement means something.
+    limit: the most tokens of a text. Acceptance and parts are those of the part's own prompts. The
+    overhead is that of the sweep, over all its draft lengths, if there was one: so the main part's
+    prediction does not contain its own time, and agreement is evidence.
     """
     judged = {
         gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()
@@ -306,18 +303,18 @@ def pool_of(
 
 def _by_gamma(
     name: str, condition: Condition, part: str, records: Sequence[Record]
-) -> dict[int, tuple[list[Record], list[Unit]]]:
-    """Draft length -> (the drafter's records, paired with the baseline's)."""
+) -> dict[int, tuple[list[Record], list[PairedSample]]]:
+    """Return for each draft length the drafter's records, and their pairs with the baseline's."""
     here = [record for record in records if record.condition == condition and record.part == part]
     baseline = [record for record in here if record.drafter == AUTOREGRESSIVE]
     found = {}
     for gamma in sorted({record.num_draft_tokens for record in here if record.drafter == name}):
         mine = [record for record in here if record.arm == Arm(name, gamma)]
-        found[gamma] = (mine, pair_units(mine, baseline))
+        found[gamma] = (mine, pair_samples(mine, baseline))
     return found
 
 
-def units_at(row: Row, records: Sequence[Record]) -> list[Unit]:
-    """The pairs behind a row."""
+def samples_of(row: Row, records: Sequence[Record]) -> list[PairedSample]:
+    """Return the paired samples behind a row."""
     condition = Condition(row.temperature, row.batch_size)
     return _by_gamma(row.drafter, condition, row.part, records)[row.num_draft_tokens][1]

@@ -1,10 +1,10 @@
-"""The form of a row of results.jsonl, and the facts that go into it."""
+"""Fields of a row of results.jsonl, and the facts that it is made from."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from jobs.run_files import WRONG, reason_of
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What a table says of a drafter, and how its proposals cost."""
+    """Facts about a drafter, and how its proposals cost."""
 
     name: str
     layers: int
@@ -34,9 +34,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Medians of the parts of a round, timed back to back in this process at the shapes
-    of the run.
-    """
+    """Medians of a round's parts, timed back to back in this process at the run's shapes."""
 
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward
@@ -45,7 +43,7 @@ class PartTimes:
     t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
 
     def at(self, beams: float) -> PartTimes:
-        """With a draft step from so many beams, which may be a mean; linear between those timed."""
+        """Return the times for a (mean) number of beams, interpolated between those timed."""
         if not self.t_draft_by_beams_ms:
             return self
         timed = sorted(self.t_draft_by_beams_ms)
@@ -55,7 +53,7 @@ class PartTimes:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all rows of a run share."""
+    """Facts that all rows of a run share."""
 
     target: str
     target_layers: int
@@ -79,7 +77,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Category:
-    """A slice of a row by prompt category."""
+    """Part of a row: the prompts of one category."""
 
     category: str
     prompts: int
@@ -92,9 +90,7 @@ class Category:
 
 @dataclass(frozen=True)
 class RoundBudget:
-    """What a mean round of a batch must read and compute at least, and the share of what the
-    machine can do that it reached.
-    """
+    """Least bytes and operations of a batch's mean round, and shares of the machine's limits."""
 
     megabytes: float  # weights, and keys and values of the committed tokens
     megaflop: float  # a multiplication and an addition are two
@@ -172,9 +168,8 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    # of wall time, how much decoding had its processors (eval/measure/neighbours.py); well below 1
-    # on a
-    # CPU: others used the machine
+    # share of wall time in which decoding had its processors (eval/measure/cpu_contention.py); well
+    # below 1 on a CPU: other processes used the machine
     cpu_share: float
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
@@ -203,8 +198,23 @@ class Row:
 
     @property
     def shared_verify(self) -> str:
-        """The rule that rows under one condition stand under together."""
+        """Verification rule of the run, shared by all rows under one condition."""
         return self.run_verify or self.verify
+
+    @property
+    def condition_label(self) -> str:
+        """Condition that the rows of one table share, such as `temperature 1, token verification`.
+
+        Names the batch size if it is not 1.
+        """
+        rule = f"temperature {self.temperature:g}, {self.shared_verify} verification"
+        batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+        return ("greedy" if self.temperature == 0 else rule) + batch
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the main part, or those of the sweep if the run has no main part."""
+    return [row for row in rows if row.part == "main"] or list(rows)
 
 
 def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +226,7 @@ def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write results.jsonl under a temporary name, then rename it."""
+    """Write results.jsonl atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(
         "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8"
@@ -225,8 +235,9 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones,
-    and where there are none.
+    """Read results.jsonl.
+
+    Raises UserError for rows of another version, damaged rows, and no rows.
     """
     content = path.read_bytes()
     try:

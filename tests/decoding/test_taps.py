@@ -25,7 +25,7 @@ from decoding.models.hf import HFTarget
 from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
-from decoding.session import Session, ConversationBatches
+from decoding.session import ConversationBatches, Session
 
 from . import test_conversations, test_laws, test_session
 from .rows import DrafterRow, Kit, before

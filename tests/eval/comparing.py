@@ -3,9 +3,9 @@
 import json
 
 from eval.config import CompareConfig
-from eval.report.compare.comparison import panels_of
-from eval.report.compare.entries import entries_of
-from eval.report.compare.evaluations import labels_of, read_evaluation
+from eval.statistics.comparison.entries import entries_of
+from eval.statistics.comparison.evaluations import labels_of, read_evaluation
+from eval.statistics.comparison.panels import panels_of
 
 from . import simulated_runs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.compare import run
-from eval.report.run_page import page
+from eval.report.page import evaluation_page
 from eval.statistics.rows import build_rows
 
 from . import simulated, simulated_runs, tiny
@@ -56,4 +56,4 @@ def rows(records):
 
 @pytest.fixture(scope="session")
 def html(rows, records):
-    return page(rows, records, simulated.PROVENANCE)
+    return evaluation_page(rows, records, simulated.PROVENANCE)

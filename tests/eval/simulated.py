@@ -11,7 +11,7 @@ import numpy as np
 
 from eval.measure.parts import Slice
 from eval.measure.records import AUTOREGRESSIVE, Record
-from eval.report.run_page import Provenance
+from eval.report.page import Provenance
 from eval.statistics.schema import DrafterFacts, RunFacts
 
 T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}

@@ -20,20 +20,20 @@ from decoding.models.folder import read_config
 from decoding.models.load import load_target
 from decoding.models.native.weights import NativeConfig
 from eval.measure.records import read_records
-from eval.report.run_page import words
-from eval.report.table import print_table
+from eval.report import tables
+from eval.report.tables import print_evaluation
 from eval.run import run
 from eval.statistics import budgets
 from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, with_limits
-from eval.statistics.rows import build_rows, units_at
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.rows import build_rows, samples_of
 from eval.statistics.schema import DrafterFacts, RoundBudget, read_rows, write_rows
-from eval.statistics.units import Unit
 
 from . import simulated
 from .tiny import config
 
 LIMITS = Limits(bytes_a_second=2e9, operations_a_second=50e9)
-ONE_PASS = Unit(
+ONE_PASS = PairedSample(
     rounds=10,
     batch_rounds=10,
     seconds=0.02,
@@ -214,7 +214,7 @@ def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, caps
         assert (row.budget.megabytes > row.baseline_budget.megabytes) == (row.schedule != "alone")
     records = read_records(folder / "records.jsonl")
     (chain,) = [row for row in rows if (row.drafter, row.part) == ("shallow", "main")]
-    units = units_at(chain, records)
+    units = samples_of(chain, records)
     rounds = sum(unit.batch_rounds for unit in units)
     drafted = sum(unit.draft_steps for unit in units) / rounds
     own = forward_budget(native(home / "shallow"), torch.float64, 1, chain.context)
@@ -242,23 +242,23 @@ def native_llama():
 def test_shares_that_no_limit_allows_are_told_to_be_none():
     rows = [row for row in simulated_rows(Limits(1e9, 1e9)) if row.part == "main"]
     console = Console(file=io.StringIO(), width=160)
-    print_table(rows, console)
+    print_evaluation(rows, console)
     said = " ".join(console.file.getvalue().split())
     assert "plain reading (1.0 GB/s)" in said and "plain product (1 GFLOP/s)" in said
     good, slow = (
         next(row for row in rows if row.drafter == f"simulated-{name}") for name in ("good", "slow")
     )
     assert good.budget.bandwidth_share > 1
-    assert words.budget_cells(good)["of bandwidth"].endswith("% (yardstick read slowly: not valid)")
-    assert slow.budget is None and set(words.budget_cells(slow).values()) >= {"not known"}
+    assert tables.budget(good)["of bandwidth"].endswith("% (yardstick read slowly: not valid)")
+    assert slow.budget is None and set(tables.budget(slow).values()) >= {"not known"}
     honest = next(
         row for row in simulated_rows(Limits(1e12, 1e13)) if row.drafter == "simulated-good"
     )
-    assert "not valid" not in "".join(words.budget_cells(honest).values())
+    assert "not valid" not in "".join(tables.budget(honest).values())
     virtual = dataclasses.replace(
         honest, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None)
     )
-    assert words.budget_cells(virtual)["of bandwidth"] == "virtual clock"
+    assert tables.budget(virtual)["of bandwidth"] == "virtual clock"
 
 
 def test_rows_with_budgets_and_rows_of_before_survive_their_file(tmp_path):
@@ -278,7 +278,5 @@ def test_rows_with_budgets_and_rows_of_before_survive_their_file(tmp_path):
     before = read_rows(tmp_path / "results.jsonl")
     assert [row.speedup for row in before] == [row.speedup for row in rows]
     assert {row.budget for row in before} == {None}
-    assert [words.condition_label(row) for row in before] == [
-        words.condition_label(row) for row in rows
-    ]
-    print_table(before, Console(file=io.StringIO(), width=160))
+    assert [row.condition_label for row in before] == [row.condition_label for row in rows]
+    print_evaluation(before, Console(file=io.StringIO(), width=160))

@@ -3,7 +3,6 @@ are known.
 """
 
 import dataclasses
-import re
 import shutil
 from pathlib import Path
 
@@ -11,13 +10,19 @@ import pytest
 
 from decoding.errors import UserError
 from eval.measure.origins import origin_of, write_origins
-from eval.report.compare.comparison import panels_of
-from eval.report.compare.entries import entries_of
-from eval.report.compare.evaluations import labels_of
-from eval.report.compare.palette import looks
-from eval.report.compare.series import with_series
-from eval.report.compare.table import print_comparison
-from eval.report.compare.words import best_sentence, cautions, cells, kept_apart, losses, terms
+from eval.report.page import Provenance, comparison_page
+from eval.report.plots import styles_of_entries
+from eval.report.tables import (
+    differences_table,
+    entry_cells,
+    losses_table,
+    named_rows,
+    print_comparison,
+)
+from eval.statistics.comparison.entries import entries_of
+from eval.statistics.comparison.evaluations import labels_of
+from eval.statistics.comparison.panels import panels_of
+from eval.statistics.comparison.series import with_series
 from eval.statistics.schema import read_rows, write_rows
 
 from . import simulated_runs
@@ -39,16 +44,18 @@ def test_other_settings_are_kept_apart_and_named(runs, tmp_path, field):
     for panel in found:
         assert len({entry.run for entry in panel.entries}) == 1
         assert all(
-            standing.rival is None or standing.rival.run == standing.entry.run
-            for standing in panel.standings
+            compared.rival is None or compared.rival.run == compared.entry.run
+            for compared in panel.compared
         )
-    (sentence,) = kept_apart(found)
-    assert f"differ in {field}:" in sentence and str(other) in sentence
-    assert all(sentence.count(f"{entry.run}") == 1 for panel in found for entry in panel.entries), (
+    (differing,) = [cells for cells in differences_table(found, []).rows if cells[0] == field]
+    assert differing[1] == "speeds are not compared" and str(other) in differing[2]
+    assert all(differing[2].count(entry.run) == 1 for panel in found for entry in panel.entries), (
         "each run once"
     )
     assert len({panel.label for panel in found}) == 4
-    assert kept_apart(panels(*three(runs))) == [], "control: like runs are not kept apart"
+    assert differences_table(panels(*three(runs)), []).rows == [], (
+        "control: like runs are not kept apart"
+    )
     assert len(panels(*three(runs))) == 2
 
 
@@ -62,7 +69,7 @@ def test_other_weights_and_prompts_of_one_name_are_kept_apart_by_their_hashes(ru
     assert [panel.label for panel in panels(three(runs)[0], weights)][
         2
     ] == "greedy, target aaaaaaaa"
-    assert "differ in target hash" in kept_apart(panels(three(runs)[0], weights))[0]
+    assert differences_table(panels(three(runs)[0], weights), []).rows[0][0] == "target hash"
     assert "greedy, prompts bbbbbbbb" in [panel.label for panel in panels(three(runs)[0], prompts)]
 
 
@@ -94,43 +101,43 @@ def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
         for panel in panels_of(
             entries_of([dataclasses.replace(evaluation, rows=rows)], "headline"), 50, 0
         ):
-            (standing, control) = panel.standings
-            assert standing.entry.not_ranked == why and standing.on_front == {}
+            (compared, control) = panel.compared
+            assert compared.entry.not_ranked == why and compared.on_front == {}
             assert panel.fastest == [control.entry]
-            assert "prompt lookup, the control, is" in best_sentence(panel)
+            assert entry_cells(compared)["drafter"].endswith(f"[{why}]")
 
 
 def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
     for panel in panels(*three(runs)):
         rivals = [
-            standing.rival
-            for standing in panel.standings
-            if standing.entry.row.drafter == "prompt_lookup"
+            compared.rival
+            for compared in panel.compared
+            if compared.entry.row.drafter == "prompt_lookup"
         ]
         assert len(rivals) == 3
         assert all(rival.row.drafter_parameters for rival in rivals)
 
 
 # -------------------------------------------------------------------------------------------- words
-def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
-    greedy, sampled = panels(*three(runs))
-    assert "simulated-1 (1 layer, 3.1 M) is the fastest: " in best_sentence(sampled)
-    assert f", the best of {len(sampled.fastest)};" in best_sentence(sampled)
-    assert sampled.fastest[0].name == "simulated-1" and sampled.fastest[-1].name != "simulated-1"
-    again = simulated_runs.write(tmp_path / "again" / "eval.run", SHALLOW, seed=9)
-    assert "no clear difference: " in best_sentence(panels(three(runs)[0], again)[1])
-    slow = simulated_runs.write(
-        tmp_path / "slow" / "eval.run",
-        {"simulated-6": simulated_runs.drafter(0.3, 6, 14_000_000, 4.2)},
+def page_of(found):
+    return comparison_page(found, [[] for _ in found], [], Provenance("", "", ""))
+
+
+def test_the_best_is_shown_with_its_interval_and_its_number_of_rivals(runs):
+    _, sampled = panels(*three(runs))
+    best = sampled.fastest[0]
+    assert best.name == "simulated-1" and sampled.fastest[-1].name != "simulated-1"
+    html = page_of([sampled])
+    assert "Best of 3: simulated-1 (1 layer, 3.1 M)" in html
+    assert f"{best.speedup.low:.2f} to {best.speedup.high:.2f}" in html
+    cells = {one.entry.name: entry_cells(one) for one in sampled.compared}
+    (compared,) = [one for one in sampled.compared if one.entry is best]
+    ratio = compared.ratio
+    assert cells["simulated-1"]["over the best"] == (
+        f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
     )
-    entries = [
-        entry
-        for entry in entries_of(evaluations_of(slow), "headline")
-        if entry.row.drafter_parameters
-    ]
-    assert "the least slow, and slower than no drafter" in best_sentence(
-        panels_of(entries, 50, 0)[1]
-    )
+    assert cells["simulated-1"]["best other"] == compared.rival.name
+    assert cells["simulated-1"]["shared prompts"] == str(compared.shared)
 
 
 def test_a_cap_is_told_from_a_length(runs):
@@ -139,35 +146,21 @@ def test_a_cap_is_told_from_a_length(runs):
         dataclasses.replace(entry, row=dataclasses.replace(entry.row, length_rule="cap"))
         for entry in entries
     ]
-    for found, told in ((entries, False), (capped, True)):
+    for found, gamma in ((entries, "4"), (capped, "<= 4")):
         panel = panels_of(found, 50, 0)[0]
-        assert ("at gamma <= " in best_sentence(panel)) == ("gamma <= " in losses(panel)[0]) == told
+        table = losses_table(named_rows(panel))
+        assert {cells[table.columns.index("gamma")] for cells in table.rows} == {gamma}
+        assert ("gamma &lt;= 4, alpha" in page_of([panel])) == (gamma == "<= 4")
 
 
-def test_on_what_terms_drafters_meet_is_said(runs, tmp_path):
-    """Equal training and equal cost within 3 %, or who has how much, or that it is not known."""
+def test_training_and_cost_of_drafters_stand_in_the_table(runs, tmp_path):
     for panel in panels(*three(runs)):
-        training, cost = terms(panel)
-        assert training == (
-            "Not at equal training: 1.0 M tokens (simulated-1); 2.0 M tokens (simulated-4); 3.0 M "
-            "tokens (simulated-6)."
-        )
-        assert cost.startswith(
-            "Not at equal cost: 12.1 MB a draft step (simulated-1); 36.5 MB a draft step"
-        )
-    sizes = {"simulated-a": 9_000_000, "simulated-b": 9_200_000}
-    drafters = {
-        name: simulated_runs.drafter(0.6, layers, size, 0.5)
-        for layers, (name, size) in enumerate(sizes.items(), 1)
-    }
-    alike = simulated_runs.write(tmp_path / "alike", drafters, tokens_seen=5_000_000)
-    assert terms(panels(alike)[0]) == [
-        "Equal training: every drafter saw 5.0 M tokens, within 3%.",
-        "Equal cost: every drafter reads 35.7 MB a draft step, within 3%.",
-    ]
-    untold = simulated_runs.write(tmp_path / "untold", DEEP)
-    assert "not known of simulated-4" in terms(panels(three(runs)[0], untold)[0])[0]
-    assert terms(panels(three(runs)[0])[0]) == [], "one drafter meets nobody"
+        cells = {one.entry.name: entry_cells(one) for one in panel.compared}
+        models = [cells[f"simulated-{layers}"] for layers in (1, 4, 6)]
+        assert [one["trained on"] for one in models] == ["1.0 M", "2.0 M", "3.0 M"]
+        assert [one["bytes/step"] for one in models][:2] == ["12.1 MB", "36.5 MB"]
+    unknown = simulated_runs.write(tmp_path / "unknown", DEEP)
+    assert entry_cells(panels(unknown)[0].compared[0])["trained on"] == "–"
 
 
 def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):
@@ -175,14 +168,10 @@ def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):
         three(runs)[0],
         simulated_runs.write(tmp_path / "slower" / "eval.run", DEEP, slower=1.5),
     ]
-    assert any(
-        "baseline's own tokens/s differ" in text
-        for text in cautions(panels(*folders), evaluations_of(*folders))
-    )
+    table = differences_table(panels(*folders), evaluations_of(*folders))
+    assert any("only ratios to it are compared" in cells for cells in table.rows)
     like = three(runs)
-    assert not any(
-        "baseline's own" in text for text in cautions(panels(*like), evaluations_of(*like))
-    )
+    assert differences_table(panels(*like), evaluations_of(*like)).rows == []
 
 
 def test_drafters_of_one_name_are_told_apart_by_their_runs(runs, tmp_path):
@@ -214,7 +203,7 @@ def test_series_are_labels_or_what_cards_share(runs):
         ("simulated-6", "deep"),
         ("prompt_lookup", ""),
     }
-    look = looks(by_label)
+    look = styles_of_entries(by_label)
     assert look["simulated-1"].colour == look["simulated-4"].colour != look["simulated-6"].colour
     assert look["simulated-1"].marker != look["simulated-4"].marker
     by_card = with_series(entries, {}, ["shape.hidden_size"])
@@ -295,29 +284,17 @@ def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path, capsys):
     """
     folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
     for panel in panels(folder):
-        assert not any(entry.idle for entry in panel.entries) and not _said(
-            panel, evaluations_of(folder)
-        ), "control"
+        assert not any(entry.idle for entry in panel.entries), "control"
     rows = [
         dataclasses.replace(row, drafted=0.01) if row.drafter == "simulated-4" else row
         for row in read_rows(folder / "results.jsonl")
     ]
     write_rows(folder / "results.jsonl", rows)
     for panel in panels(folder):
-        for one in panel.standings:
+        for one in panel.compared:
             idle = one.entry.row.drafter == "simulated-4"
-            assert idle == one.entry.idle == cells(one)["drafter"].endswith("[drafts nothing]")
+            name = entry_cells(one)["drafter"]
+            assert idle == one.entry.idle == name.endswith("[drafts nothing]")
             assert not (idle and one.on_front)
-        assert _said(panel, evaluations_of(folder)) == ["simulated-4"]
     print_comparison(panels(folder), evaluations_of(folder))
-    assert capsys.readouterr().out.count("[drafts") == len(panels(folder)), (
-        "as words, in a cell or folded"
-    )
-
-
-def _said(panel, evaluations):
-    found = [
-        re.search(r": ([\w-]+) drafts nothing: .* stopping=fixed", sentence)
-        for sentence in cautions([panel], evaluations)
-    ]
-    return [match[1] for match in found if match]
+    assert capsys.readouterr().out.count("simulated-4 [drafts") == 3 * len(panels(folder))

@@ -2,7 +2,6 @@
 evaluations.
 """
 
-import base64
 import dataclasses
 import io
 import json
@@ -19,9 +18,8 @@ import eval.run
 from decoding.errors import UserError
 from eval.compare import run
 from eval.config import CompareConfig
-from eval.report.compare.evaluations import find_runs
-from eval.report.compare.table import print_comparison
-from eval.report.compare.words import busy
+from eval.report.tables import comparison_warnings, print_comparison
+from eval.statistics.comparison.evaluations import find_runs
 from eval.statistics.schema import read_rows, write_rows
 from jobs.config import TrackerConfig, typed
 from jobs.job import CONF, check_arguments, register
@@ -29,27 +27,29 @@ from jobs.job import CONF, check_arguments, register
 from . import simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three
 
-
 # ------------------------------------------------------------------------------------------ the job
+VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
+
+
 class Checker(HTMLParser):
     """Collects addresses and checks that elements nest."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.addresses, self.texts = [], [], []
+        self.open, self.addresses = [], []
 
     def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "img", "source", "br"):
+        if tag not in VOID:
             self.open.append(tag)
         self.addresses += [
             value
             for name, value in attributes
             if name in ("src", "srcset", "href", "action", "data")
         ]
-        self.texts += [value for name, value in attributes if name == "alt"]
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        if tag not in VOID:
+            assert self.open.pop() == tag
 
 
 def test_the_page_stands_alone_with_its_plots_inside(compared):
@@ -57,17 +57,13 @@ def test_the_page_stands_alone_with_its_plots_inside(compared):
     checker = Checker()
     checker.feed(html)
     assert checker.open == []
-    files = sorted(path.read_bytes() for path in (compared / "plots").glob("*.png"))
+    files = list((compared / "plots").glob("*.png"))
     assert len(files) == 8  # depth, acceptance, two fronts; greedy and sampled
-    inside = [
-        base64.b64decode(address.removeprefix("data:image/png;base64,"))
-        for address in checker.addresses
-    ]
-    assert sorted(inside[1::2]) == files, "the light ones"
-    assert not set(inside[::2]) & set(files) and len(inside) == 16, "and the dark ones"
-    assert len(checker.texts) == 8 and all(checker.texts)
-    assert all(imread(io.BytesIO(data)).shape[1] > 900 for data in inside)
-    assert not re.search(r"https?:|@import|url\(|<script", re.sub(r'"data:[^"]*"', "", html))
+    assert all(imread(file).shape[1] > 900 for file in files)
+    assert len(re.findall(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', html)) == 8
+    assert all(address.startswith("#") for address in checker.addresses)
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
+    assert not re.search(r"https?:|@import|url\((?!#)|<script", without_namespaces)
 
 
 def test_the_page_says_what_matters(compared):
@@ -84,13 +80,13 @@ def test_the_page_says_what_matters(compared):
         f"{best['counted_speedup_low']:.2f} to {best['counted_speedup_high']:.2f}",
         "temperature 1, token verification",
         "Prompt lookup, the control",
-        "Where each loses",
-        "On what terms they meet",
-        "Not at equal training: 1.0 M tokens (simulated-1)",
-        "slower on",
+        "Where each drafter loses",
+        "slower prompts",
+        "bytes/step",
+        "trained on",
         "simulated processor",
         "2 threads",
-        "do not loop",
+        "does not loop",
         "What was not measured",
         "3.0 M",
     ):
@@ -153,7 +149,7 @@ def test_the_terminal_table_fits(runs, width):
     print_comparison(panels(*three(runs)), evaluations_of(*three(runs)), console)
     text = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
     assert max(len(line) for line in text.splitlines()) <= width
-    for needed in ("simulated-4", "prompt_lookup", "is the fastest", "over the best", "slower on"):
+    for needed in ("simulated-4", "prompt_lookup", "over the best", "slower prompts"):
         assert needed in text, needed
 
 
@@ -341,4 +337,5 @@ def test_a_busy_machine_is_named_before_any_verdict(runs, tmp_path):
     print_comparison(panels(folder), evaluations_of(folder), console)
     text = console.file.getvalue()
     assert text.index("Other processes used this machine") < text.index("simulated-1")
-    assert busy(evaluations_of(folder)) and not busy(evaluations_of(*three(runs)))
+    assert comparison_warnings(evaluations_of(folder))
+    assert not comparison_warnings(evaluations_of(*three(runs)))

@@ -8,13 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from eval.report.compare.comparison import chains, pareto_front, usual_costs
-from eval.report.compare.plots import iso_speedup_curves
-from eval.report.compare.words import cautions
-from eval.report.words import main_rows
+from eval.report.plots import iso_speedup_curves
+from eval.report.tables import differences_table
 from eval.statistics import metrics
+from eval.statistics.comparison.panels import chains, pareto_front, usual_costs
 from eval.statistics.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_ratio
-from eval.statistics.schema import read_rows
+from eval.statistics.schema import main_rows, read_rows
 
 from . import simulated_runs
 from .comparing import SHALLOW, evaluations_of, lines, panels, three
@@ -133,7 +132,7 @@ def test_fronts_of_a_comparison_obey_the_law(compared):
 
 
 def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs):
-    one, four = panels(*three(runs)[:2])[1].standings[0], panels(*three(runs)[:2])[1].standings[2]
+    one, four = panels(*three(runs)[:2])[1].compared[0], panels(*three(runs)[:2])[1].compared[2]
     assert one.entry.name == "simulated-1" and four.rival.name == "simulated-1"
     assert four.shared == 20
     assert four.ratio.value == pytest.approx(four.entry.speedup.value / one.entry.speedup.value)
@@ -141,7 +140,7 @@ def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs
     same = simulated_runs.write(tmp_path / "again" / "eval.run", SHALLOW, seed=0, slower=2.0)
     twin = next(
         s
-        for s in panels(three(runs)[0], same)[1].standings
+        for s in panels(three(runs)[0], same)[1].compared
         if s.entry.folder == str(same) and s.entry.row.drafter == "simulated-1"
     )
     assert twin.ratio.value == pytest.approx(1.0)
@@ -194,9 +193,7 @@ def test_runs_without_a_prompt_in_common_are_not_paired(runs, tmp_path):
         "".join(f"{json.dumps(line)}\n" for line in lines)
     )
     found = panels(three(runs)[0], tmp_path / "other")
-    standing = next(s for s in found[1].standings if s.entry.row.drafter == "simulated-4")
-    assert standing.ratio is None and standing.rival.name == "simulated-1"
-    assert any(
-        "do not stand on the same prompts" in text
-        for text in cautions(found, evaluations_of(three(runs)[0], tmp_path / "other"))
-    )
+    compared = next(s for s in found[1].compared if s.entry.row.drafter == "simulated-4")
+    assert compared.ratio is None and compared.rival.name == "simulated-1"
+    table = differences_table(found, evaluations_of(three(runs)[0], tmp_path / "other"))
+    assert any("only shared prompts are compared" in cells for cells in table.rows)

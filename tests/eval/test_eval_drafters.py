@@ -234,7 +234,7 @@ def test_a_function_says_which_tokens_may_follow(home):
         (name, "equal")
     }
     with pytest.raises(
-        UserError, match="allowed=nowhere.at_all cannot be had.*takes the tokenizer"
+        UserError, match="allowed=nowhere.at_all cannot be imported.*takes the tokenizer"
     ):
         run(config(home, "refused", dry_run=True, allowed="nowhere.at_all"))
 

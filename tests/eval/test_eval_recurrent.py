@@ -15,7 +15,7 @@ from decoding.models.folder import hash_input
 from decoding.models.native import linear
 from decoding.models.native.linear import can_pack
 from eval.compare import run as compare
-from eval.report.words import drafter_label
+from eval.report.text import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
@@ -203,9 +203,7 @@ def test_a_head_of_another_target_is_refused(home, parameters, tmp_path):
     card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "target")}))
     assert made(str(carded), home)["carded"].beam_width == 8
     card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "shallow")}))
-    with pytest.raises(
-        UserError, match="expects a target with hash .*, found .* Use the target"
-    ):
+    with pytest.raises(UserError, match="expects a target with hash .*, found .* Use the target"):
         made(str(carded), home)
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from eval.measure.records import append_records, read_records
-from eval.report.run_page import words
-from eval.statistics.duels import duels
+from eval.report import tables, text
 from eval.statistics.lossless import judge
+from eval.statistics.paired_comparison import paired_comparisons
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import read_rows, write_rows
 
@@ -34,97 +34,79 @@ def test_prediction_and_measurement_agree_when_the_model_holds(rows):
             assert row.predicted_speedup == pytest.approx(row.speedup, rel=0.05)
 
 
-def test_a_prediction_that_fails_is_told_so(rows):
+def cells_of(table, number=0):
+    return dict(zip(table.columns, table.rows[number], strict=True))
+
+
+def test_a_prediction_that_fails_is_marked(rows):
     good = pick(rows, "simulated-good")
-    assert "does not agree" not in words.verdict_line(good)[2]
     off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup)
-    assert (
-        f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
-    )
+    table = tables.predictions_table([("good", good), ("off", off)])
+    assert table.marks == ["", "bad"]
+    assert cells_of(table, 1)["predicted / measured"] == "1.30"
+    assert cells_of(table)["speedup"] == f"{good.speedup:.2f}x"
 
 
 def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_would_take(rows):
-    good = pick(rows, "simulated-good")
-    gamma, said = good.num_draft_tokens, f"{good.predicted_speedup:.2f}x"
-    other = dataclasses.replace(good, best_gamma=gamma + 1)
-    assert (
-        words.foretold(other)
-        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {said} at gamma={gamma}; "
-        f"{good.verdict}."
+    good = dataclasses.replace(pick(rows, "simulated-good"), best_gamma=5)
+    cells = cells_of(tables.predictions_table([("good", good)]))
+    assert (cells["gamma"], cells["length set by"]) == ("4", "sweep, by the formula")
+    assert (cells["best gamma"], cells["predicted there"]) == (
+        "5",
+        f"{good.best_gamma_speedup:.2f}x",
     )
-    same = dataclasses.replace(good, best_gamma=gamma)
-    assert (
-        words.foretold(same)
-        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
+    given = dataclasses.replace(good, length_rule="given", helps=False)
+    cells = cells_of(tables.predictions_table([("good", given)]))
+    assert (cells["length set by"], cells["best gamma"]) == ("given", "none")
+    alone = dataclasses.replace(
+        good, length_rule="none", num_draft_tokens=0, predicted_speedup=None
     )
-    ended = dataclasses.replace(same, drafted=0.4 * gamma)
-    assert (
-        f"chosen in the sweep; a mean round drafted {0.4 * gamma:.1f} of them."
-        in words.foretold(ended)
-    )
-    given = dataclasses.replace(other, length_rule="given")
-    assert words.foretold(given).startswith(f"Used: gamma={gamma}, as given. Predicted: {said}")
-    unforetold = dataclasses.replace(
-        good, length_rule="own", predicted_speedup=None, verdict="there is no formula"
-    )
-    assert (
-        words.foretold(unforetold)
-        == f"Used: lengths of its own choice, up to gamma={gamma}. There is no formula."
-    )
-    alone = dataclasses.replace(unforetold, length_rule="none", num_draft_tokens=0)
-    assert words.foretold(alone) == "There is no formula."
-
-
-def test_a_formula_that_fails_where_the_replay_holds_is_told_apart(rows):
-    good = pick(rows, "simulated-good")
-    off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup, schedule="pearl_virtual")
-    explained = words.verdict_line(dataclasses.replace(off, replayed_speedup=1.02 * good.speedup))[
-        2
-    ]
-    assert "explains what was measured" in explained and "does not agree" not in explained
-    assert (
-        "does not agree"
-        in words.verdict_line(dataclasses.replace(off, replayed_speedup=1.4 * good.speedup))[2]
-    )
+    cells = cells_of(tables.predictions_table([("good", alone)]))
+    assert {cells[name] for name in ("gamma", "length set by", "predicted", "best gamma")} == {"–"}
 
 
 def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
     good = pick(rows, "simulated-good")
     on_card = dataclasses.replace(good, device="cuda:0", stopping="entropy")
-    assert words.drafter_label(on_card).startswith("simulated-good, entropy, eager (")
+    assert text.drafter_label(on_card).startswith("simulated-good, entropy, eager (")
     for other in (
         dataclasses.replace(on_card, device="cpu"),
         dataclasses.replace(on_card, stopping="cost_ratio"),
     ):
-        assert "eager" not in words.drafter_label(other)
+        assert "eager" not in text.drafter_label(other)
 
 
-def test_duels_are_paired_by_prompt(rows, records):
-    """The simulation paces prompts alike for all, so a duel is surer than two speedups; the
-    winner's own is the mirror of the second's.
+def test_drafters_are_compared_in_pairs_by_prompt(rows, records):
+    """Check that the winner's ratio is the inverse of the second's, with tight intervals.
+
+    The simulation paces a prompt alike for all drafters.
     """
     shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
-    fought = {duel.row.drafter: duel for duel in duels(shown, records)}
-    assert fought.keys() == {row.drafter for row in shown}
+    found = {pair.row.drafter: pair for pair in paired_comparisons(shown, records)}
+    assert found.keys() == {row.drafter for row in shown}
     best = max(shown, key=lambda row: row.tokens_per_second).drafter
-    second = fought[best].rival.drafter
-    assert {duel.rival.drafter for name, duel in fought.items() if name != best} == {best}
-    assert fought[best].ratio.value == pytest.approx(1 / fought[second].ratio.value)
+    second = found[best].rival.drafter
+    assert {pair.rival.drafter for name, pair in found.items() if name != best} == {best}
+    assert found[best].ratio.value == pytest.approx(1 / found[second].ratio.value)
     for row in shown:
-        duel = fought[row.drafter]
-        assert duel.ratio.value == pytest.approx(
-            row.tokens_per_second / duel.rival.tokens_per_second
+        pair = found[row.drafter]
+        assert pair.ratio.value == pytest.approx(
+            row.tokens_per_second / pair.rival.tokens_per_second
         )
-        assert duel.ratio.low < duel.ratio.value < duel.ratio.high
+        assert pair.ratio.low < pair.ratio.value < pair.ratio.high
     longer = dataclasses.replace(
         shown[0], num_draft_tokens=shown[0].num_draft_tokens + 1, tokens_per_second=1.0
     )
-    assert {d.row.drafter: d.rival.drafter for d in duels([*shown, longer], records)} == {
-        name: duel.rival.drafter for name, duel in fought.items()
-    }, "a drafter is no rival of itself at another length"
-    assert duels(shown[:1], records) == []
+    assert {
+        d.row.drafter: d.rival.drafter for d in paired_comparisons([*shown, longer], records)
+    } == {name: pair.rival.drafter for name, pair in found.items()}, (
+        "a drafter is no rival of itself at another length"
+    )
+    assert paired_comparisons(shown[:1], records) == []
     alone = dataclasses.replace(shown[0], schedule="alone")
-    assert duels([alone, shown[1]], records) == [], "a text of another model is no rival"
+    assert paired_comparisons([alone, shown[1]], records) == [], (
+        "a text of another model is no rival"
+    )
 
 
 def test_a_drafter_that_loses_is_told_so(rows):
@@ -133,10 +115,13 @@ def test_a_drafter_that_loses_is_told_so(rows):
     assert "no gamma can help" in slow.verdict
     assert slow.slower_prompts > slow.prompts / 2
     assert slow.worst_speedup < 1
-    which, measured, _ = words.verdict_line(slow)
-    assert which == "simulated-slow, greedy"
-    assert "slower than no drafter" in measured
-    assert "all in all on the categories code, maths, writing" in measured
+    cells = cells_of(tables.losses_table([("slow", slow)]))
+    assert cells["slower prompts"] == f"{slow.slower_prompts} of {slow.prompts}"
+    assert cells["worst prompt"] == slow.worst_prompt
+    assert cells["speedup there"] == f"{slow.worst_speedup:.2f}x"
+    assert cells["slower categories"] == "code, maths, writing"
+    good = cells_of(tables.losses_table([("good", pick(rows, "simulated-good"))]))
+    assert good["slower categories"] == "none", "control"
 
 
 def test_headlines_leave_looping_prompts_out(rows):
@@ -285,15 +270,3 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
     # too many for ties
     assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"
-
-
-def test_a_loss_that_rounds_to_none_is_not_called_slower(rows):
-    row = dataclasses.replace(
-        pick(rows, "simulated-slow"), slower_prompts=1, worst_speedup=0.998, categories=[]
-    )
-    assert (
-        words.losses(row)
-        == f"as fast as no drafter on 1 of {row.prompts} prompts (worst {row.worst_prompt}: 1.00x)"
-    )
-    slower = dataclasses.replace(row, worst_speedup=0.98)
-    assert words.losses(slower).startswith("slower on 1 of")

@@ -19,12 +19,11 @@ from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.lengths import SELF_ENDING, own_cap_of, rule_of
 from eval.measure.measurement import Bench
 from eval.measure.records import BASELINE, COUPLED, read_records
-from eval.report.compare.comparison import panels_of
-from eval.report.compare.entries import entries_of
-from eval.report.compare.evaluations import read_evaluation
-from eval.report.run_page import words
-from eval.report.table import print_table
+from eval.report import tables, text
 from eval.run import run
+from eval.statistics.comparison.entries import entries_of
+from eval.statistics.comparison.evaluations import read_evaluation
+from eval.statistics.comparison.panels import panels_of
 from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
@@ -59,11 +58,9 @@ def test_rows_of_one_drafter_under_three_rules_are_told_apart(three_rules):
     assert len({row.baseline_tokens_per_second for row in rows if row.temperature}) == 1, (
         "one baseline judges them all"
     )
-    named = [words.verdict_line(row)[0] for row in rows]
-    assert len(set(named)) == len(named)
-    assert "shallow+block, temperature 1, block verification" in named
+    assert len({(text.drafter_label(row), row.condition_label) for row in rows}) == len(rows)
     console = Console(file=io.StringIO(), width=160)
-    print_table(rows, console)
+    tables.print_evaluation(rows, console)
     said = console.file.getvalue()
     assert said.count(": temperature 1, token verification, 3 prompts") == 1, (
         "they stand in one table"
@@ -257,9 +254,9 @@ def test_lengths_of_rules_that_end_drafts_themselves_do_not_hang_on_the_sweep(ho
         for name in some:
             row = rows[f"shallow+{name}"]
             assert (row.length_rule, row.num_draft_tokens, row.lossless) == ("cap", 16, "equal")
-            assert words.gamma_cell(row) == "<= 16"
-            assert "choice, up to a cap of its own, 16 (max_draft_tokens)" in words.foretold(row)
-        assert words.gamma_cell(rows["shallow+fixed"]) == str(gamma)
+            assert text.gamma_label(row) == "<= 16"
+            assert tables.RULES[row.length_rule] == "stopping rule, up to max_draft_tokens"
+        assert text.gamma_label(rows["shallow+fixed"]) == str(gamma)
         assert "up to 16 by the stopping rule of shallow+assisted, shallow+entropy" in (
             folder / "report.html"
         ).read_text(encoding="utf-8")

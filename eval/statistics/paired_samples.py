@@ -1,7 +1,6 @@
-"""Records -> units: the two sides of each comparison, and the counts and costs that predictions are
-made from.
+"""Records -> paired samples, and the counts and costs that predictions are made from.
 
-Legend: D depths of a chain, P units (a unit is a prompt, or the prompts that are decoded together).
+Legend: D depths of a chain, P units (a unit is a prompt, or the prompts decoded together).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from jobs.drafter_use import ALONE
 
 
 @dataclass
-class Unit:
-    """The two sides of one comparison, summed over the turns of the prompts decoded together."""
+class PairedSample:
+    """Drafter's and baseline's sides of one unit, summed over the turns of its prompts."""
 
     ids: list[str] = field(default_factory=list)
     turns: int = 0  # decode calls
@@ -60,9 +59,10 @@ class Unit:
         )
 
 
-def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Unit]:
-    """Pair a drafter's records with the baseline's of the same units; raises KeyError when a side
-    lacks one.
+def pair_samples(records: Iterable[Record], baseline: Iterable[Record]) -> list[PairedSample]:
+    """Pair a drafter's records with the baseline's of the same units.
+
+    Raises KeyError if a side lacks a unit.
     """
     sides = [_by_batch(records), _by_batch(baseline)]
     if sides[0].keys() != sides[1].keys():
@@ -70,7 +70,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
             f"drafter and baseline differ in their prompts: "
             f"{sorted(sides[0].keys() ^ sides[1].keys())}"
         )
-    units: dict[int, Unit] = defaultdict(Unit)
+    units: dict[int, PairedSample] = defaultdict(PairedSample)
     for key, rows in sides[0].items():
         unit, base = units[key[0]], sides[1][key]
         unit.turns += 1
@@ -103,15 +103,15 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
 
 
 def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int, int], list[Record]]:
-    """(unit, sample, turn) -> the rows that were decoded together."""
+    """Group records decoded together, by (unit, sample, turn)."""
     batches: dict[tuple[int, int, int], list[Record]] = defaultdict(list)
     for record in records:
         batches[record.unit, record.sample, record.turn].append(record)
     return batches
 
 
-def tested_counts(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
-    """(tested_D, accepted_D) summed over units."""
+def tested_counts(units: Sequence[PairedSample]) -> tuple[list[int], list[int]]:
+    """Return (tested_D, accepted_D) summed over units."""
     tested = metrics.add_by_depth([count_D for unit in units for count_D in unit.tested])
     accepted = metrics.add_by_depth([count_D for unit in units for count_D in unit.accepted])
     return tested, accepted
@@ -119,15 +119,13 @@ def tested_counts(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Counts of one drafter under one condition over all its draft lengths: what predictions are
-    made from.
-    """
+    """Acceptance and costs of a drafter under one condition, over all its draft lengths."""
 
     pass_rates: list[float | None]  # P(depth k is offered and passes | the depths before it passed)
     costs: prediction.Costs
 
 
-ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
+ByGamma = dict[int, list[PairedSample]]  # draft length -> the units run at it
 
 
 def pool_counts(
@@ -138,14 +136,14 @@ def pool_counts(
     parts_then: PartTimes,
     limit: int,
 ) -> Pool:
-    """What predicts the speedup of `judged`: its own acceptance, parts and plain rounds, and the
-    overhead of the rounds `timed`.
+    """Return what predicts the speedup of `judged`.
 
-    parts_then: those timed between these runs, as a machine's pace changes. limit: tokens that a
-    text may have.
+    Acceptance, parts and plain rounds are those of `judged`, the overhead is that of the rounds
+    `timed`. parts_then: those timed between these runs, as a machine's speed varies. limit: the
+    most tokens of a text.
 
     For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or
-    none, misses the rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the
+    none, also misses the rounds without an offer: pass_k = accepted_k / accepted_(k-1), with the
     rounds as accepted_0.
     """
     units = [unit for group in judged.values() for unit in group]
@@ -192,8 +190,9 @@ def _ratios(parts: PartTimes) -> dict[str, Any]:
 
 
 def _by_length(parts: PartTimes, *groups: ByGamma) -> dict[int, tuple[float, float]]:
-    """Draft length -> (nodes verified in a mean round, draft steps of t_draft a node), the first
-    group's figures where several have a length.
+    """Return for each draft length the nodes verified in a mean round, and draft steps per node.
+
+    The first group's figures are used where several have a length.
     """
     found: dict[int, tuple[float, float]] = {}
     for gamma, units in (pair for group in reversed(groups) for pair in group.items()):
@@ -215,9 +214,9 @@ def _by_length(parts: PartTimes, *groups: ByGamma) -> dict[int, tuple[float, flo
 def _overhead(
     timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int
 ) -> float:
-    """o: what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
+    """Return o: mean time of rounds beyond their parts, over t_target(1).
 
-    The parts of an overlapped round are its lanes as timed alone, which its trace puts together.
+    The parts of an overlapped round are its lanes as timed alone, combined by its trace.
     """
     t_1 = parts.t_target_ms[1]
     extra_ms = []
@@ -231,9 +230,7 @@ def _overhead(
 
 
 def _baseline_overhead(judged: ByGamma, parts: PartTimes) -> float:
-    """o_1: the same of a plain round, from the baseline of the runs that are judged: no drafter's
-    round is in it.
-    """
+    """Return o_1: that of a plain round, from the baseline of the judged runs."""
     units = [unit for group in judged.values() for unit in group]
     base_ms = (
         1000
@@ -243,18 +240,17 @@ def _baseline_overhead(judged: ByGamma, parts: PartTimes) -> float:
     return base_ms / parts.t_target_ms[1] - 1.0
 
 
-def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
-    """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the
-    trace decides.
-    """
+def replayable(facts: DrafterFacts, units: Sequence[PairedSample]) -> bool:
+    """Return whether traces determine an overlapped schedule: one row, and no other input."""
     return can_replay(facts.schedule) and all(len(unit.traces) == unit.turns for unit in units)
 
 
 def lane_costs(
-    units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]
+    units: Sequence[PairedSample], taken: Sequence[Turn], V: Mapping[int, float]
 ) -> prediction.Costs:
-    """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted
-    token, a forward of each width, the rest.
+    """Return what the lanes of an overlapped run took, in forwards over one token.
+
+    These are a drafted token, a forward of each width, and the rest.
     """
     shape = prediction.Costs(0.0, V)
     forwards = [shape.V_at(turn.width) for turn in taken if turn.width]
@@ -266,8 +262,9 @@ def lane_costs(
 
 
 def _reached(units_by_gamma: ByGamma) -> list[int]:
-    """For each depth, the rounds in which it could be offered: gamma allows it, and all depths
-    before it passed.
+    """Return for each depth the rounds in which it could be offered.
+
+    That is: gamma allows it, and all depths before it were accepted.
     """
     reached_D = [0] * max(units_by_gamma)
     for gamma, units in units_by_gamma.items():
@@ -277,13 +274,13 @@ def _reached(units_by_gamma: ByGamma) -> list[int]:
     return reached_D
 
 
-def mean_round_ms(units: Sequence[Unit]) -> float:
-    """Wall time of a round: the batch's time over its target forwards."""
+def mean_round_ms(units: Sequence[PairedSample]) -> float:
+    """Return the wall time of a round: the batch's time over its target forwards."""
     return 1000 * sum(unit.seconds for unit in units) / sum(unit.batch_rounds for unit in units)
 
 
-def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
-    """Drafting in a mean round, from the timed step."""
+def mean_draft_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
+    """Return the drafting time of a mean round, from the timed step."""
     if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
     return parts.at(mean_beams(units)).t_draft_ms * _per_round(
@@ -291,14 +288,14 @@ def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) 
     )
 
 
-def mean_beams(units: Sequence[Unit]) -> float:
-    """That a draft step started from."""
+def mean_beams(units: Sequence[PairedSample]) -> float:
+    """Return the mean number of beams that a draft step started from."""
     steps = sum(unit.draft_steps for unit in units)
     return sum(unit.draft_beams for unit in units) / steps if steps else 1.0
 
 
-def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
-    """Verifying in a mean round: t_target at the mean width, linear between timed widths."""
+def mean_target_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
+    """Return t_target at the mean width, interpolated between timed widths."""
     if facts.schedule == ALONE:
         return 0.0
     widths = sorted(parts.t_target_ms)
@@ -306,9 +303,10 @@ def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes)
     return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
 
 
-def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
-    """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of
-    an overlapped schedule.
+def busy_ms(units: Sequence[PairedSample], facts: DrafterFacts, parts: PartTimes) -> float:
+    """Return the time of the models in a mean round.
+
+    Drafting and verifying as timed, or the longer lanes of an overlapped schedule.
     """
     if facts.schedule in SCHEDULES:
         return (
@@ -319,5 +317,5 @@ def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> flo
     return mean_draft_ms(units, facts, parts) + mean_target_ms(units, facts, parts)
 
 
-def _per_round(units: Sequence[Unit], counts: Sequence[int]) -> float:
+def _per_round(units: Sequence[PairedSample], counts: Sequence[int]) -> float:
     return sum(counts) / sum(unit.batch_rounds for unit in units)

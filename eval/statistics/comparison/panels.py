@@ -1,9 +1,8 @@
-"""Rows of several evaluations put side by side: what may be compared with what, who is ahead, and
-who lies on the Pareto front.
+"""Panels: entries of several evaluations whose speedups may be compared, ranked.
 
-Runs measured at different times are not compared for speed. What is compared are speedups, each a
-ratio to the baseline that was interleaved in its own run, and only where target, machine, threads,
-dtype and backend (`Setting`) and the work (`Workload`) are the same: a `Panel`.
+Runs measured at different times are not compared by speed. Speedups are compared, each a ratio to
+the baseline interleaved in its own run, and only if target, machine, threads, dtype and backend
+(`Setting`) and the work (`Workload`) are the same.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from eval.report.compare.entries import Entry, Setting, Workload
-from eval.report.words import condition_label
+from eval.statistics.comparison.entries import Entry, Setting, Workload
 from eval.statistics.metrics import Interval, paired_speedups
+from eval.statistics.paired_samples import PairedSample
 from eval.statistics.prediction import Costs
 from eval.statistics.schema import Row
-from eval.statistics.units import Unit
 from jobs.drafters import CONTROL
 
 # What a drafter may cost, for the Pareto front: less is better.
@@ -31,8 +29,8 @@ COSTS: dict[str, Callable[[Entry], int | None]] = {
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where an entry stands in its panel."""
+class ComparedEntry:
+    """Entry with its ratio to the best other one and its place on the Pareto fronts."""
 
     entry: Entry
     rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
@@ -50,29 +48,28 @@ class Panel:
     setting: Setting
     workload: Workload
     label: str
-    standings: list[Standing]
+    compared: list[ComparedEntry]
 
     @property
     def slug(self) -> str:
-        """The label for names of files."""
+        """Label for names of files."""
         return re.sub(r"[^\w.]+", "_", self.label)
 
     @property
     def entries(self) -> list[Entry]:
-        return [standing.entry for standing in self.standings]
+        return [compared.entry for compared in self.compared]
 
     @property
     def fastest(self) -> list[Entry]:
-        """Each drafter at its fastest draft length, the fastest drafter first, behind them those
-        that draft nothing; those that are not ranked are left out.
+        """Each drafter at its fastest draft length, fastest first, then those that draft nothing.
+
+        Entries that are not ranked are left out.
         """
         return _fastest(self.entries)
 
 
 def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel]:
-    """The entries by what may be compared, each in exactly one panel; settings first, then
-    benchmark, batch and temperature.
-    """
+    """Group the entries into panels, by setting, then benchmark, batch and temperature."""
     groups: dict[tuple[Setting, Workload], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.setting, entry.workload), []).append(entry)
@@ -83,21 +80,21 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
         return settings.index(setting), work.benchmark, work.batch_size, work.temperature
 
     keys = sorted(groups, key=order)
-    differing = telling(settings, "target", "target_hash") + telling(
+    differing = distinguishing_fields(settings, "target", "target_hash") + distinguishing_fields(
         [work for _, work in keys], "benchmark", "prompts_hash"
     )
     return [
         Panel(
             *key,
             _label(key, differing, groups[key][0].row),
-            _standings(groups[key], resamples, seed),
+            _compare(groups[key], resamples, seed),
         )
         for key in keys
     ]
 
 
 def differing_fields(objects: Sequence[Any]) -> list[str]:
-    """Names of the fields in which instances of one dataclass are not all alike."""
+    """Return the names of the fields in which instances of one dataclass differ."""
     return [
         field.name
         for field in dataclasses.fields(objects[0])
@@ -105,8 +102,8 @@ def differing_fields(objects: Sequence[Any]) -> list[str]:
     ]
 
 
-def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
-    """The fields to tell objects by: those that differ, the hash only where two have one name."""
+def distinguishing_fields(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
+    """Return the fields that differ; the hash only if two objects share a name."""
     enough = len({vars(one)[hashed] for one in objects}) <= len(
         {vars(one)[name] for one in objects}
     )
@@ -114,11 +111,11 @@ def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
 
 
 def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) -> str:
-    """Temperature and rule, the batch, and whatever else tells this panel from the others."""
+    """Return temperature, rule and batch, and what else distinguishes this panel."""
     values = {**vars(key[0]), **vars(key[1])}
     said = {"temperature", "batch_size", "verify"}
     more = [_said(name, values[name]) for name in differing if name not in said]
-    return ", ".join([condition_label(row), *more])
+    return ", ".join([row.condition_label, *more])
 
 
 def _said(name: str, value: Any) -> str:
@@ -144,7 +141,7 @@ def _speed(entry: Entry) -> float:
     return entry.speedup.value
 
 
-def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Standing]:
+def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[ComparedEntry]:
     ranked = _fastest(entries)
     found = [_against(entry, ranked, resamples, seed) for entry in entries]
     for cost, value_of in COSTS.items():
@@ -165,8 +162,8 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
     return found
 
 
-def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> Standing:
-    """The entry against the fastest drafter that is not its own, the two paired by prompt."""
+def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> ComparedEntry:
+    """Compare the entry with the fastest other drafter, paired by prompt."""
     controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
     others = [
         one
@@ -174,22 +171,22 @@ def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -
         if one.name != entry.name and not (controls and one.row.drafter == CONTROL)
     ]
     if entry.not_ranked or not others:
-        return Standing(entry)
+        return ComparedEntry(entry)
     mine, theirs = entry.counted(), others[0].counted()
     shared = [ids for ids in mine if ids in theirs]
     prompts = sum(len(ids) for ids in shared)
     if not shared:
-        return Standing(entry, others[0])
+        return ComparedEntry(entry, others[0])
     ratio = paired_speedups(
         _columns([mine[ids] for ids in shared]),
         _columns([theirs[ids] for ids in shared]),
         resamples=resamples,
         seed=seed,
     )
-    return Standing(entry, others[0], ratio, prompts)
+    return ComparedEntry(entry, others[0], ratio, prompts)
 
 
-def _columns(units: Sequence[Unit]) -> list[list[float]]:
+def _columns(units: Sequence[PairedSample]) -> list[list[float]]:
     return [
         [unit.tokens for unit in units],
         [unit.seconds for unit in units],
@@ -199,8 +196,9 @@ def _columns(units: Sequence[Unit]) -> list[list[float]]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """For each (cost, gain): is there none that costs no more, gains no less, and is better in one
-    of the two?
+    """Return for each (cost, gain) whether no other point dominates it.
+
+    A point dominates if it costs no more, gains no less, and is better in one of the two.
     """
     return [
         not any(
@@ -212,8 +210,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def chains(panel: Panel) -> list[Entry]:
-    """The entries that the closed form holds for, each drafter at its fastest: models that draft a
-    token at a time, in turn with the target.
+    """Return the entries that the closed form applies to, each drafter at its fastest.
+
+    These are models that draft one token at a time, alternating with the target.
     """
     return [
         entry
@@ -223,7 +222,7 @@ def chains(panel: Panel) -> list[Entry]:
 
 
 def usual_costs(entries: Sequence[Entry]) -> Costs:
-    """V, o and o_1 as medians over entries, for the iso-speedup curves. c is not theirs to say."""
+    """Return medians of V, o and o_1 over entries, for the iso-speedup curves; c is set to 0."""
     rows = [entry.row for entry in entries]
     widths = set.intersection(*(set(row.V) for row in rows))
     return Costs(

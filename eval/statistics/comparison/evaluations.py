@@ -1,6 +1,4 @@
-"""Finished runs of eval.run as eval.compare reads them: their rows, their generations, and what
-their drafters' folders say.
-"""
+"""Finished runs of eval.run as eval.compare reads them."""
 
 from __future__ import annotations
 
@@ -14,10 +12,9 @@ from decoding.errors import UserError
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, read_origins
 from eval.measure.records import Record, read_records
-from eval.report.words import main_rows
-from eval.statistics.rows import units_at
-from eval.statistics.schema import Row, read_rows
-from eval.statistics.units import Unit
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.rows import samples_of
+from eval.statistics.schema import Row, main_rows, read_rows
 from jobs.run_folder import changed_artefacts, read_manifest
 from jobs.saved_config import read_config
 
@@ -28,7 +25,7 @@ FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished run of eval.run."""
+    """Rows, generations and drafter origins of a finished run of eval.run."""
 
     folder: Path
     label: str  # what tells it from the others of the comparison
@@ -41,15 +38,13 @@ class Evaluation:
 
     @property
     def hashes(self) -> tuple[str, str]:
-        """(of the target, of the prompts): the manifest names these two inputs first."""
+        """Hashes of the target and of the prompts, the first two inputs in the manifest."""
         target, prompts = list(self.manifest["inputs"].values())[:2]
         return target, prompts
 
     @property
     def execution(self) -> str:
-        """How the backend ran, by the defaults of jobs.config.TargetConfig where the run did
-        not say.
-        """
+        """Execution mode of the backend, by default that of TargetConfig."""
         asked = self.config["target"].get("execution", "")
         return asked or (
             "graph"
@@ -57,12 +52,13 @@ class Evaluation:
             else "eager"
         )
 
-    def units(self, row: Row) -> list[Unit]:
-        """The pairs behind a row. Raises UserError where rows and records do not belong
-        together.
+    def units(self, row: Row) -> list[PairedSample]:
+        """Return the paired samples behind a row.
+
+        Raises UserError if rows and records do not match.
         """
         try:
-            return units_at(row, self.records)
+            return samples_of(row, self.records)
         except KeyError as error:
             raise UserError(
                 f"{self.folder}: records.jsonl does not hold the generations behind results.jsonl "
@@ -71,8 +67,9 @@ class Evaluation:
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
-    """The run folders of paths and globs, each once, in order. Raises UserError for a pattern that
-    finds no folder.
+    """Return the run folders of paths and globs, each once, in order.
+
+    Raises UserError for a pattern that matches no folder.
     """
     if not patterns:
         raise UserError(
@@ -99,8 +96,9 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """What tells each folder from the others: its path without the parts that all share at either
-    end. One alone has its name.
+    """Return a short label for each folder: its path without the parts shared at either end.
+
+    A single folder is labelled by its name.
     """
     parts = [folder.resolve().parts for folder in folders]
     if len(parts) == 1:
@@ -113,8 +111,9 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_evaluation(folder: Path, label: str) -> Evaluation:
-    """Read a run folder. Raises UserError for one that is no run of eval.run, is not finished, or
-    is damaged.
+    """Read a run folder.
+
+    Raises UserError if it is no run of eval.run, is not finished, or is damaged.
     """
     missing = [name for name in FILES if not (folder / name).is_file()]
     manifest = {} if "manifest.json" in missing else read_manifest(folder / "manifest.json")

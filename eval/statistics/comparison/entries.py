@@ -1,6 +1,4 @@
-"""A row of an evaluation as a comparison sees it: under what setting it was measured, on what work,
-and what is known of its drafter.
-"""
+"""Entries of a comparison: rows of evaluations with their setting, work and drafter."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoding.schedules.by_name import VIRTUAL
-from eval.report.compare.evaluations import Evaluation
+from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.lossless import DIFFERS
 from eval.statistics.metrics import Interval
-from eval.statistics.rows import headline_units
+from eval.statistics.paired_samples import PairedSample
+from eval.statistics.rows import headline_samples
 from eval.statistics.schema import Row
-from eval.statistics.units import Unit
 from jobs.drafter_use import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
@@ -25,7 +23,7 @@ IDLE_BELOW = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """What speeds must share to be compared, besides the work."""
+    """Conditions that speeds must share to be compared, besides the work."""
 
     target: str
     target_hash: str
@@ -39,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work: prompts, and how they are decoded."""
+    """Prompts, and how they are decoded."""
 
     benchmark: str
     prompts_hash: str
@@ -56,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of an evaluation, with what the comparison adds to it."""
+    """Row of an evaluation with what the comparison adds to it."""
 
     run: str
     folder: str
@@ -64,7 +62,7 @@ class Entry:
     row: Row
     setting: Setting
     workload: Workload
-    units: list[Unit]  # the pairs behind the row
+    units: list[PairedSample]  # the pairs behind the row
     card: dict[str, Any]
     bytes_per_step: int | None
     training_tokens: int | None
@@ -73,22 +71,17 @@ class Entry:
 
     @property
     def speedup(self) -> Interval | None:
-        """Over the prompts that count; None where every text loops."""
-        row = self.row
-        if self.prompts == ALL:
-            return Interval(row.speedup, row.speedup_low, row.speedup_high)
-        if row.headline_speedup is None:
-            return None
-        return Interval(row.headline_speedup, row.headline_speedup_low, row.headline_speedup_high)
+        """Speedup on the prompts that count; None if every text loops."""
+        return counted_speedup(self.row, self.prompts == ALL)
 
     @property
     def alpha(self) -> float | None:
-        """Over the prompts that count."""
+        """Acceptance rate on the prompts that count."""
         return self.row.alpha if self.prompts == ALL else self.row.headline_alpha
 
     @property
     def not_ranked(self) -> str:
-        """Why the row stands in no ranking and no plot; empty where it does."""
+        """Reason why the row is in no ranking and no plot; empty if it is ranked."""
         if self.row.schedule == ALONE:
             return "another model's text"
         if self.row.schedule in VIRTUAL:
@@ -99,23 +92,30 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """Whether a model drafted next to nothing, so that its speed is plain decoding's and tells
-        nothing of the model.
-        """
+        """Whether a model drafted almost nothing, so that its speed is that of plain decoding."""
         return (
             self.row.drafter_parameters > 0
             and self.row.num_draft_tokens > 0
             and self.row.drafted < IDLE_BELOW
         )
 
-    def counted(self) -> dict[tuple[str, ...], Unit]:
-        """Prompt ids -> the unit, of the prompts that count."""
-        units = self.units if self.prompts == ALL else headline_units(self.units)
+    def counted(self) -> dict[tuple[str, ...], PairedSample]:
+        """Return the paired samples of the prompts that count, by their prompt ids."""
+        units = self.units if self.prompts == ALL else headline_samples(self.units)
         return {tuple(unit.ids): unit for unit in units}
 
 
+def counted_speedup(row: Row, everything: bool) -> Interval | None:
+    """Return the speedup on all prompts, or on those that do not loop; None if all of them loop."""
+    if everything:
+        return Interval(row.speedup, row.speedup_low, row.speedup_high)
+    if row.headline_speedup is None:
+        return None
+    return Interval(row.headline_speedup, row.headline_speedup_low, row.headline_speedup_high)
+
+
 def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
-    """One entry for every row, in order."""
+    """Return one entry for each row, in order."""
     runs_of: dict[str, set[str]] = {}
     for evaluation in evaluations:
         for row in evaluation.rows:

@@ -1,0 +1,64 @@
+"""CPU time that decoding had to itself, and what other processes took of it.
+
+The thread's CPU time says little if several threads work: a process on another thread's processor
+delays all of them, while the measured thread waits for the others in a busy loop. So the machine's
+count of busy time is read as well, where there is one (Linux).
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time, thread_time
+
+STAT = Path("/proc/stat")
+
+
+def machine_seconds() -> float | None:
+    """Return the busy CPU seconds of all processes since the machine started; None if unknown.
+
+    Time taken by a hypervisor counts as busy.
+    """
+    if not STAT.is_file():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, STAT.read_text().split(maxsplit=9)[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def undisturbed_seconds(
+    own: float, elapsed: float, others: float, threads: int, processors: int
+) -> float:
+    """Return the seconds that a decoding thread had its processors.
+
+    own: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit on
+    processors that decoding leaves free do not count; each thread bears a share of the rest. What
+    was taken from this thread's processor is already missing in `own` and counts once.
+    """
+    free = max(0, processors - threads) * elapsed
+    return max(0.0, min(own, elapsed - max(0.0, others - free) / threads))
+
+
+@dataclass
+class UndisturbedClock:
+    """Clock of the seconds that the current thread had its processors, from its creation on."""
+
+    threads: int
+
+    def __post_init__(self) -> None:
+        self._began = self._now()
+
+    def _now(self) -> tuple[float, float, float, float | None]:
+        return thread_time(), perf_counter(), process_time(), machine_seconds()
+
+    def seconds(self) -> float:
+        """Return the seconds that this thread had its processors so far."""
+        (own, clock, process, machine), began = self._now(), self._began
+        others = (
+            0.0
+            if machine is None or began[3] is None
+            else machine - began[3] - (process - began[2])
+        )
+        return undisturbed_seconds(
+            own - began[0], clock - began[1], others, self.threads, os.cpu_count() or 1
+        )

@@ -1,1 +1,0 @@
-"""What a comparison of runs shows: tables, plots and the page."""

@@ -1,0 +1,188 @@
+"""report.html and comparison.html: self-contained pages, with no script, font or address outside.
+
+Both extend templates/page.html.j2. They are made from the files of run folders alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from decoding.rounds.stats import LOOPING_BELOW
+from decoding.schedules.by_name import VIRTUAL
+from eval.measure.records import STALL, Record
+from eval.report import plots, tables, text
+from eval.report.traced_text import TracedText
+from eval.statistics.comparison.entries import ALL, counted_speedup
+from eval.statistics.comparison.evaluations import Evaluation
+from eval.statistics.comparison.panels import Panel
+from eval.statistics.rows import samples_of
+from eval.statistics.schema import Row, main_rows
+from jobs.drafter_use import ALONE
+from jobs.drafters import CONTROL
+
+PAGES = Environment(
+    loader=PackageLoader("eval.report"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+for _filter in (text.amount, text.count_label, text.gamma_label, text.number, text.prompts_label):
+    PAGES.filters[_filter.__name__] = _filter
+PAGES.filters["with_interval"] = text.with_interval
+PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL, "WORDS": tables.WORDS}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How the numbers were obtained; shown at the end of the page."""
+
+    command: str
+    date: str
+    revision: str
+    versions: dict[str, str] = field(default_factory=dict)
+    prompt_counts: dict[str, int] = field(default_factory=dict)  # see eval.measure.benchmarks
+    prompt_file: str = ""
+    unmeasured: list[str] = field(default_factory=list)  # sentences
+    draft_lengths: str = "given"  # how they were set
+    repeats: int = 1  # of every generation
+    texts: list[TracedText] = field(default_factory=list)
+
+
+def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance) -> str:
+    """Return report.html."""
+    shown = main_rows(rows)
+    named = [(text.drafter_name(row), row) for row in shown]
+    again = {(r.condition, r.part, r.unit) for r in records if r.attempt > 1}
+    return PAGES.get_template("evaluation.html.j2").render(
+        title=f"Speculative decoding of {shown[0].target}",
+        warnings=text.warnings(shown),
+        cards=_cards(shown),
+        rows=shown,
+        first=shown[0],
+        results=tables.result_tables(shown),
+        losses=tables.losses_table(named),
+        predictions=tables.predictions_table(named),
+        budgets=tables.budgets_table(shown),
+        limits_note=tables.limits_note(shown[0]),
+        pairs=tables.pairs_table(shown, records),
+        plots=_plots(rows, shown, records),
+        categories=tables.categories_table(shown),
+        legend=text.LEGEND,
+        made=made,
+        stalls=len(again),
+    )
+
+
+def comparison_page(
+    panels: Sequence[Panel],
+    plots_by_panel: Sequence[Sequence[plots.Plot]],
+    evaluations: Sequence[Evaluation],
+    made: Provenance,
+) -> str:
+    """Return comparison.html."""
+    entries = [entry for panel in panels for entry in panel.entries]
+    targets = dict.fromkeys(panel.setting.target for panel in panels)
+    firsts = [one.rows[0] for one in evaluations]
+    return PAGES.get_template("comparison.html.j2").render(
+        title=f"Drafters compared: {', '.join(targets)}",
+        warnings=tables.comparison_warnings(evaluations),
+        cards=[_panel_card(panel) for panel in panels],
+        drafters=len({entry.name for entry in entries if entry.row.drafter != CONTROL}),
+        machines=dict.fromkeys(
+            f"{row.hardware} with {text.count_label(row.threads, 'thread')}, {row.dtype}"
+            for row in firsts
+        ),
+        evaluations=evaluations,
+        differences=tables.differences_table(panels, evaluations),
+        notes=[note for one in evaluations for note in one.notes],
+        panels=[
+            (
+                panel,
+                tables.panel_tables(panel),
+                tables.losses_table(tables.named_rows(panel)),
+                drawn,
+            )
+            for panel, drawn in zip(panels, plots_by_panel, strict=True)
+        ],
+        everything=entries[0].prompts == ALL,
+        legend=text.COMPARISON_LEGEND,
+        runs=tables.runs_table(evaluations),
+        made=made,
+    )
+
+
+def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the best row under each condition: of models on a wall clock, else of any drafter."""
+    ranked = [row for row in shown if row.schedule not in (ALONE, *VIRTUAL)]
+    models = [row for row in ranked if row.drafter_parameters] or ranked
+    cards = []
+    for label, rivals in tables.by_condition(models).items():
+        best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
+        group = [row for row in ranked if row.condition_label == label]
+        name, disturbed = text.drafter_label(best), bool(text.disturbance(shown))
+        cards.append(_card(label, name, best, len(rivals), group, disturbed=disturbed))
+    return cards
+
+
+def _panel_card(panel: Panel) -> dict[str, Any]:
+    models = [one for one in panel.fastest if one.row.drafter_parameters] or panel.fastest
+    if not models:
+        return {"label": panel.label, "row": None, "speed": None}
+    best, group = models[0], [one.row for one in panel.fastest]
+    size = f" ({text.model_size(best.row)})" if best.row.drafter_parameters else ""
+    name, everything = tables.entry_name(best) + size, best.prompts == ALL
+    return _card(panel.label, name, best.row, len(models), group, everything=everything)
+
+
+def _card(
+    label: str,
+    name: str,
+    row: Row,
+    rivals: int,
+    group: Sequence[Row],
+    *,
+    everything: bool = False,
+    disturbed: bool = False,
+) -> dict[str, Any]:
+    """Return what a headline card shows of the best row of a group.
+
+    everything: looping prompts count. disturbed: the machine was busy, so a win is not coloured.
+    """
+    speed, tone = counted_speedup(row, everything), ""
+    controls = [one for one in group if one.drafter == CONTROL and one is not row]
+    if speed and speed.low is not None and speed.high is not None:
+        tone = "good" if speed.low > 1 and not disturbed else "bad" if speed.high < 1 else ""
+    return {
+        **{"label": label, "name": name, "row": row, "rivals": rivals},
+        **{"speed": speed, "tone": tone, "everything": everything},
+        "alpha": row.alpha if everything else row.headline_alpha,
+        "tau": row.tau if everything else row.headline_tau,
+        "control": counted_speedup(controls[0], everything) if controls else None,
+    }
+
+
+def _plots(
+    rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]
+) -> list[plots.Plot]:
+    styles, drawn = plots.styles_of_rows(rows), []
+    for label, here in tables.by_condition(rows).items():
+        best: dict[str, Row] = {}
+        for row in sorted(here, key=lambda row: -row.speedup):
+            if row in shown:
+                best.setdefault(row.drafter, row)
+        fastest = [
+            best[name] for name in dict.fromkeys(row.drafter for row in shown) if name in best
+        ]
+        pairs = {row.drafter: samples_of(row, records) for row in fastest}
+        drawn += [
+            plots.speedup_by_gamma([r for r in here if r.part == "sweep"] or here, styles, label),
+            plots.alpha_by_depth(here, styles, label),
+            plots.time_per_token(fastest, label),
+            plots.speed_by_prompt(pairs, styles, label),
+        ]
+    return drawn

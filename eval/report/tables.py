@@ -1,0 +1,443 @@
+"""Tables of an evaluation and of a comparison, for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from decoding.costs.machine_limits import SLOW_YARDSTICK
+from decoding.schedules.by_name import SCHEDULES, VIRTUAL
+from eval.measure.lengths import RULES
+from eval.measure.records import Record
+from eval.report import text
+from eval.report.text import NONE, number, times, with_interval
+from eval.statistics.budgets import NO_LIMITS
+from eval.statistics.comparison.entries import Entry
+from eval.statistics.comparison.evaluations import Evaluation
+from eval.statistics.comparison.panels import ComparedEntry, Panel, distinguishing_fields
+from eval.statistics.paired_comparison import paired_comparisons
+from eval.statistics.schema import RoundBudget, Row, main_rows
+from jobs.drafter_use import ALONE
+
+PLAIN_WIDTH = 200  # characters of a line where there is no terminal
+WIDE = 140  # terminals narrower than this show the key columns alone
+# Shares by which a prediction and a replay may differ from the measurement without a mark.
+PREDICTED_WITHIN, REPLAYED_WITHIN = 0.1, 0.05
+IDLE = "drafts nothing"
+PACE_WITHIN = 0.1  # share by which baselines of runs may differ without being listed
+# Settings of eval.run that change how a speedup is measured, not what may be compared with what.
+WAYS = (
+    *("max_prompts", "samples", "repeats", "stop_at_eos", "stop_strings"),
+    *("sweep", "sweep_prompts", "num_draft_tokens", "max_draft_tokens"),
+)
+# Columns that hold words, aligned left, and those that narrow terminals keep.
+WORDS = {"drafter", "setting", "output", "clock", "worst prompt", "slower categories", "category"}
+WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
+WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
+KEY = {"drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"}
+KEY_OF_COMPARISON = KEY - {"tau", "V"} | {"layers", "over the best", "front"}
+OUTCOME = (  # columns of the first table of a panel; the second has the others
+    *("drafter", "layers", "parameters", "speedup [95 %]", "not looping", "over the best"),
+    *("best other", "shared prompts", "front", "tokens/s", "alone", "output"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain text. Marks, one for each row: `baseline`, `bad` or empty."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    marks: list[str]
+    key: frozenset[str] = frozenset()  # columns for narrow terminals; empty: all
+
+
+def make_table(
+    title: str,
+    rows: Sequence[Mapping[str, str]],
+    marks: Sequence[str] = (),
+    key: Sequence[str] | set[str] = (),
+) -> Table:
+    """Make a table from mappings of column to text; a `setting` shared by all rows is left out."""
+    columns = max((list(row) for row in rows), key=len, default=[])
+    if len({row.get("setting") for row in rows}) == 1:
+        columns = [name for name in columns if name != "setting"]
+    cells = [[row.get(name, "") for name in columns] for row in rows]
+    return Table(title, columns, cells, list(marks) or [""] * len(rows), frozenset(key))
+
+
+def by_condition(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    labels = dict.fromkeys(row.condition_label for row in rows)
+    return {label: [row for row in rows if row.condition_label == label] for label in labels}
+
+
+# --------------------------------------------------------------------------------- of an evaluation
+def result_cells(row: Row) -> dict[str, str]:
+    verifies = row.schedule != ALONE
+    virtual = " virtual" if row.schedule in VIRTUAL else ""
+    return {
+        "drafter": text.drafter_label(row),
+        "speedup [95 %]": with_interval(row.speedup, row.speedup_low, row.speedup_high),
+        "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
+        "tokens/s": number(row.tokens_per_second, 1) + virtual,
+        "gamma": text.gamma_label(row),
+        "drafted": number(row.drafted, 1) if row.num_draft_tokens else NONE,
+        "alpha": number(row.alpha),
+        "tau": number(row.tau),
+        "c": number(row.cost_ratio, 3),
+        "V": number(row.target_ms_per_round / row.t_target_ms[1]) if verifies else NONE,
+        "overhead": f"{100 * row.overhead:.0f} %",
+        "predicted": times(row.predicted_speedup),
+        "output": row.lossless,
+    }
+
+
+def result_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return one table for each condition: the baseline, then the drafters."""
+    tables = []
+    for label, group in by_condition(rows).items():
+        baseline = {
+            "drafter": "none (autoregressive)",
+            "speedup [95 %]": "1.00x",
+            "tokens/s": number(group[0].baseline_tokens_per_second, 1),
+            "tau": "1.00",
+        }
+        cells = [baseline, *map(result_cells, group)]
+        marks = ["baseline", *[""] * len(group)]
+        tables.append(make_table(label[0].upper() + label[1:], cells, marks, KEY))
+    return tables
+
+
+def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
+    """Return the prompts and categories on which each drafter is slower than none."""
+    cells = []
+    for name, row in named:
+        slower = [part for part in row.categories if (part.speedup_high or 1.0) < 1]
+        cells.append(
+            {
+                "drafter": name,
+                "setting": row.condition_label,
+                "gamma": text.gamma_label(row),
+                "slower prompts": f"{row.slower_prompts} of {row.prompts}",
+                "worst prompt": row.worst_prompt,
+                "speedup there": times(row.worst_speedup),
+                "slower categories": ", ".join(part.category for part in slower) or "none",
+                "speedup with prefill": times(row.speedup_with_prefill),
+            }
+        )
+    key = {"drafter", "setting", "slower prompts", "worst prompt", "speedup there"}
+    return make_table("Where each drafter loses", cells, (), key)
+
+
+def off_by(predicted: float | None, row: Row, within: float) -> bool:
+    """Return whether a prediction of the speedup is missed by more than the share `within`."""
+    return predicted is not None and abs(predicted / row.speedup - 1) > within
+
+
+def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
+    """Return predicted and replayed speedups next to the measured ones."""
+    overlapped = any(row.schedule in SCHEDULES for _, row in named)
+    cells, marks = [], []
+    for name, row in named:
+        drafts = bool(row.num_draft_tokens)
+        cells.append(
+            {
+                "drafter": name,
+                "setting": row.condition_label,
+                "gamma": text.gamma_label(row),
+                "length set by": RULES[row.length_rule],
+                "speedup": times(row.speedup),
+                "predicted": times(row.predicted_speedup),
+                "predicted / measured": _ratio(row.predicted_speedup, row),
+                "best gamma": (str(row.best_gamma) if row.helps else "none") if drafts else NONE,
+                "predicted there": times(row.best_gamma_speedup) if drafts else NONE,
+            }
+        )
+        if overlapped:
+            lanes = row.schedule in SCHEDULES
+            cells[-1] |= {
+                "clock": ("virtual" if row.schedule in VIRTUAL else "two workers") * lanes or NONE,
+                "lanes hidden": NONE if row.overlap is None else f"{100 * row.overlap:.0f} %",
+                "replay": times(row.replayed_speedup),
+                "replay / measured": _ratio(row.replayed_speedup, row),
+            }
+        predicted_off = off_by(row.predicted_speedup, row, PREDICTED_WITHIN)
+        replay_off = off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
+        marks.append("bad" if predicted_off or replay_off else "")
+    key = {"drafter", "setting", "gamma", "speedup", "predicted", "replay"}
+    return make_table("Predicted and measured speedup", cells, marks, key)
+
+
+def _ratio(predicted: float | None, row: Row) -> str:
+    return number(None if predicted is None else predicted / row.speedup)
+
+
+def budgets_table(rows: Sequence[Row]) -> Table:
+    """Return the bytes and operations of the mean round, and the shares of the machine's limits."""
+    cells, marks = [], []
+    for label, group in by_condition(rows).items():
+        plain = _budget_cells(group[0].baseline_budget)
+        cells.append({"drafter": "none (autoregressive)", "setting": label, **plain})
+        cells += [{"drafter": text.drafter_label(r), "setting": label, **budget(r)} for r in group]
+        marks += ["baseline", *[""] * len(group)]
+    return make_table("What a round must read and compute", cells, marks)
+
+
+def budget(row: Row) -> dict[str, str]:
+    return _budget_cells(row.budget, row.schedule in VIRTUAL)
+
+
+def _budget_cells(budget: RoundBudget | None, virtual: bool = False) -> dict[str, str]:
+    if budget is None:
+        return dict.fromkeys(("MB read", "of bandwidth", "MFLOP", "of arithmetic"), "not known")
+
+    def share(value: float | None) -> str:
+        if value is None:
+            return "virtual clock" if virtual else "not measured"
+        return f"{100 * value:.1f} %" + (f" ({SLOW_YARDSTICK})" if value > 1 else "")
+
+    return {
+        "MB read": f"{budget.megabytes:.1f}",
+        "of bandwidth": share(budget.bandwidth_share),
+        "MFLOP": f"{budget.megaflop:.1f}",
+        "of arithmetic": share(budget.operations_share),
+    }
+
+
+def limits_note(row: Row) -> str:
+    """Return the caption of the budgets: the limits of the machine that shares refer to."""
+    reading, computing = row.reading_gigabytes_per_second, row.product_gigaflop_per_second
+    limits = f"the machine's limits were not measured ({NO_LIMITS})."
+    if reading is not None and computing is not None:
+        limits = (
+            f"shares of plain reading ({reading:.1f} GB/s) and of a plain product "
+            f"({computing:.0f} GFLOP/s), both measured before the run."
+        )
+    return f"Least weights, keys and values that a mean round of both models needs; {limits}"
+
+
+def pairs_table(rows: Sequence[Row], records: Sequence[Record]) -> Table:
+    """Return each drafter's tokens/s over those of its best rival, paired by prompt."""
+    cells = [
+        {
+            "drafter": text.drafter_name(pair.row),
+            "best rival": text.drafter_name(pair.rival),
+            "setting": label,
+            "tokens/s over it [95 %]": with_interval(*vars(pair.ratio).values()),
+        }
+        for label, group in by_condition(rows).items()
+        for pair in paired_comparisons(group, records)
+    ]
+    return make_table("", cells)
+
+
+def categories_table(rows: Sequence[Row]) -> Table:
+    """Return the rows by prompt category; a category whose interval lies below 1 is marked."""
+    cells, marks = [], []
+    for row in rows:
+        for part in row.categories if len(row.categories) > 1 else []:
+            cells.append(
+                {
+                    "drafter": text.drafter_name(row),
+                    "setting": row.condition_label,
+                    "category": part.category,
+                    "prompts": str(part.prompts),
+                    "alpha": number(part.alpha),
+                    "tau": number(part.tau),
+                    "speedup [95 %]": with_interval(
+                        part.speedup, part.speedup_low, part.speedup_high
+                    ),
+                }
+            )
+            marks.append("bad" if (part.speedup_high or 1.0) < 1 else "")
+    return make_table("", cells, marks)
+
+
+# ---------------------------------------------------------------------------------- of a comparison
+def entry_name(entry: Entry) -> str:
+    """Return the entry's name, with its own rule and with the reason why it is not ranked."""
+    rule = text.own_rule(entry.row)
+    name = f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
+    remark = entry.not_ranked or (IDLE if entry.idle else "")
+    return f"{name} [{remark}]" if remark else name
+
+
+def entry_cells(compared: ComparedEntry) -> dict[str, str]:
+    entry, row, ratio = compared.entry, compared.entry.row, compared.ratio
+    results = result_cells(row)
+    parameters = text.amount(row.drafter_parameters) if row.drafter_parameters else "no model"
+    fronts = (cost[0].upper() for cost, on_front in compared.on_front.items() if on_front)
+    return {
+        "drafter": entry_name(entry),
+        "layers": str(row.drafter_layers or NONE),
+        "speedup [95 %]": results["speedup [95 %]"],
+        "not looping": results["not looping"],
+        "over the best": with_interval(*vars(ratio).values()) if ratio else NONE,
+        "best other": compared.rival.name if compared.rival else NONE,
+        "shared prompts": str(compared.shared or NONE),
+        **{name: results[name] for name in ("gamma", "drafted", "alpha", "tau", "c", "V")},
+        "t_draft": number(row.t_draft_ms, 3),
+        "parameters": parameters,
+        "bytes/step": text.amount(entry.bytes_per_step, "B"),
+        "trained on": text.amount(entry.training_tokens),
+        "overhead": results["overhead"],
+        "predicted": results["predicted"],
+        "tokens/s": results["tokens/s"],
+        "alone": number(row.baseline_tokens_per_second, 1),
+        "front": "".join(fronts),
+        "output": row.lossless,
+    }
+
+
+def panel_tables(panel: Panel, title: str = "") -> list[Table]:
+    """Return two tables: the outcome, and the acceptance and costs behind it."""
+    rows = [entry_cells(compared) for compared in panel.compared]
+    why = ["drafter", *(name for name in rows[0] if name not in OUTCOME)]
+    parts = ([{name: row[name] for name in names} for row in rows] for names in (OUTCOME, why))
+    return [make_table(title, part, (), KEY_OF_COMPARISON) for part in parts]
+
+
+def named_rows(panel: Panel) -> list[tuple[str, Row]]:
+    return [(entry_name(entry), entry.row) for entry in panel.entries]
+
+
+def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> Table:
+    """Return what differs between the runs, and the effect on the comparison."""
+    rows = []
+
+    def add(what: str, effect: str, values: Mapping[str, Any]) -> None:
+        runs: dict[str, list[str]] = {}
+        for run, value in values.items():
+            runs.setdefault(str(value), []).append(run)
+        if len(runs) > 1:
+            said = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
+            rows.append({"differs": what, "effect": effect, "values by run": said})
+
+    settings = list(dict.fromkeys(panel.setting for panel in panels))
+    for field in distinguishing_fields(settings, "target", "target_hash"):
+        values = {e.run: vars(panel.setting)[field] for panel in panels for e in panel.entries}
+        add(field.replace("_", " "), "speeds are not compared", values)
+    for panel in panels:
+        counted = {entry.run: frozenset(entry.counted()) for entry in panel.entries}
+        if len(set(counted.values())) > 1:
+            sizes = {run: f"{len(ids)} of {run}" for run, ids in counted.items()}
+            add(f"prompts, {panel.label}", "only shared prompts are compared", sizes)
+        paces = {e.run: e.row.baseline_tokens_per_second for e in panel.entries}
+        if max(paces.values()) > (1 + PACE_WITHIN) * min(paces.values()):
+            said = {run: f"{pace:.1f}" for run, pace in paces.items()}
+            add(f"baseline tokens/s, {panel.label}", "only ratios to it are compared", said)
+    for way in WAYS:
+        add(way, "measured in another way", {one.label: one.config.get(way) for one in evaluations})
+    return make_table("How the runs differ", rows)
+
+
+def runs_table(evaluations: Sequence[Evaluation]) -> Table:
+    """Return when, on what and by which command each run was measured."""
+    rows = []
+    for one in evaluations:
+        versions, made = one.manifest["versions"], one.manifest
+        packages = f"torch {versions['torch']}, transformers {versions['transformers']}"
+        rows.append(
+            {
+                "run": one.label,
+                "measured": made["started"].replace("T", " "),
+                "hardware": one.rows[0].hardware,
+                "versions": packages,
+                "code": made["git_revision"][:12],
+                "command": made["command"],
+            }
+        )
+    return make_table("", rows)
+
+
+# ---------------------------------------------------------------------------------- on the terminal
+def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Print the tables of a run: results, losses, predictions and budgets, then the legend."""
+    shown, first = main_rows(rows), rows[0]
+    named = [(text.drafter_name(row), row) for row in shown]
+    title = f"{first.target} on benchmark {first.benchmark}: "
+    facts = f", {text.prompts_label(shown[0])}, {first.dtype}, "
+    facts += text.count_label(first.threads, "thread")
+    results = [
+        Table(title + label + facts, table.columns, table.rows, table.marks, table.key)
+        for label, table in zip(by_condition(shown), result_tables(shown), strict=True)
+    ]
+    tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
+    print_tables(tables, text.warnings(shown), [limits_note(shown[0])], text.LEGEND, console)
+
+
+def print_comparison(
+    panels: Sequence[Panel], evaluations: Sequence[Evaluation], console: Console | None = None
+) -> None:
+    """Print a table of results and one of losses for each panel, then how the runs differ."""
+    tables = []
+    for panel in panels:
+        title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
+        tables += [*panel_tables(panel, title), losses_table(named_rows(panel))]
+    tables.append(differences_table(panels, evaluations))
+    notes = [note for one in evaluations for note in one.notes]
+    print_tables(tables, comparison_warnings(evaluations), notes, text.COMPARISON_LEGEND, console)
+
+
+def comparison_warnings(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the warnings of all evaluations, each after the label of its run."""
+    return [f"{one.label}: {said}" for one in evaluations for said in text.warnings(one.rows)]
+
+
+def print_tables(
+    tables: Sequence[Table],
+    warnings: Sequence[str],
+    notes: Sequence[str],
+    legend: Mapping[str, str],
+    console: Console | None,
+) -> None:
+    """Print warnings, tables, notes and legend; plain ASCII tables where there is no terminal."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+
+    def say(*parts: tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=not console.is_terminal)
+
+    for warning in warnings:
+        say((warning, "bold red"))
+    for table in tables:
+        if table.rows:
+            console.print()
+            console.print(_rich_table(table, console))
+    for note in notes:
+        say((note, "bold"))
+    console.print()
+    for word, meaning in legend.items():
+        say((f"{word:>14}  ", "bold"), (meaning, "dim"))
+
+
+def _rich_table(table: Table, console: Console) -> RichTable:
+    shown = RichTable(
+        title=table.title,
+        box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+    )
+    chosen = [
+        index
+        for index, name in enumerate(table.columns)
+        if console.width >= WIDE or not table.key or name in table.key
+    ]
+    for name in (table.columns[index] for index in chosen):
+        words, fixed = name in WORDS, name in ("speedup [95 %]", "over the best")
+        shown.add_column(name, justify="left" if words else "right", no_wrap=fixed, overflow="fold")
+    styles = {"": "", "baseline": "dim", "bad": "yellow"}
+    for cells, mark in zip(table.rows, table.marks, strict=True):
+        # brackets are text here, not markup
+        shown.add_row(*(escape(cells[index]) for index in chosen), style=styles[mark])
+    return shown

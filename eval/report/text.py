@@ -1,0 +1,118 @@
+"""Text of the reports: formatted numbers, labels of drafters, the legend and the warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+import yaml
+
+from decoding.schedules.by_name import VIRTUAL, WALL
+from decoding.stopping.policies import EAGER
+from eval.measure.lengths import CAPPED
+from eval.statistics.lossless import DIFFERS
+from eval.statistics.schema import Row
+
+NONE = "–"
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# Decoding on a CPU never waits, so its thread runs all the time unless other processes interfere.
+UNDISTURBED = 0.9
+
+_LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml").read_text("utf-8"))
+LEGEND: dict[str, str] = _LEGENDS["evaluation"]
+COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}x"
+
+
+def with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """Return `1.62x [1.55, 1.70]`, without brackets if there is no interval."""
+    bounded = low is not None and high is not None
+    return times(value) + (f" [{low:.2f}, {high:.2f}]" if bounded else "")
+
+
+def amount(value: int | None, unit: str = "") -> str:
+    """Return `3.3 MB` or `9.0 M`; a dash for None and 0."""
+    giga = "G" if unit == "B" else "B"
+    for size, letter in ((1e9, giga), (1e6, "M"), (1e3, "k")):
+        if value and value >= size:
+            return f"{value / size:.1f} {letter}{unit}"
+    return f"{value} {unit}".strip() if value else NONE
+
+
+def count_label(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def model_size(row: Row) -> str:
+    """Return `1 layer, 3.1 M`, with the drafter's dtype if it is not the run's."""
+    size = f"{count_label(row.drafter_layers, 'layer')}, {amount(row.drafter_parameters)}"
+    same = row.drafter_dtype in ("", row.dtype)
+    return size if same else f"{size}, {SHORT_DTYPES.get(row.drafter_dtype, row.drafter_dtype)}"
+
+
+def drafter_name(row: Row) -> str:
+    """Return the drafter's name, with a mark if its times are of a virtual clock."""
+    return f"{row.drafter} (virtual clock)" if row.schedule in VIRTUAL else row.drafter
+
+
+def own_rule(row: Row) -> str:
+    """Return the drafter's own verification rule, empty if it uses that of the run."""
+    return row.verify if row.verify != row.shared_verify else ""
+
+
+def drafter_label(row: Row) -> str:
+    """Return the drafter's name with schedule, stopping rule and size: `mine (1 layer, 3.1 M)`."""
+    named = row.drafter.lower().replace(" ", "_")
+    usual = ("", "serial", "fixed", "cost_ratio")
+    parts = [part for part in (row.schedule, row.stopping, own_rule(row)) if part not in usual]
+    eager = ["eager"] if row.stopping in EAGER and row.device.startswith("cuda") else []
+    name = ", ".join([row.drafter, *(part for part in parts if part not in named), *eager])
+    if row.drafter_parameters:
+        return f"{name} ({model_size(row)})"
+    layers = f"{row.drafter_layers} of the target's layers" if row.drafter_layers else "no model"
+    return f"{name} ({layers})"
+
+
+def gamma_label(row: Row) -> str:
+    """Return the draft length, `<= 16` for an upper bound, a dash if nothing is drafted."""
+    if not row.num_draft_tokens:
+        return NONE
+    return f"{'<= ' * (row.length_rule in CAPPED)}{row.num_draft_tokens}"
+
+
+def prompts_label(row: Row) -> str:
+    """Return `96 prompts`, or the number measured of those requested within max_seconds."""
+    if row.prompts >= row.prompts_asked:
+        return f"{row.prompts} prompts"
+    limit = f"those that fit into {row.max_seconds:g} s"
+    return f"{row.prompts} of {row.prompts_asked} prompts ({limit})"
+
+
+def warnings(rows: Sequence[Row]) -> list[str]:
+    """Return what a reader must know before any number: a busy machine, outputs that differ."""
+    differing = [row for row in rows if row.lossless == DIFFERS]
+    broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in differing]
+    return [text for text in (disturbance(rows), *broken) if text]
+
+
+def disturbance(rows: Sequence[Row]) -> str:
+    """Return a warning if other processes used the CPU during decoding, else an empty text."""
+    if rows[0].device != "cpu" or rows[0].backend.endswith("processes)"):
+        return ""
+    # With a drafter or a target in another process, waiting for it is expected.
+    share = min((row.cpu_share for row in rows if row.schedule not in WALL), default=1.0)
+    if share >= UNDISTURBED:
+        return ""
+    remedy = "" if rows[0].threads == 1 else ", or with threads=1"
+    return (
+        f"Other processes used this machine: decoding had its processors for only "
+        f"{100 * share:.0f} % of the time. Times and speedups are unreliable, above all with many "
+        f"threads. Measure again on an idle machine{remedy}."
+    )

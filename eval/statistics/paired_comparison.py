@@ -1,0 +1,53 @@
+"""Paired comparison of drafters within a run: surer than the intervals of two separate speedups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.measure.records import Arm, Condition, Record
+from eval.statistics.metrics import Interval, paired_bootstrap
+from eval.statistics.paired_samples import pair_samples
+from eval.statistics.schema import Row
+from jobs.drafter_use import ALONE
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Tokens/s of a drafter over those of its best rival on the same prompts."""
+
+    row: Row
+    rival: Row
+    ratio: Interval
+
+
+def paired_comparisons(rows: Sequence[Row], records: Sequence[Record]) -> list[PairedComparison]:
+    """Compare each drafter, at its fastest, with the fastest other one under the same condition.
+
+    rows: of one condition. Both sides of a prompt are resampled together. Rows with schedule=alone
+    are excluded: they decode another model's text. Returns [] for fewer than two drafters.
+    """
+    fastest: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: -row.tokens_per_second):
+        if row.schedule != ALONE:
+            fastest.setdefault(row.drafter, row)
+    rivals = list(fastest.values())
+    found = []
+    for row in rivals if len(rivals) > 1 else []:
+        rival = rivals[1] if row is rivals[0] else rivals[0]
+        pairs = pair_samples(_records_of(row, records), _records_of(rival, records))
+        ratio = paired_bootstrap(
+            [pair.tokens for pair in pairs],
+            [pair.seconds for pair in pairs],
+            [pair.base_tokens for pair in pairs],
+            [pair.base_seconds for pair in pairs],
+            seed=row.seed,
+        )
+        found.append(PairedComparison(row, rival, ratio))
+    return found
+
+
+def _records_of(row: Row, records: Sequence[Record]) -> list[Record]:
+    condition = Condition(row.temperature, row.batch_size)
+    place = (row.part, condition, Arm(row.drafter, row.num_draft_tokens))
+    return [record for record in records if (record.part, record.condition, record.arm) == place]
