@@ -51,7 +51,7 @@ def collected_tests(request: pytest.FixtureRequest) -> list[str]:
     """Return the names of all tests of the suite, with those of the long tiers; a session of a part
     of it collects anew.
     """
-    from tests.snapshots import collect_all
+    from tests.support.snapshots import collect_all
 
     given = {
         Path(request.config.invocation_params.dir, one).resolve() for one in request.config.args

@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests import snapshots
+from tests.support import snapshots
 
 TRAINING = ("distill.train", "recurrent_drafting.train")
 WEIGHTS = "drafter/model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from decoding.errors import UserError
-from tests.small_jobs import JOBS, configured
+from tests.support.small_jobs import JOBS, configured
 
 
 def torn(content: bytes) -> bytes:

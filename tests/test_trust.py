@@ -15,7 +15,7 @@ from decoding.models.load import load_target
 from jobs.config import TargetConfig
 from recurrent_drafting.generate import run as generate
 from serving.config import GenerateConfig
-from tests.small_jobs import JOBS, configured
+from tests.support.small_jobs import JOBS, configured
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """

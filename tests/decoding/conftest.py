@@ -8,8 +8,7 @@ import torch
 
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
-
-from .tiny import hf_model
+from tests.support.tiny_targets import hf_model
 
 
 @pytest.fixture

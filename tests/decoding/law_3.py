@@ -16,11 +16,11 @@ from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from tests.support.batched_requests import MANY, decode_alike
+from tests.support.many_requests import first_tokens, without_collector
+from tests.support.tiny_targets import TableTarget, hf_model, native_of
 
-from .alike import MANY, decode_alike
-from .many import first_tokens, without_collector
 from .rows import COSTS, PICKED, ROWS
-from .tiny import TableTarget, hf_model, native_of
 
 P_LIMIT = 1e-6
 # scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with

@@ -36,9 +36,8 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-
-from .oracles import Oracle, OracleTree, WrongLookahead
-from .tiny import TableTarget
+from tests.support.oracle_drafters import Oracle, OracleTree, WrongLookahead
+from tests.support.tiny_targets import TableTarget
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
 from decoding.session import Session
 from decoding.values import RULES
-
-from .tiny import hf_model, native_of
+from tests.support.tiny_targets import hf_model, native_of
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "target"
 CONTEXT = 64

@@ -4,8 +4,7 @@ import torch
 
 from decoding.costs.roofline import forward_budget, round_budget
 from decoding.models.native.model import NativeTarget
-
-from .tiny import VOCABULARY, hf_model, native_of
+from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
 
 
 def test_weights_are_the_matrices_and_the_rows_that_are_looked_up() -> None:

@@ -14,10 +14,10 @@ from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.session import ConversationBatches
+from tests.support.tiny_targets import hf_model, random_prompts
 
 from .rows import ROWS, DrafterRow
 from .test_session import kit_of, settings_of
-from .tiny import hf_model, random_prompts
 
 BATCHED = ("chain", "self_speculation", "recurrent", "prompt_lookup")
 
@@ -127,11 +127,11 @@ def test_control_conversations_that_take_each_others_caches_are_found_out() -> N
     class Mixed(ConversationBatches):
         def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
             # everyone's text with the next one's keys and values
-            places = [place for place, _ in self._held.values()]
-            shortest = min((len(text) for _, text in self._held.values()), default=0)
-            texts = [text[:shortest] for _, text in self._held.values()]
-            self._held = dict(
-                zip(self._held, zip([*places[1:], *places[:1]], texts, strict=True), strict=True)
+            places = [place for place, _ in self._stored.values()]
+            shortest = min((len(text) for _, text in self._stored.values()), default=0)
+            texts = [text[:shortest] for _, text in self._stored.values()]
+            self._stored = dict(
+                zip(self._stored, zip([*places[1:], *places[:1]], texts, strict=True), strict=True)
             )
             super()._open(batch, names)
 

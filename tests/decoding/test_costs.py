@@ -211,7 +211,7 @@ def test_a_step_of_beams_costs_what_its_width_does() -> None:
 
 def test_every_width_is_timed_and_held_against_noise() -> None:
     from recurrent_drafting.drafter import RecurrentDrafter
-    from tests.recurrent_drafting.toys import knowing_head, markov
+    from tests.support.toy_heads import knowing_head, markov
 
     target = markov()
     asked: list[int] = []

@@ -31,13 +31,13 @@ from decoding.sampling import token_chooser
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
+from tests.support.host_waits import models
+from tests.support.many_requests import without_collector
+from tests.support.tiny_targets import random_prompts
 
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
-from .many import without_collector
 from .rows import COSTS, draft_table
 from .test_running_ahead import paths_of
-from .tiny import random_prompts
-from .waits import models
 
 
 def narrow() -> Drafter:

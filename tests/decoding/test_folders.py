@@ -14,8 +14,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.rounds.settings import Settings
-
-from .tiny import hf_model, native_of
+from tests.support.tiny_targets import hf_model, native_of
 
 
 @pytest.fixture

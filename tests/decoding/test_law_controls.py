@@ -16,8 +16,8 @@ from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import follow, nodes, rules, token
+from tests.support import bigram_targets as last_word
 
-from . import last_word
 from . import test_law_of_gain as gains
 from . import test_laws as laws
 from .rows import BY_NAME, DrafterRow

@@ -25,11 +25,11 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
 from decoding.verification import nodes, token, token_tree
+from tests.support.many_requests import ManyChooser, first_tokens, opened, without_collector
+from tests.support.tiny_targets import TableTarget
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
-from .many import ManyChooser, first_tokens, opened, without_collector
 from .rows import COSTS, PICKED, ROWS, draft_table
-from .tiny import TableTarget
 
 SAMPLED = [
     (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"

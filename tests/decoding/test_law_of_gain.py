@@ -17,11 +17,11 @@ from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
+from tests.support import bigram_targets as last_word
+from tests.support.tiny_targets import random_prompts
 
-from . import last_word
 from .rows import ADDED, BY_NAME, ROWS, DrafterRow, Kit
 from .test_laws import Settings, models, name, with_rule
-from .tiny import random_prompts
 
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
 PERFECT = [

@@ -15,8 +15,8 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
+from tests.support.batched_requests import MANY, decode_alike
 
-from .alike import MANY, decode_alike
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
 from .test_laws import models

@@ -14,11 +14,11 @@ from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.interfaces import Drafter, Target
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Processors
+from tests.support.tiny_targets import hf_model, native_of
 
 from .law_3 import P_LIMIT, count_triples, drafter_of, exact_row, joint, p_value, target_table
 from .rows import COSTS
 from .test_law_of_overlap import SCHEDULES
-from .tiny import hf_model, native_of
 
 PROMPT = [2, 4, 1, 2, 4]
 PENALTY = 3.0

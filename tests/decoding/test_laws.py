@@ -22,9 +22,9 @@ from decoding.rounds.settings import Settings as AnySettings
 from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
+from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
-from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
 Settings = partial(AnySettings, costs=COSTS, stopping="fixed")
 DISTURBANCE = 0.03  # of the drafter's weights: some tokens agree with the target's, some do not

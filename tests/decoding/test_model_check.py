@@ -22,11 +22,10 @@ from decoding.models.load import load_target
 from decoding.models.model_check import check_model, expected_tensors
 from decoding.models.text.compatible import check_same_tokenizer
 from jobs.config import ParallelConfig
+from tests.support.tiny_targets import LLAMA3_ROPE, SHAPES, hf_model
 from training.models.build import known_config, load_causal_lm
 from training.models.frozen import load_frozen
 from training.parallel.strategy import Parallel
-
-from .tiny import LLAMA3_ROPE, SHAPES, hf_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAN, INF = math.nan, math.inf

@@ -20,8 +20,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling.readback import DeviceReadback, finite_check
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import follow
-
-from .tiny import hf_model, native_of
+from tests.support.tiny_targets import hf_model, native_of
 
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -33,9 +33,9 @@ from decoding.models.load import load_target
 from decoding.models.native.linear import can_pack
 from decoding.models.native.model import NativeTarget
 from decoding.models.prefill import prefill
+from tests.support.tiny_targets import hf_model, native_of
 
 from .test_targets import ids
-from .tiny import hf_model, native_of
 
 FAMILIES = {
     "grouped_heads": {"shape": "llama"},

@@ -25,11 +25,11 @@ from decoding.loop import decode
 from decoding.models.distributed.parallel import ParallelTarget
 from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
+from tests.support.tiny_targets import hf_model, random_prompts
 
 from .test_laws import models, with_rule
 from .test_parallel import close, exercise
 from .test_targets import ids
-from .tiny import hf_model, random_prompts
 
 
 @pytest.fixture(scope="module")

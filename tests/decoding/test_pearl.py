@@ -19,13 +19,13 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import VIRTUAL
-from decoding.schedules.pearl import Pearl, Took
+from decoding.schedules.pearl import LaneSeconds, Pearl
+from tests.support.oracle_drafters import Oracle
+from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .law_3 import WARPERS
-from .oracles import Oracle
 from .rows import COSTS
 from .test_laws import models, with_rule
-from .tiny import VOCABULARY, random_prompts
 
 BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
@@ -171,7 +171,7 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
     batch = object.__new__(Pearl)
     batch.rows = [type("Row", (), {"generation": Generation()})()]  # type: ignore[assignment]
     for draft, target in ((2.0, 3.0), (4.0, 1.0)):
-        batch._charge(batch.rows, 1, Took(draft, target, max(draft, target)), 0.5)
+        batch._charge(batch.rows, 1, LaneSeconds(draft, target, max(draft, target)), 0.5)
     assert batch.rows[0].generation.decode_seconds == pytest.approx(3.5 + 4.5)
     assert batch.rows[0].generation.draft_seconds == pytest.approx(6.0)
     assert batch.rows[0].generation.target_seconds == pytest.approx(4.0)

@@ -11,12 +11,12 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 from .rows import COSTS
 from .test_law_controls import Breaker, key_noise_by_place
 from .test_laws import models, with_rule
 from .test_pearl import BATCHED, run
-from .tiny import hf_model, native_of, random_prompts
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])

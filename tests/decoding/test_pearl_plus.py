@@ -21,9 +21,9 @@ from decoding.schedules.pearl_plus import (
     pearl_rate,
     serial_rate,
 )
+from tests.support.tiny_targets import random_prompts
 
 from .test_laws import models, with_rule
-from .tiny import random_prompts
 
 FLAT = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1)
 REGIMES = {

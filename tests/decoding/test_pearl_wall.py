@@ -19,10 +19,10 @@ from decoding.rounds import batch as batch_module
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import WALL
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
+from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .test_laws import models, with_rule
 from .test_processors import letters
-from .tiny import VOCABULARY, random_prompts
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])

@@ -13,16 +13,16 @@ from decoding.drafters.ouroboros import Ouroboros
 from decoding.interfaces import Observation
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
+from tests.support.tiny_targets import random_prompts
 
 from .test_session import kit_of
-from .tiny import random_prompts
 
 
 def test_a_pool_keeps_the_newest_phrases_and_none_that_begins_another() -> None:
     draw, pool = random.Random(5), PhrasePool(per_key=4)
     shortened = 0
     for _ in range(500):
-        phrase = tuple(draw.argmax_tokens(range(3), k=draw.randint(1, 4)))
+        phrase = tuple(draw.choices(range(3), k=draw.randint(1, 4)))
         known = pool.newest(7, 9)
         pool.add(7, phrase)
         held = pool.newest(7, 9)

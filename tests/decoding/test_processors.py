@@ -18,10 +18,10 @@ from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Processors
 from decoding.schedules.by_name import VIRTUAL
+from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .test_laws import models, with_rule
-from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
 # Under every change on its own: a row of each way to draft and to test. All rows run under all
 # changes together.

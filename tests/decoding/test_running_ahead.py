@@ -21,10 +21,10 @@ from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 from decoding.stopping.policies import CostRatioByRound
 from decoding.verification import rules
+from tests.support.host_waits import WAYS, models, settings_of
+from tests.support.tiny_targets import random_prompts
 
 from .rows import PICKED, ROWS, Kit
-from .tiny import random_prompts
-from .waits import WAYS, models, settings_of
 
 ALONE = (
     "multi_candidate",

@@ -19,9 +19,9 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session, shared_prefix_length
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
-from .tiny import hf_model, native_of, random_prompts
 
 PAIRS = [
     pytest.param(row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * row.slow)

@@ -21,8 +21,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores
 from decoding.session import ConversationBatches, Session
-
-from .tiny import hf_model, native_of, random_prompts
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "assets" / "target"
 FIXED = {"max_new_tokens": 12, "num_draft_tokens": 3, "stopping": "fixed"}

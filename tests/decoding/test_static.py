@@ -17,8 +17,7 @@ from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
-
-from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
+from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 TREE = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 2]]
 

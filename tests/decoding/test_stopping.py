@@ -25,9 +25,9 @@ from decoding.stopping.policies import (
     Thompson,
     make_stopping,
 )
+from tests.support.tiny_targets import random_prompts
 
 from .test_laws import models
-from .tiny import random_prompts
 
 CHEAP = RoundCosts(0.01, (1.0, 1.01))
 DEAR = RoundCosts(5.0, (1.0, 2.0))

@@ -26,13 +26,13 @@ from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
 from decoding.session import ConversationBatches, Session
+from tests.support.tap_readers import TAPS, TapChain, TapTree
+from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 from . import test_conversations, test_laws, test_session
 from .rows import DrafterRow, Kit, before
-from .tap_reader import TAPS, TapChain, TapTree
 from .test_session import drained, kit_of, settings_of
 from .test_targets import close, ids
-from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 LAYERS = 3
 EVERY = (2, 0, 3, 1)  # all that three layers have, in an order of their own
@@ -375,7 +375,9 @@ def test_conversations_with_a_drafter_that_reads_the_last_taps(rule: str) -> Non
 def test_conversations_with_a_drafter_that_reads_all_taps() -> None:
     kit, other, settings = kit_of(), kit_of(), settings_of("greedy")
     drafter = tap_chain(kit)
-    for one in test_conversations.conversations(kit.target, settings, ConversationBatches(kit.target, drafter)):
+    for one in test_conversations.conversations(
+        kit.target, settings, ConversationBatches(kit.target, drafter)
+    ):
         (fresh,) = decode(other.target, None, [one.prompt], settings, request_ids=[one.request])
         assert one.answer.tokens == fresh.tokens
         assert one.answer.prefilled == len(one.prompt) - 1

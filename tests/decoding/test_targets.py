@@ -21,8 +21,7 @@ from decoding.models.native.linear import PackedLinear, PlainLinear, can_pack, m
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
-
-from .tiny import SHAPES, VOCABULARY, hf_model, native_of
+from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of
 
 BACKENDS = ("native", "hf")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -353,7 +352,7 @@ def fresh_compiler() -> None:
 
 def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
     with pytest.raises(
-        UserError, match="execution 'graph' is unknown to the hf backend. Use one of eager, compiled"
+        UserError, match="execution 'graph' is unknown to the hf backend. Use one of eager"
     ):
         load_target(stories260k, backend="hf", execution="graph")
     with pytest.raises(

@@ -16,10 +16,10 @@ from decoding.errors import UserError
 from decoding.models.text import template_sandbox, templates
 from decoding.models.text.templates import render
 from decoding.models.text.tokenizer import load_tokenizer
+from tests.support.tiny_targets import hf_model, native_of
 from training.data.chat import render_chat, render_prompt
 
 from .test_bad_input import ASSETS
-from .tiny import hf_model, native_of
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 LOOPS = "{{% for i in range(100000) %}}{{% for j in range(100000) %}}{}{{% endfor %}}{{% endfor %}}"

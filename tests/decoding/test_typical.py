@@ -15,11 +15,11 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.verification.typical import DELTA, EPSILON, typical
 from jobs.drafter_use import DrafterUse
+from tests.support.tiny_targets import random_prompts
 
 from .law_3 import P_LIMIT, law_holds
 from .rows import draft_table
 from .test_laws import models
-from .tiny import random_prompts
 
 V = 7
 

@@ -23,10 +23,19 @@ from decoding.loop import decode, prefill_batch
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import DraftProcessors
 from decoding.schedules.by_name import VIRTUAL
+from tests.support.host_waits import (
+    NAMED,
+    PENALISED,
+    PENALTY,
+    REAL,
+    WAYS,
+    Waits,
+    models,
+    settings_of,
+)
+from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .rows import DrafterRow, Kit
-from .tiny import VOCABULARY, random_prompts
-from .waits import NAMED, PENALISED, PENALTY, REAL, WAYS, Waits, models, settings_of
 
 
 @pytest.mark.usefixtures("ahead")

@@ -23,9 +23,9 @@ from decoding.rounds.settings import Settings
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
+from tests.support.tiny_targets import random_prompts
 
 from .test_laws import models, with_rule
-from .tiny import random_prompts
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])

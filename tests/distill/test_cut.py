@@ -27,11 +27,10 @@ from distill.shapes import (
     student_config,
     warn_unaligned_widths,
 )
+from tests.support.model_families import FAMILIES, family
 from training.config import StudentConfig
 from training.models.attention import document_mask
 from training.models.shapes import parameter_counts
-
-from .families import FAMILIES, family
 
 SHAPE = StudentConfig(
     num_hidden_layers=2,

@@ -21,11 +21,11 @@ from distill.prune.importance import (
 )
 from distill.prune.layer_choice import CRITERIA, max_layer_sets, propose_layer_sets, removal_order
 from distill.shapes import student_config
+from tests.support.model_families import FAMILIES, family
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.objectives import hidden_states
 
-from .families import FAMILIES, family
 from .test_cut import SHAPE, logits
 
 

@@ -12,6 +12,7 @@ from distill.prune.cut import cut_model
 from distill.prune.l0 import MaskedModel, masked
 from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, describe_masks, refuse_unreachable
 from distill.shapes import student_config
+from tests.support.model_families import family
 from training.bounds import Bounds, Place, RunTotals
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
@@ -20,7 +21,6 @@ from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
 
-from .families import family
 from .test_cut import SHAPE, logits
 
 

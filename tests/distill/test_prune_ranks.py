@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from decoding.errors import UserError
 from distill.prune.job import check
 from jobs.job import CONF
+from tests.support import prune_rank
 
-from . import prune_rank
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -17,12 +17,20 @@ from decoding.errors import UserError
 from distill.regenerate.writer import count_same_tokens
 from jobs.amounts import hours
 from jobs.job import CONF
+from tests.support.regeneration import (
+    CHATS,
+    configured,
+    metrics,
+    regenerated,
+    run,
+    with_stops,
+    write_chats,
+)
 from training.config import DataConfig
 from training.data.chat import render_chat
 from training.data.from_config import read_samples
 from training.data.readers import read_chats
 
-from .regenerating import CHATS, configured, metrics, regenerated, run, with_stops, write_chats
 from .test_dialogues import answer
 
 

@@ -14,9 +14,8 @@ from decoding.rounds.settings import Settings
 from distill.regenerate.dialogues import Answer
 from distill.regenerate.generate import AnswerGenerator, request_id
 from distill.regenerate.resume import read_journal
+from tests.support.regeneration import CHATS, regenerated, with_stops, write_chats
 from training.data.chat import render_prompt
-
-from .regenerating import CHATS, regenerated, with_stops, write_chats
 
 GREEDY, SAMPLED = ("temperature=0",), ("temperature=0.9", "top_k=40", "top_p=0.95")
 

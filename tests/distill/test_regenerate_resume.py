@@ -18,8 +18,7 @@ from decoding.errors import UserError
 from distill.regenerate.resume import Journal, read_journal
 from jobs.job import CONF
 from jobs.run_files import read_journal_lines
-
-from .regenerating import (
+from tests.support.regeneration import (
     CHATS,
     arguments,
     configured,

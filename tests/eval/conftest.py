@@ -8,9 +8,10 @@ import torch
 from eval.compare import run
 from eval.report.page import evaluation_page
 from eval.statistics.rows import build_rows
-
-from . import simulated, simulated_runs, tiny
-from .comparing import DEEP, SHALLOW, SLOW, configured
+from tests.support import simulated_records as simulated
+from tests.support import simulated_runs
+from tests.support import tiny_folders as tiny
+from tests.support.simulated_comparisons import DEEP, SHALLOW, SLOW, configured
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ from transformers import AutoTokenizer
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns, spread
+from tests.support import tiny_folders as tiny
 from training.data.readers import Prompt
-
-from . import tiny
 
 
 def load(

@@ -28,9 +28,8 @@ from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, wit
 from eval.statistics.paired_samples import PairedSample
 from eval.statistics.rows import build_rows, samples_of
 from eval.statistics.schema import DrafterFacts, RoundBudget, read_rows, write_rows
-
-from . import simulated
-from .tiny import config
+from tests.support import simulated_records as simulated
+from tests.support.tiny_folders import config
 
 LIMITS = Limits(bytes_a_second=2e9, operations_a_second=50e9)
 ONE_PASS = PairedSample(

@@ -21,7 +21,7 @@ from decoding.schedules import pearl, pearl_wall
 from eval.statistics.prediction import Costs
 from eval.statistics.replay import lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models
-from tests.decoding.tiny import random_prompts
+from tests.support.tiny_targets import random_prompts
 
 GAMMA, LIMIT = 4, 40
 DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of a round beside its lanes

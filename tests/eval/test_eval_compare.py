@@ -24,9 +24,8 @@ from eval.statistics.comparison.evaluations import labels_of
 from eval.statistics.comparison.panels import panels_of
 from eval.statistics.comparison.series import with_series
 from eval.statistics.schema import read_rows, write_rows
-
-from . import simulated_runs
-from .comparing import DEEP, SHALLOW, evaluations_of, panels, three
+from tests.support import simulated_runs
+from tests.support.simulated_comparisons import DEEP, SHALLOW, evaluations_of, panels, three
 
 
 # ----------------------------------------------------------------------------- what may be compared

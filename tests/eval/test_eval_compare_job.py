@@ -23,9 +23,17 @@ from eval.statistics.comparison.evaluations import find_runs
 from eval.statistics.schema import read_rows, write_rows
 from jobs.config import TrackerConfig, typed
 from jobs.job import CONF, check_arguments, register
-
-from . import simulated_runs, tiny
-from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three
+from tests.support import simulated_runs
+from tests.support import tiny_folders as tiny
+from tests.support.simulated_comparisons import (
+    DEEP,
+    SHALLOW,
+    configured,
+    evaluations_of,
+    lines,
+    panels,
+    three,
+)
 
 # ------------------------------------------------------------------------------------------ the job
 VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}

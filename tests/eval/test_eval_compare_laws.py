@@ -14,9 +14,8 @@ from eval.statistics import metrics
 from eval.statistics.comparison.panels import chains, pareto_front, usual_costs
 from eval.statistics.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_ratio
 from eval.statistics.schema import main_rows, read_rows
-
-from . import simulated_runs
-from .comparing import SHALLOW, evaluations_of, lines, panels, three
+from tests.support import simulated_runs
+from tests.support.simulated_comparisons import SHALLOW, evaluations_of, lines, panels, three
 
 
 def dominates(one, other):

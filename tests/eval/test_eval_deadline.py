@@ -18,9 +18,8 @@ from eval.measure.session import Session
 from eval.measure.setup import load
 from eval.run import run
 from eval.statistics.schema import read_rows
-
-from . import tiny
-from .tiny import config
+from tests.support import tiny_folders as tiny
+from tests.support.tiny_folders import config
 
 PROMPTS = 14  # 2 go to the sweep
 

@@ -24,9 +24,8 @@ from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
-
-from . import tiny
-from .tiny import config
+from tests.support import tiny_folders as tiny
+from tests.support.tiny_folders import config
 
 ROOT = Path(__file__).resolve().parents[2]
 

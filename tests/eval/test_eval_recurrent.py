@@ -24,10 +24,9 @@ from jobs.drafters import build, check_entries, describe, uses
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-
-from . import tiny
-from .comparing import configured, evaluations_of
-from .tiny import config
+from tests.support import tiny_folders as tiny
+from tests.support.simulated_comparisons import configured, evaluations_of
+from tests.support.tiny_folders import config
 
 BLOCKS, WIDTH = 2, 3
 

@@ -15,9 +15,8 @@ from eval.statistics.prediction import Costs, pearl_round
 from eval.statistics.replay import can_replay, mean_lanes, replayed_speedup, turns
 from eval.statistics.schema import read_rows
 from tests.decoding.test_laws import models
-from tests.decoding.tiny import random_prompts
-
-from .tiny import config
+from tests.support.tiny_folders import config
+from tests.support.tiny_targets import random_prompts
 
 REPLAYED = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post"]
 LIMIT = 60

@@ -1,4 +1,4 @@
-"""Tables and report from SIMULATED records (tests/eval/simulated.py), whose right answers are
+"""Tables and report from SIMULATED records (tests/support/simulated_records.py), whose right answers are
 known.
 """
 
@@ -17,8 +17,7 @@ from eval.report import text as texts
 from eval.report.page import evaluation_page as page
 from eval.report.tables import print_evaluation
 from eval.statistics.schema import write_rows
-
-from .simulated import PROVENANCE, pick
+from tests.support.simulated_records import PROVENANCE, pick
 
 VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
 

@@ -1,4 +1,4 @@
-"""Rows made from SIMULATED records (tests/eval/simulated.py), whose right answers are known, and
+"""Rows made from SIMULATED records (tests/support/simulated_records.py), whose right answers are known, and
 the words that rows are put into.
 """
 
@@ -12,9 +12,8 @@ from eval.statistics.lossless import judge
 from eval.statistics.paired_comparison import paired_comparisons
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import read_rows, write_rows
-
-from . import simulated
-from .simulated import DRAFTERS, pick
+from tests.support import simulated_records as simulated
+from tests.support.simulated_records import DRAFTERS, pick
 
 
 def test_rows_find_the_truth_of_the_simulation(rows):

@@ -28,9 +28,8 @@ from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse
-
-from . import tiny
-from .tiny import config
+from tests.support import tiny_folders as tiny
+from tests.support.tiny_folders import config
 
 
 # -------------------------------------------------------------------------------------------- rules

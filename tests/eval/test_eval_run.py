@@ -21,9 +21,8 @@ from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig, TrackerConfig
 from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, describe, uses
-
-from . import tiny
-from .tiny import GAMMAS, config
+from tests.support import tiny_folders as tiny
+from tests.support.tiny_folders import GAMMAS, config
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from eval.report.tables import REPLAYED_WITHIN, off_by, predictions_table, print
 from eval.statistics.replay import turns
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, Row
-
-from .simulated import PROVENANCE, T_TARGET_MS, run_facts
+from tests.support.simulated_records import PROVENANCE, T_TARGET_MS, run_facts
 
 GAMMA, LIMIT, T_DRAFT_MS, REST_MS = 4, 128, 2.0, 0.5
 TRACES = ["1101" * 30, "1111111111111110" * 7, "1000" * 30]

@@ -10,8 +10,7 @@ import pytest
 
 from eval.measure.records import read_records
 from eval.statistics.schema import read_rows
-
-from . import tiny
+from tests.support import tiny_folders as tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import positions as module

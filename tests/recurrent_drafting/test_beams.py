@@ -13,8 +13,7 @@ from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
-
-from .toys import knowing_head, markov
+from tests.support.toy_heads import knowing_head, markov
 
 TARGET = markov(symbols=12)
 TIPS_B = torch.tensor([3, 7, 7])

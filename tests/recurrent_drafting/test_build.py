@@ -14,7 +14,7 @@ from recurrent_drafting.build import build_head, check_shape, head_config, ignor
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.data.packing import Sample
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY

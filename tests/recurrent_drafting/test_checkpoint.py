@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from recurrent_drafting.checkpoint import LAYOUT, load_head, read_head_config, save_head
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
 RECURRENCE = {"rnn_u.weight": [H, H], "rnn_u.bias": [H], "rnn_w.weight": [H, H]}

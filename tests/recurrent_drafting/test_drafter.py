@@ -21,9 +21,8 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.decoding.rows import BY_NAME, Kit, random_head, recurrent
-from tests.decoding.tiny import hf_model, native_of, random_prompts
-
-from .toys import knowing_head, markov
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
+from tests.support.toy_heads import knowing_head, markov
 
 PROMPTS = [[7], [3, 1, 4], [2, 2], [5, 9, 0, 1, 2, 3]]
 GAMMA, ROUNDS = 4, 6

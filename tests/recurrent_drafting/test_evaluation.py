@@ -15,7 +15,7 @@ from decoding.rounds.stats import Generation
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
 from training.heads.evaluation import CombinedEvaluation, GreedyChain, HeadAccuracy, walk

@@ -10,7 +10,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.kind import KIND
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.heads.measure import measure
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.kind import KIND
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.features.states import TargetStates
 from training.heads.measure import measure
 from training.heads.positions import positions

@@ -19,8 +19,8 @@ from recurrent_drafting import predictions as module
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes
-from tests.decoding.waits import Waits
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
+from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig

@@ -15,7 +15,7 @@ from decoding.verification import device_tree, token_tree
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
-from tests.decoding.tiny import hf_model, native_of, random_prompts
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 MOST = 150  # published: about 1,300 of 3,900
 WIDTH, LENGTH = 8, 5

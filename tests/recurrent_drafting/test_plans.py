@@ -16,9 +16,8 @@ from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedPicks
 from tests.decoding.rows import AllBeams, random_head
-from tests.decoding.tiny import hf_model, native_of, random_prompts
-
-from .toys import knowing_head, markov
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
+from tests.support.toy_heads import knowing_head, markov
 
 WIDTH = 8
 FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing

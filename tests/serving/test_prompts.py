@@ -30,7 +30,7 @@ from serving.mt_bench import load_mt_bench
 from serving.prompt_report import equality, print_report
 from serving.prompts import PromptRun, answer_prompts, load_prompts
 from serving.setup import ChatModels, choose_template, load
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
 from training.data.chat import render_prompt
 
 TURNS = {

@@ -17,14 +17,13 @@ from decoding.errors import UserError
 from jobs.config import ParallelConfig
 from jobs.launch import _free_port
 from scripts.bench.common import peak_bytes
+from tests.support.training_rank import ROOT, local_bytes
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.models.build import build_llama, load_causal_lm
 from training.models.frozen import load_frozen
 from training.objectives import freeze, hidden_states
 from training.parallel.strategy import Parallel
-
-from .rank_job import ROOT, local_bytes
 
 VOCABULARY = 67  # no multiple of the number of ranks
 

@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from jobs.config import ParallelConfig, TrackerConfig
 from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
-from tests.decoding.waits import Waits
+from tests.support.host_waits import Waits
 from training import checkpoint
 from training import loop as loop_module
 from training.bounds import Bounds, Progress

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decoding.models.native.model import NativeTarget
-from tests.distill.families import FAMILIES, SIZES, family
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
+from tests.support.model_families import FAMILIES, SIZES, family
 from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import freeze

@@ -6,7 +6,7 @@ import torch
 
 from decoding import devices
 from decoding.errors import UserError
-from tests.decoding.waits import Waits
+from tests.support.host_waits import Waits
 from training.config import StudentConfig
 from training.data.packing import (
     PackedData,

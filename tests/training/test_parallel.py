@@ -14,11 +14,10 @@ import torch
 
 from decoding.errors import UserError
 from jobs.config import ParallelConfig
+from tests.support.training_rank import Spec, exported, make_model, run, run_ranks, start_ranks
 from training import checkpoint
 from training.parallel.memory_plan import bytes_per_rank
 from training.parallel.strategy import Parallel
-
-from .rank_job import Spec, exported, make_model, run, run_ranks, start_ranks
 
 TOLERANCE = 1e-5  # relative, of float32 losses: the order of additions
 # six steps by rank 0's clock, one by the others' (rank_job.Spec)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from decoding.errors import UserError
-from tests.distill.families import FAMILIES, family
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
+from tests.support.model_families import FAMILIES, family
 from training.data.packing import PackedData, collate
 from training.features.states import TargetStates, layers_read
 from training.features.stores import MemoryStore, StoreLayout, states_on_disk

@@ -16,8 +16,8 @@ from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from tests.distill.families import FAMILIES, family
-from tests.recurrent_drafting import tiny
+from tests.support import tiny_heads as tiny
+from tests.support.model_families import FAMILIES, family
 from training.data.packing import PackedData, Sample, collate
 from training.features import stores as module
 from training.features.states import TargetStates

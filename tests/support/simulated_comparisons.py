@@ -6,8 +6,7 @@ from eval.config import CompareConfig
 from eval.statistics.comparison.entries import entries_of
 from eval.statistics.comparison.evaluations import labels_of, read_evaluation
 from eval.statistics.comparison.panels import panels_of
-
-from . import simulated_runs
+from tests.support import simulated_runs
 
 SHALLOW = {"simulated-1": simulated_runs.drafter(0.62, 1, 3_100_000, 0.4)}
 DEEP = {"simulated-4": simulated_runs.drafter(0.72, 4, 9_200_000, 1.6)}

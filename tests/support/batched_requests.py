@@ -21,8 +21,7 @@ from decoding.rounds.stats import Generation
 from decoding.schedules import by_name
 from decoding.schedules.pearl import Lane, Pearl, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus
-
-from .many import keep, opened
+from tests.support.many_requests import keep, opened
 
 
 class ManyWithoutPre(PearlWithoutPre):

@@ -1,5 +1,5 @@
 """Scores, order of layers and a cut of a small target as one rank, or alone:
-`python -m tests.distill.prune_rank SPEC` (JSON).
+`python -m tests.support.prune_rank SPEC` (JSON).
 
 Each rank writes FOLDER/rank<N>.json with the bytes of the target that it holds, and
 FOLDER/rank<N>.safetensors with what it found.
@@ -23,7 +23,7 @@ from distill.prune.modes import _removal, _scores
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
 from jobs.launch import _free_port
-from tests.training.rank_job import ROOT, local_bytes
+from tests.support.training_rank import ROOT, local_bytes
 from training.config import DataConfig, StudentConfig
 
 SHAPE = StudentConfig(
@@ -87,7 +87,7 @@ def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dic
     command = [
         sys.executable,
         "-m",
-        "tests.distill.prune_rank",
+        "tests.support.prune_rank",
         json.dumps([str(target), str(folder), kind]),
     ]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

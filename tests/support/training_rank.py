@@ -1,5 +1,5 @@
 """A small training job for tests of parallelism, in this process or as one rank:
-`python -m tests.training.rank_job SPEC` (JSON).
+`python -m tests.support.training_rank SPEC` (JSON).
 
 Each rank writes FOLDER/rank<N>.json with what it saw; rank 0 writes the exported weights beside it.
 """
@@ -235,7 +235,7 @@ def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
     command = [
         sys.executable,
         "-m",
-        "tests.training.rank_job",
+        "tests.support.training_rank",
         json.dumps(dataclasses.asdict(spec)),
     ]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from tests.decoding.tiny import TableTarget
+from tests.support.tiny_targets import TableTarget
 
 
 class MarkovTarget(TableTarget):

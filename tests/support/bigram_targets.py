@@ -13,8 +13,7 @@ from torch import Tensor
 
 from decoding.models.native.model import NativeTarget
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-
-from .tiny import SHAPES
+from tests.support.tiny_targets import SHAPES
 
 WORDS = 32
 SURE = 500.0  # a logit over others of 0: their probability is no number that a test meets

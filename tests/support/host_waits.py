@@ -16,9 +16,8 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import RoundCosts, Target
 from decoding.rounds.settings import Settings
-
-from .rows import COSTS, PICKED, ROWS, DrafterRow
-from .tiny import hf_model, native_of
+from tests.decoding.rows import COSTS, PICKED, ROWS, DrafterRow
+from tests.support.tiny_targets import hf_model, native_of
 
 READERS = (
     "tolist",

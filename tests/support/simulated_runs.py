@@ -1,4 +1,4 @@
-"""SIMULATED run folders of eval.run, for tests of comparisons: what tests/eval/simulated.py makes
+"""SIMULATED run folders of eval.run, for tests of comparisons: what tests/support/simulated_records.py makes
 up, in the files of a finished run.
 """
 
@@ -14,8 +14,7 @@ from eval.measure.origins import origin_of, write_origins
 from eval.measure.records import append_records
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, write_rows
-
-from . import simulated
+from tests.support import simulated_records as simulated
 
 LOOKUP = {"prompt_lookup": simulated.DRAFTERS["prompt_lookup"]}
 WIDTH, VOCABULARY = 64, 1000
