@@ -87,10 +87,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Create a tensor of host numbers without waiting for the device.
-
-    It copies asynchronously from pinned memory.
-    """
+    """Create a tensor of host numbers by an asynchronous copy from pinned memory."""
     if device.type == "cuda":
         return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(data, dtype=dtype, device=device)

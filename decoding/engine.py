@@ -158,8 +158,8 @@ def generate(
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"generate() has no setting '{name}'; the nearest is '{near}' "
-                f"(decoding.Settings lists all)."
+                f"generate() has no setting '{name}'; the nearest is '{near}'. Use a field of "
+                f"decoding.Settings."
             )
     check_value("stream", stream)
     fixed: dict[str, Any] = {

@@ -68,7 +68,7 @@ class Chooser(Protocol):
     def warper(self) -> Warper: ...
     @property
     def processors(self) -> Any:
-        """Logits processors of the text so far (decoding/sampling/logits_processors.py), if any."""
+        """Logits processors of this call (decoding/sampling/logits_processors.py), if any."""
         ...
 
     @property
@@ -487,7 +487,7 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Set the target that will verify and the measured costs of a round, if there are any."""
+        """Set the target that verifies the drafts, and the measured costs of a round, if any."""
         ...
 
     def open(
@@ -495,7 +495,7 @@ class Drafter(Protocol):
     ) -> None:
         """Start rows with these prompts; no sequence will exceed `capacity` tokens.
 
-        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
+        prefill_hidden_BNC: the target's hidden states of all prompt tokens except the last, if
         `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: the
         last of these states of each prompt.
         """
@@ -524,7 +524,7 @@ class Drafter(Protocol):
     def observe(self, observation: Observation) -> None:
         """Learn from the verified round.
 
-        A row for which this drafter drafted nothing may have received another drafter's tokens
+        Rows without tokens from this drafter may contain tokens from another one
         (decoding/drafters/with_lookup.py).
         """
         ...

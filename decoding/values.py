@@ -131,7 +131,7 @@ RULES: dict[str, ValueRule] = {
 def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str = "") -> None:
     """Raise UserError for a value that is invalid for this setting.
 
-    key: the name in the message, if it differs.
+    key: replaces the name in the message.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):

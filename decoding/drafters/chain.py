@@ -56,7 +56,7 @@ class ChainDrafter:
         """
         if model is None:
             if folder is None:
-                raise ValueError("ChainDrafter needs a folder or a model")
+                raise ValueError("ChainDrafter needs a folder or a model, found neither. Give one.")
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
                 if backend == "hf" and execution not in HF_EXECUTIONS:
@@ -85,25 +85,25 @@ class ChainDrafter:
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Read all prompt tokens but the last."""
+        """Read all prompt tokens except the last."""
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
         prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Read the new tokens but the last."""
+        """Read the new tokens except the last."""
         self.model.truncate([kept])
         prefill(self.model, [self._unread(prompt)[self.model.lengths_B[0] :]])
 
     def _unread(self, prompt: Sequence[int]) -> list[int]:
-        """Return the prompt's tokens but the last, within this model's context and vocabulary."""
+        """Return the prompt without its last token, within this model's context and vocabulary."""
         last = self.model.vocab_size - 1
         return [min(token, last) for token in prompt[: min(len(prompt) - 1, self.model.max_length)]]
 
     def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
         """Clamp token ids to this model's vocabulary.
 
-        Clamping an id that only the target has can only lower the acceptance rate.
+        A clamped id can only lower the acceptance rate.
         """
         if self.model.vocab_size < chooser.vocab_size:
             tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
@@ -216,9 +216,9 @@ def _counts_after(
     logits_BV: Tensor,
     counts_B: list[int],
 ) -> list[int]:
-    """Return the rows' counts after their policies' decisions at `depth`.
+    """Return the rows' counts after their stopping policies' decisions at `depth`.
 
-    A row that stops keeps the tokens that it has sampled.
+    A row that stops keeps its sampled tokens.
     """
     signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
     return [

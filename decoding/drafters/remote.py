@@ -93,7 +93,7 @@ class RemoteChain:
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Make the worker read all prompt tokens but the last."""
+        """Make the worker read all prompt tokens except the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
         self._chain_seconds, self._chain_steps = 0.0, 0

@@ -43,7 +43,7 @@ class LookupFirst:
 
     def __init__(self, drafter: Drafter, min_match: int = 6) -> None:
         if min_match < 1:
-            raise UserError(f"min_match is {min_match}, expected at least 1 token. Raise it.")
+            raise UserError(f"min_match is {min_match}, expected at least 1. Use 1 or more.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
         # the index cannot be rolled back
         self.capabilities = replace(drafter.capabilities, can_overlap=False)

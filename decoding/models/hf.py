@@ -344,7 +344,7 @@ class HFTarget:
         slots_BN: Tensor,
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward that is compiled, in which every length is the size of a tensor."""
+        """Run the compiled forward, in which every length is a tensor's size."""
         self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)

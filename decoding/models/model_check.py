@@ -1,9 +1,9 @@
 """Check that a model folder's config.json describes its weights, by the safetensors headers alone.
 
-Loaders accept contradictions: they leave out layers that the configuration does not count and
-ignore tensors that it does not name, so that another model runs. Every tensor's shape is therefore
-compared with the configuration before weights are read. For families that are unknown here (hf
-backend) only the number of layers is compared, and what `transformers` reports after loading.
+Loaders accept contradictions: they skip layers and tensors that the configuration does not
+describe, so that a different model runs. Every tensor's shape is therefore compared with the
+configuration before weights are read. For other families (hf backend) only the number of layers is
+compared, and the report of `transformers` is checked after loading.
 """
 
 import re
@@ -129,8 +129,8 @@ def check_model(folder: str | Path) -> None:
         raise UserError(
             f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the "
             f"{config['model_type']} model of {folder / 'config.json'}, expected "
-            f"every tensor to be used ({_count(len(unused))}). Take config.json and weights from "
-            f"one model."
+            f"every tensor to be used ({_count(len(unused))}). Use config.json and weights of the "
+            f"same model."
         )
 
 
@@ -279,14 +279,14 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
     if found is None:
         raise UserError(
             f"{folder}: the weights have no tensor '{wanted.name}', expected one of shape "
-            f"{wanted.shape} by config.json ({wanted.why}). Take config.json and weights from one "
+            f"{wanted.shape} by config.json ({wanted.why}). Use config.json and weights of one "
             f"model."
         )
     if found.shape != wanted.shape:
         raise UserError(
             f"{found.file}: tensor '{wanted.name}' has shape {found.shape}, expected "
-            f"{wanted.shape} by {folder / 'config.json'} ({wanted.why}). Take config.json and "
-            f"weights from one model."
+            f"{wanted.shape} by {folder / 'config.json'} ({wanted.why}). Use config.json and "
+            f"weights of the same model."
         )
     if found.dtype not in FLOATS:
         raise UserError(
@@ -311,7 +311,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
             f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} "
-            f"layers, expected the same number. Take config.json and weights from one model."
+            f"layers, expected the same number. Use config.json and weights of the same model."
         )
 
 
@@ -356,7 +356,7 @@ def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
         if names:
             raise UserError(
                 f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights "
-                f"that config.json describes. Take both from one model."
+                f"that config.json describes. Use both of the same model."
             )
 
 

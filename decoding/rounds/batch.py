@@ -83,7 +83,7 @@ class Batch:
         return self.drafter.capabilities.taps if self.drafter is not None else ()
 
     def open(self) -> None:
-        """Fill the caches with all prompt tokens but the last."""
+        """Fill the caches with all prompt tokens except the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
         # drafts of rows near their limit reach past it

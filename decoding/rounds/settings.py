@@ -66,7 +66,7 @@ class Settings:
             check_choice("stopping", self.stopping, NAMES)
         if not isinstance(self.schedule, str):
             raise UserError(
-                f"schedule is {quote(self.schedule)}, expected a text such as 'serial'."
+                f"schedule is {quote(self.schedule)}, expected a name such as 'serial'."
             )
         if self.costs is not None and not isinstance(self.costs, RoundCosts):
             raise UserError(f"costs is {quote(self.costs)}, expected measured RoundCosts, or None.")

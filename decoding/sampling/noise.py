@@ -9,8 +9,9 @@ It does not depend on the batch row, the order of calls or the device. There are
   E = -log(uniform), a standard exponential, -log E is a Gumbel variable, and argmax(log p + Gumbel)
   = argmax(p / E).
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014) in integers: Python's
-for single numbers and torch.int64, which wraps, for rows of a vocabulary, equal on CPU and CUDA.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014) in integer arithmetic:
+Python integers for single numbers, and torch.int64, which wraps, for rows of a vocabulary. CPU and
+CUDA give equal numbers.
 """
 
 import torch

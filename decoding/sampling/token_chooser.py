@@ -112,7 +112,7 @@ class TokenChooser:
         return noise.uniform(state if node is None else noise.extend(state, node))
 
     def draft_key(self, row: int, depth: int) -> int:
-        """Return the key of (seed, request, round, position) for a drafter's own noise."""
+        """Return the key of (seed, request, round, position) for a drafter's noise."""
         state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
         return noise.signed(noise.extend(state, noise.DRAFT))
 

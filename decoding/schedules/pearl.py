@@ -43,7 +43,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Took:
+class LaneSeconds:
     """Seconds of a round's two lanes, and of both together, at the same time or in turn."""
 
     draft: float
@@ -79,7 +79,7 @@ class Pearl(Batch):
         if forward is None and chunk is None:
             forward = self._verify_lane(fresh=False)
             late = perf_counter() - settled
-            took = Took(took.draft, took.target + late, took.both + late)
+            took = LaneSeconds(took.draft, took.target + late, took.both + late)
             settled = perf_counter()
         if forward is None:
             assert chunk is not None
@@ -105,7 +105,7 @@ class Pearl(Batch):
             self.lanes = [self.lanes[b] for b in keep]
             self._select(keep)
 
-    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
+    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, LaneSeconds]:
         """Return the next chunk, the target's forward, and the seconds of both lanes.
 
         The lanes run in turn and are timed as if they ran at the same time.
@@ -122,7 +122,7 @@ class Pearl(Batch):
         return (
             chunk if chunk is not None and max(chunk.counts_B) else None,
             forward,
-            Took(draft, target, max(draft, target)),
+            LaneSeconds(draft, target, max(draft, target)),
         )
 
     @staticmethod
@@ -271,7 +271,7 @@ class Pearl(Batch):
             lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, :count]
             row.generation.drafted += count
 
-    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+    def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
         """Add a round's seconds to the rows' counts: its lanes, and the rest without overlap."""
         for row in rows:
             generation = row.generation

@@ -25,7 +25,7 @@ from time import perf_counter
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.rounds.batch import OnTokens, Row
 from decoding.rounds.settings import Settings
-from decoding.schedules.pearl import Pearl, Took
+from decoding.schedules.pearl import LaneSeconds, Pearl
 from decoding.schedules.pearl_wall import PearlWall
 
 PRIOR, WEIGHT = 0.7, 4.0  # acceptance before anything was seen, and the tests it stands for
@@ -185,7 +185,7 @@ class PearlPlus(Pearl):
         super()._round()
         self._learn(generation.accepted - passed, generation.tested - tested)
 
-    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+    def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
         """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else
         runs meanwhile.
         """
@@ -269,7 +269,7 @@ class PearlPlusWall(PearlPlus, PearlWall):
         self._beside = self._verifying = 0.0
         super().open()
 
-    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+    def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
         """As PEARL+'s; rounds with two lanes teach the overlap and the rest."""
         super()._charge(rows, steps, took, rest)
         if took.draft > 0 and took.target > 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding.drafters.remote import RemoteChain, lanes
 from decoding.interfaces import Proposal
-from decoding.schedules.pearl import Pearl, Took
+from decoding.schedules.pearl import LaneSeconds, Pearl
 
 
 class PearlWall(Pearl):
@@ -38,7 +38,7 @@ class PearlWall(Pearl):
         """Give the cores back."""
         self._bound.close()
 
-    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
+    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, LaneSeconds]:
         """Ask for the chunk, verify, then wait for the chunk."""
         assert isinstance(self.drafter, RemoteChain)
         began = perf_counter()
@@ -51,7 +51,7 @@ class PearlWall(Pearl):
         target = perf_counter() - began if forward is not None else 0.0
         chunk = self.drafter.finish() if request is not None else None
         draft = self.drafter.worker_seconds if request is not None else 0.0
-        took = Took(draft, target, perf_counter() - began)
+        took = LaneSeconds(draft, target, perf_counter() - began)
         return chunk if chunk is not None and max(chunk.counts_B) else None, forward, took
 
 

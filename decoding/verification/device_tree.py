@@ -1,10 +1,10 @@
 """Device version of `token` verification of trees: one wait a round for any tree.
 
-The eager version (token_tree.py) waits at every node. Here the device computes the numbers that a
-walk may need for all nodes at once, and the host walks with them. For each node these are the
-acceptance probability of each child, given that its earlier siblings were rejected, and the token
-that follows if all were. That token is sampled at every node before the walk by one uniform a row,
-which is valid because the end of the walk depends on other uniforms only.
+The eager version (token_tree.py) waits at every node. Here the device computes the numbers of all
+nodes at once, and the host then walks the tree. Each node needs the acceptance probability of each
+child, given that its earlier siblings were rejected, and the token that follows if all children
+are rejected. This token is sampled at every node before the walk by one uniform a row, which is
+valid because the end of the walk depends on other uniforms only.
 
 - Point masses: a rejected child removes its probability from p, so the rest is known before any
   test.
@@ -15,12 +15,12 @@ which is valid because the end of the walk depends on other uniforms only.
 - Children sampled from the whole vocabulary (`Proposal.q_BNV`): the device computes all rejections
   for all nodes at once, child by child.
 
-Tests and uniforms are those of the eager version, so the path is equal up to rounding; the token
-after it is sampled by another uniform.
+The tests and their uniforms are those of the eager version, so the path is equal up to rounding;
+the token after it is sampled by another uniform.
 
-Rounding never accepts a token that the target forbids: subtraction only keeps tokens with a share
-of p, and a rejected child keeps nothing. Nothing is subtracted from point masses: if the siblings
-hold all of p, one of them is accepted.
+Rounding never leads to a token with p = 0: a subtraction leaves no weight where p is 0, and a
+rejected child has none. With point masses, whose p is not reduced, one of the siblings is accepted
+if they hold all of p.
 
 Shapes: B rows, N drafted tokens, V vocabulary, P = N + 1 nodes with the tip, K candidates, S
 children of a node, Q nodes with candidates.
@@ -45,7 +45,7 @@ class NodeTest(Protocol):
     """The tests of one node's children, in their order."""
 
     def acceptance_probability(self, child: int) -> float:
-        """Return the probability to accept this child after its earlier siblings' rejection."""
+        """Return this child's acceptance probability, given that earlier siblings were rejected."""
         ...
 
     def reject(self, child: int, uniform: float) -> bool:
@@ -288,9 +288,9 @@ def _candidate_tests(
 def _full_vocabulary_tests(
     probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
 ) -> tuple[list[list[int]], list[list[int]], NodeTests]:
-    """Return tokens, parents and node tests of a tree sampled from the whole vocabulary.
+    """Return tokens, parents and node tests of a tree sampled from the full vocabulary.
 
-    Takes as many steps as a node has children.
+    The number of steps is the largest number of children of a node.
     """
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
     children_BPS, ranks_BN = _children_by_node(proposal)
@@ -358,5 +358,5 @@ def _is_node(proposal: Proposal) -> Tensor:
 
 
 def _residual_or_p(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
-    """Return the weights, or p where p = q up to rounding leaves no residual."""
+    """Return the weights, or p where the weights are all zero because p = q up to rounding."""
     return torch.where(weights_BPV.sum(-1, keepdim=True) > 0, weights_BPV, probs_BPV)

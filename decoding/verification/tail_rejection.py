@@ -32,7 +32,7 @@ class TailRejection:
     rejected_in_tail: bool = False
 
     def acceptance_probability(self, token: int) -> float:
-        """Return the probability to accept this token after its earlier siblings' rejection."""
+        """Return this token's acceptance probability, given that earlier siblings were rejected."""
         # The second copy of a token was not sampled, and the first was rejected before.
         place = self.ids.index(token)
         return self._ratio_at(place) * (min(self.within_tail, 1.0) if self._is_tail(place) else 1.0)

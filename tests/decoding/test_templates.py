@@ -222,6 +222,6 @@ def test_a_template_that_refuses_a_chat_says_so() -> None:
         render(tokenizer, CHAT)
     engine = Engine(native_of(hf_model(dtype=torch.float32), name="tiny"), None, tokenizer, ())
     with pytest.raises(
-        UserError, match="the chat template of 'tiny' refuses the messages: no chats today"
+        UserError, match="the chat template of 'tiny' rejects the messages: no chats today"
     ):
         encode(engine, CHAT)

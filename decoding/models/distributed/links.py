@@ -38,7 +38,7 @@ class Link(Protocol):
         ...
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with what rank `source` sends; return x."""
+        """Fill x with the tensor that rank `source` sends, and return x."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """The processes of a parallel target, which rank 0 starts, calls, binds and ends.
 
-If a rank fails, or the caller is interrupted within a step, the ranks are out of step with each
-other; then all are ended, and the error names the rank. They also end with this object and with
-this process.
+A rank's failure or an interrupt within a step leaves the ranks out of step; all are then ended, and
+the error names the rank that failed. They also end with this object and with this process.
 """
 
 import os

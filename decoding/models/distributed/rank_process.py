@@ -1,4 +1,4 @@
-"""One rank of a parallel target: the native target over its part of the weights, in a process.
+"""One rank of a parallel target: a process that runs its part of the native target.
 
 No arithmetic is duplicated. In tp a rank is a `NativeTarget` with fewer heads whose two output
 products are summed over the ranks; in layers it has fewer layers, receives its input from the
@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 
 class SummedLinear:
-    """A product whose input is split over the ranks, with the ranks' results summed."""
+    """A matrix product whose input is split over the ranks; their results are summed."""
 
     def __init__(self, inner: Linear, link: Link) -> None:
         self.inner, self.link = inner, link
@@ -48,7 +48,7 @@ class SummedLinear:
 
 
 class GatheredLinear:
-    """A product whose output is split over the ranks, gathered on rank 0."""
+    """A matrix product whose output is split over the ranks and gathered on rank 0."""
 
     def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
         self.inner, self.link, self.rank = inner, link, shard.rank

@@ -107,7 +107,7 @@ def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
 def cut(
     name: str, shape: list[int], config: NativeConfig, shard: Shard
 ) -> tuple[slice, ...] | None:
-    """Return the index of a rank's part of a tensor, None for no part."""
+    """Return the index of a rank's part of a tensor, None if it has no part."""
     everything = (slice(None),) * len(shape)
     layer = _LAYER.fullmatch(name)
     if shard.kind == "layers":

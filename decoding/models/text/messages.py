@@ -29,35 +29,37 @@ def prompt_ids(
         return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise UserError(
-            f"the prompt is {quote(prompt)}, expected a text, a list of messages such as {{'role': "
-            f"'user', 'content': '...'}}, or a list of token ids."
+            f"the prompt is {quote(prompt)}, expected a string, a list of messages such as "
+            f"{{'role': 'user', 'content': '...'}}, or a list of token ids."
         )
     parts: list[Any] = list(prompt)
     if not parts:
         raise UserError(
-            "the prompt is empty, expected a text, at least one message, or at least one token id."
+            "the prompt is empty, expected at least one character, message or token id."
         )
     if not isinstance(parts[0], Mapping | str):
         return _token_ids(parts, vocab_size, name)
     messages = check_messages(parts)
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer of '{name}' has no chat template: pass a text, not messages."
+            f"the tokenizer of '{name}' has no chat template. Pass a string instead of messages."
         )
     try:
         rendered = render(tokenizer, messages, add_generation_prompt=True)
     except TemplateError as error:
-        raise UserError(f"the chat template of '{name}' refuses the messages: {error}") from error
+        raise UserError(
+            f"the chat template of '{name}' rejects the messages: {error}. Correct the messages."
+        ) from error
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise UserError for a text that no tokenizer can read. where: what the message calls it."""
+    """Raise UserError for a text that UTF-8 cannot encode. where: its name in the message."""
     at = lone_surrogate(text)
     if at is not None:
         raise UserError(
             f"{where} holds half a surrogate pair ({text[at]!a}) at character {at + 1}, expected "
-            f"text that UTF-8 can encode: a character such as an emoji was cut in two."
+            f"text that UTF-8 can encode. Restore the character, such as an emoji, that was cut."
         )
 
 
@@ -107,8 +109,8 @@ def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
             token = None
         if token is None or not 0 <= token < vocab_size:
             raise UserError(
-                f"item {place} of the prompt is {quote(part)}, expected messages alone, or token "
-                f"ids alone: whole numbers from 0 to {vocab_size - 1}, the vocabulary of '{name}'."
+                f"item {place} of the prompt is {quote(part)}, expected only messages, or only "
+                f"token ids, whole numbers from 0 to {vocab_size - 1} (the vocabulary of '{name}')."
             )
         ids.append(token)
     return ids
