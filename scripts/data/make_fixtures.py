@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.support import snapshots
+from tests.support import snapshots  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}"

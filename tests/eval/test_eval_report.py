@@ -1,6 +1,4 @@
-"""Tables and report from SIMULATED records (tests/support/simulated_records.py), whose right answers are
-known.
-"""
+"""Tables and report from SIMULATED records, whose right answers are known."""
 
 import dataclasses
 import io

@@ -1,6 +1,4 @@
-"""Rows made from SIMULATED records (tests/support/simulated_records.py), whose right answers are known, and
-the words that rows are put into.
-"""
+"""Rows made from SIMULATED records, whose right answers are known, and their tables."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""SIMULATED run folders of eval.run, for tests of comparisons: what tests/support/simulated_records.py makes
-up, in the files of a finished run.
+"""SIMULATED run folders of eval.run, for tests of comparisons: simulated records in the files of
+a finished run.
 """
 
 from __future__ import annotations
