@@ -39,7 +39,7 @@ class Session:
         self.target, self.drafter, self.settings = target, drafter, settings
         width = drafter.width(settings.num_draft_tokens) if drafter is not None else 0
         self.capacity = target.max_length + width + 1  # the last round is padded past the context
-        # the last turn's text, of which the target's cache holds a prefix
+        # the last turn's text; the target's cache holds a prefix of it
         self._sequence: list[int] | None = None
         # tokens that the drafter has cached at most; None: it was never opened
         self._drafted: list[int] | None = None
@@ -116,8 +116,8 @@ class Session:
         kept = shared_prefix_length(cached, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The hidden state before the tip needs a forward. A drafter that was never opened needs
-            # the states of the whole prompt; one that reads all states also needs those of turns
-            # without it.
+            # the states of the complete prompt; one that reads all states also needs those of turns
+            # that did not use it.
             if self._drafted is None:
                 return 0
             if not drafter.capabilities.last_hidden:

@@ -1,8 +1,8 @@
 """Changes to the logits that depend on the text so far: repetition penalty and allowed tokens.
 
-Every node of a draft has its own text, the row's text and the path to the node, and its logits are
-changed accordingly. The target's choice at a node is therefore that of autoregressive decoding, and
-the output stays exact. A drafter that ignores the processors only loses acceptance.
+The text at a draft node is the row's text and the path to the node, and the node's logits are
+changed by it. The target's choice at a node is therefore that of autoregressive decoding, and the
+output stays exact. A drafter that ignores the processors only has a lower acceptance rate.
 
 The penalty needs the set of tokens in a text. Their ids stay on the device, where each drafted
 token is added, so an asynchronous host does not wait. `allowed` is an arbitrary Python function of
@@ -165,7 +165,7 @@ def _on_path(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
 def _ids_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
     """Return the token ids (B, N + 1, X + N) of the texts at the tip and at each node."""
     B, N = tokens_BN.shape
-    # a node's own token replaces the tokens that are not on its path
+    # the node's token replaces the tokens that are not on its path
     on_way_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None])
     below_tip_BNN = torch.cat((held_B1X[:, :, :1].expand(B, 1, N), on_way_BNN), 1)
     return torch.cat((held_B1X.expand(B, N + 1, -1), below_tip_BNN), 2)

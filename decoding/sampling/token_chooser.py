@@ -165,8 +165,8 @@ class TokenChooser:
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
         """Return the log probabilities (B, P, V) of acceptance by which a drafter ranks tokens.
 
-        These are the warped probabilities when sampling, the model's own when decoding greedily,
-        and the normalised p / E under shared noise.
+        These are the warped probabilities when sampling, the model's probabilities when decoding
+        greedily, and the normalised p / E under shared noise.
         """
         if self.rule == "greedy":
             return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(

@@ -199,7 +199,7 @@ class CandidateNode:
     # sampled from p in the tail
     other: int
     # sampled from the part of p that exceeds q in the tail
-    refused: int
+    residual_tail_token: int
     # p of the candidates and the tail before any test
     p: list[float]
 
@@ -212,7 +212,7 @@ class CandidateNode:
     def next_token(self, uniform: float) -> int:
         rejection = self.rejection
         if rejection.rejected_in_tail:
-            return self.refused
+            return self.residual_tail_token
         weights = rejection.p if sum(rejection.p) > 0 else self.p  # as in `_residual_or_p`
         point, drawn = uniform * sum(weights), self.other
         for token, weight in zip(rejection.ids, weights[:-1], strict=False):
@@ -251,11 +251,11 @@ def _candidate_tests(
             nan=0.0, posinf=0.0
         )
         surplus_BQV = torch.addcmul(others_BQV, tail_BQV, scale_BQ1, value=-1).clamp_(min=0)
-        refused_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
+        residual_tail_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
         wanted += [
             tail_BQV.gather(2, ids_BQK[:, :, -1:]).squeeze(2),
             sum_BQ1.squeeze(2),
-            refused_BQ,
+            residual_tail_BQ,
         ]
     drafted, parents, ids, q, p, others, other, any_, *of_tail = readback(
         proposal.tokens_BN, proposal.parents_BN, *wanted
@@ -265,22 +265,24 @@ def _candidate_tests(
         place = node + 1
         if not children:
             return PrecomputedNode([], any_[row][place])
-        own, shares, all_others = (
+        candidate_p, shares, all_others = (
             p[row][place],
             [max(share, 0.0) for share in q[row][place]],
             others[row][place],
         )
         # a token past the vocabulary has no weight and is not used
-        drawn = refused = min(other[row][place], last)
+        drawn = residual_tail_token = min(other[row][place], last)
         within = 0.0
         if has_tail:
             drawn_q, sum_q, left = (each[row][place] for each in of_tail)
-            within = tail_ratio(own.pop(), all_others, drawn_q, sum_q)
-            refused = left if left <= last else drawn  # p = q up to rounding leaves nothing
+            within = tail_ratio(candidate_p.pop(), all_others, drawn_q, sum_q)
+            residual_tail_token = (
+                left if left <= last else drawn
+            )  # p = q up to rounding leaves nothing
         else:
             shares.append(0.0)
-        rejection = TailRejection(ids[row][place], [*own, all_others], shares, within)
-        return CandidateNode(drafted[row], rejection, drawn, refused, rejection.p)
+        rejection = TailRejection(ids[row][place], [*candidate_p, all_others], shares, within)
+        return CandidateNode(drafted[row], rejection, drawn, residual_tail_token, rejection.p)
 
     return drafted, parents, node_tests
 

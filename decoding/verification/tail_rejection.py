@@ -81,7 +81,7 @@ def verify_children(
     """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)
-    others, own, q = (
+    others, candidate_p, q = (
         others_V.sum().item(),
         p_V[ids_K].tolist(),
         [max(share, 0.0) for share in q_K.tolist()],
@@ -90,8 +90,10 @@ def verify_children(
     if tail_V is None:
         q.append(0.0)
     else:
-        within_tail = tail_ratio(own.pop(), others, tail_V[ids_K[-1]].item(), tail_V.sum().item())
-    rejection = TailRejection(ids_K.tolist(), [*own, others], q, within_tail)
+        within_tail = tail_ratio(
+            candidate_p.pop(), others, tail_V[ids_K[-1]].item(), tail_V.sum().item()
+        )
+    rejection = TailRejection(ids_K.tolist(), [*candidate_p, others], q, within_tail)
     for child in children:
         number = uniform(child)
         if number < rejection.acceptance_probability(tokens[child]):

@@ -38,9 +38,9 @@ def typical(
     entropy_BN = torch.special.entr(probs_BNV).sum(-1)
     least_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON).gather(1, above_BN)
     rows_B1 = torch.arange(B, device=probs_BNV.device)[:, None]
-    passes_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
-    drafted, parents, passes = readback(proposal.tokens_BN, parents_BN, passes_BN)
-    walks = [_longest(parents[b][:count], passes[b]) for b, count in enumerate(proposal.counts_B)]
+    accepts_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
+    drafted, parents, accepts = readback(proposal.tokens_BN, parents_BN, accepts_BN)
+    walks = [_longest(parents[b][:count], accepts[b]) for b, count in enumerate(proposal.counts_B)]
     ends_B = [path[-1] + 1 if path else 0 for path, _ in walks]
     uniforms_B = [chooser.uniform(b, len(path), noise.BONUS) for b, (path, _) in enumerate(walks)]
     next_B = draw(at_nodes(probs_BNV, ends_B), uniforms_B).tolist()
@@ -57,12 +57,12 @@ def typical(
     )
 
 
-def _longest(parents: list[int], passes: list[bool]) -> tuple[list[int], int]:
+def _longest(parents: list[int], accepts: list[bool]) -> tuple[list[int], int]:
     """Return the longest path of accepted nodes, and the number of tokens tested along it."""
     best: list[int] = []
     path_to: dict[int, list[int]] = {-1: []}
     for node, parent in enumerate(parents):  # parents precede their children
-        if parent in path_to and passes[node]:
+        if parent in path_to and accepts[node]:
             path_to[node] = [*path_to[parent], node]
             if len(path_to[node]) > len(best):
                 best = path_to[node]

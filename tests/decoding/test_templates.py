@@ -123,7 +123,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 100_000)
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.3)
-    monkeypatch.setattr(templates, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(templates, "_CHECK_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("_tight")

@@ -2,8 +2,8 @@
 
 Source: Yang et al. 2024, "Multi-Candidate Speculative Decoding" (arXiv 2401.06706): the k-config,
 sampled without replacement, and recursive rejection (decoding/verification/token_tree.py). The
-drafter runs over its whole tree again at each depth: a shallow model's forward over a few more
-tokens costs almost nothing, and no cache row moves before verification.
+drafter runs over the complete tree again at each depth, since a shallow model's forward over a few
+more tokens costs almost nothing, and no cache row moves before verification.
 
 Shapes: B rows, N nodes so far, P nodes of the deepest level, K children of a node, V vocabulary.
 """
@@ -86,7 +86,7 @@ class MultiCandidate(ChainDrafter):
                 )
                 logits_BPV = self._fit(logits_BNV[:, first:], chooser)
         nodes = self._nodes_by_depth(depth)
-        counts_B = [nodes[own] for own in depths_B]
+        counts_B = [nodes[row_depth] for row_depth in depths_B]
         q_BNV = torch.cat(rows_q, 1) if rows_q else None
         siblings = max(self._children_at(d) for d in range(depth))
         return Proposal(

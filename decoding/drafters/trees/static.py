@@ -110,7 +110,7 @@ class StaticTree(ChainDrafter):
                     draws.add(logits_BPV)
             level = nodes
         self._width = self.width(depth)
-        counts_B = [self.width(own) for own in depths_B]
+        counts_B = [self.width(row_depth) for row_depth in depths_B]
         parents_BN = self._parents(depth, len(depths_B))
         q_BNV = None if draws is None else draws.q(parents_BN + 1)
         return Proposal(

@@ -40,9 +40,9 @@ class Shard:
     rank: int
     size: int
 
-    def span(self, whole: int) -> slice:
-        """Return this rank's share of `whole` rows, columns or heads, in the order of the ranks."""
-        return slice(whole * self.rank // self.size, whole * (self.rank + 1) // self.size)
+    def span(self, total: int) -> slice:
+        """Return this rank's share of `total` rows, columns or heads, in the order of the ranks."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
 
 def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> None:

@@ -349,9 +349,9 @@ class NativeTarget:
     def partial(self, skips: Skips) -> "NativeTarget":
         """Return a view without the sub-layers in `skips`, which shares weights and cache.
 
-        The view has its own lengths and only writes past the committed tokens, where this target's
-        next forward overwrites it. Open this target first; then call the view's `follow` after
-        every commit.
+        The view has separate lengths and only writes past the committed tokens, where this
+        target's next forward overwrites it. Open this target first; then call the view's `follow`
+        after every commit.
         """
         view = NativeTarget(
             self.weights,

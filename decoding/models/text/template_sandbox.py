@@ -82,7 +82,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for repeated, count in ((left, right), (right, left)):
                 if isinstance(repeated, _SEQUENCE):
-                    _check(len(repeated) * _whole(count))
+                    _check(len(repeated) * _as_int(count))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 does
@@ -179,7 +179,7 @@ def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
     return checked
 
 
-def _whole(value: Any) -> int:
+def _as_int(value: Any) -> int:
     """Return a whole number, or 0 for other values, with which the operation itself fails."""
     return value if isinstance(value, int) else 0
 
@@ -206,13 +206,13 @@ def _size_of_percent(form: Any, values: Any) -> int:
     widths = [width for found in _PERCENT.findall(text) for width in found if width]
     size = sum(_number(width) for width in widths if width != "*")
     if "*" in widths:
-        size += sum(abs(_whole(item)) for item in items)
+        size += sum(abs(_as_int(item)) for item in items)
     longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
     return size + len(text) + text.count("%") * longest
 
 
 def _size_of_indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> int:
-    each = len(width) if isinstance(width, str) else _whole(width)
+    each = len(width) if isinstance(width, str) else _as_int(width)
     return _length(s) + each * (len(str(s).splitlines()) + 1)
 
 
@@ -233,7 +233,7 @@ def _size_of_replace(s: Any, old: Any = "", new: Any = "", count: int | None = N
 
 
 def _size_of_batch(value: Any, linecount: Any = 0, fill_with: Any = None) -> int:
-    return _whole(linecount) if fill_with is not None else 0
+    return _as_int(linecount) if fill_with is not None else 0
 
 
 def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: Any) -> int:
@@ -241,12 +241,12 @@ def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: A
     return (
         0
         if indent is None
-        else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _whole(indent))
+        else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _as_int(indent))
     )
 
 
 def _size_of_round(value: Any, precision: Any = 0, method: str = "common") -> int:
-    if abs(_whole(precision)) > _MOST_DIGITS:
+    if abs(_as_int(precision)) > _MOST_DIGITS:
         raise TooLargeError(
             f"a number rounded to more than {_MOST_DIGITS:,} digits, expected fewer"
         )
@@ -287,7 +287,7 @@ def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
 
 _FILTERS: dict[str, Size] = {
     "batch": _size_of_batch,
-    "center": lambda value, width=80: _whole(width),
+    "center": lambda value, width=80: _as_int(width),
     "format": lambda value, *args, **kwargs: _size_of_percent(str(value), kwargs or args),
     "indent": _size_of_indent,
     "replace": _size_of_replace,
@@ -296,11 +296,13 @@ _FILTERS: dict[str, Size] = {
     "wordwrap": _size_of_wordwrap,
 }
 _METHODS: dict[str, Size] = {
-    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), lambda text, width=0, *_: _whole(width)),
+    **dict.fromkeys(
+        ("center", "ljust", "rjust", "zfill"), lambda text, width=0, *_: _as_int(width)
+    ),
     "expandtabs": lambda text, tabsize=8: (
-        len(text) + text.count("\t" if isinstance(text, str) else b"\t") * _whole(tabsize)
+        len(text) + text.count("\t" if isinstance(text, str) else b"\t") * _as_int(tabsize)
     ),
     "replace": _size_of_replace,
-    "to_bytes": lambda number, length=1, *_, **__: _whole(length),
+    "to_bytes": lambda number, length=1, *_, **__: _as_int(length),
     "translate": _size_of_translate,
 }

@@ -1,8 +1,8 @@
 """Render chats by a model's template, which is untrusted code, with limits on time and output.
 
 One thread watches all renderings. If a rendering takes too long, an exception is raised in its
-thread (`PyThreadState_SetAsyncExc`), so no process is started for a chat and a quick rendering
-costs two dictionary entries. The output and each operation have their own limits
+thread (`PyThreadState_SetAsyncExc`), so a chat needs no process and a quick rendering costs two
+dictionary entries. The output and each operation have further limits
 (decoding/models/text/template_sandbox.py).
 """
 
@@ -28,7 +28,7 @@ _CHECK_SECONDS = 0.25  # between two checks by the watching thread
 Result = TypeVar("Result")
 
 
-class _Here(threading.local):
+class _RenderState(threading.local):
     """Whether the current thread is rendering a template."""
 
     rendering = False
@@ -163,7 +163,7 @@ def _new_watch() -> None:
 
 _watch = _Watch()
 os.register_at_fork(after_in_child=_new_watch)
-_here = _Here()
+_here = _RenderState()
 # Compiling a template computes its constant parts, so limits must be set before it.
 _compile_plain = chat_template_utils._compile_jinja_template
 chat_template_utils._compile_jinja_template = _compile  # type: ignore[assignment]  # a function without a cache

@@ -175,10 +175,10 @@ def _repair_by_core(
     tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], core: str
 ) -> Repair | None:
     """Return the repair that loads tokenizer.json as it is, if the loaded tokenizer differs."""
-    own = Tokenizer.from_str(core)
+    by_core = Tokenizer.from_str(core)
     wrong = differences(
         encoder(tokenizer),
-        lambda text: own.encode(text, add_special_tokens=False).ids,
+        lambda text: by_core.encode(text, add_special_tokens=False).ids,
         probes_of(tokenizer),
     )
     return Repair(core, _settings(tokenizer, settings), _note(wrong[0], CORE)) if wrong else None
