@@ -1,8 +1,8 @@
-"""The machine's limits, measured: plain reads of its memory, and a plain product of matrices.
+"""Measured limits of the machine: the speed of plain memory reads and of a matrix product.
 
-A forward must read its weights and compute its products (decoding/costs/roofline.py); these limits
-show which share of the machine it reaches. The best round counts, since slower rounds were slowed
-down by other processes.
+A forward must read its weights and compute its products (decoding/costs/roofline.py), so its time
+can be compared with these limits. Only the fastest round of a measurement counts, since other
+processes slow the rest.
 """
 
 import time

@@ -197,13 +197,13 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}. "
-            f"Correct one of them, or give head_dim."
+            f"{file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            f"expected one. Correct either, or give head_dim."
         )
     if heads % groups:
         raise UserError(
             f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{groups}. Correct one of them."
+            f"{groups}, expected one. Correct either."
         )
     if _head_dim(config) % 2:
         raise UserError(

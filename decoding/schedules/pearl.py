@@ -75,7 +75,7 @@ class Pearl(Batch):
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
         steps = chunk.steps if chunk is not None else 0
-        # a drafter at the end of its context proposes nothing to assume
+        # a drafter at the end of its context proposes no tokens to assume
         if forward is None and chunk is None:
             forward = self._verify_lane(fresh=False)
             late = perf_counter() - settled
@@ -250,8 +250,8 @@ class Pearl(Batch):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))
             passed = accepted == window.counts_B[b]
-            # There are no logits after a new chunk's first token, so no bonus token: the chunk
-            # continues in its place.
+            # There are no logits after a new chunk's first token, so there is no bonus token;
+            # the rest of the chunk is assumed instead.
             tokens_B.append(
                 outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b]
             )

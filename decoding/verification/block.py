@@ -91,7 +91,7 @@ def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:
 
 
 def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> float:
-    """Return h_i of `block`."""
+    """Return h_i, the acceptance probability of the first i tokens (see `block`)."""
     if i == count:
         return w_N[i]
     rest = s_N[i] + 1 - w_N[i]

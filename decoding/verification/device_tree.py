@@ -342,7 +342,7 @@ def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
     B, N = proposal.parents_BN.shape
     device, S = proposal.parents_BN.device, min(proposal.siblings or N, N)
     real_BN = _is_node(proposal)
-    # one more place, for what is not a node
+    # one more place, for padding
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, N + 1)
     earlier_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     ranks_BN = ((above_BN[:, :, None] == above_BN[:, None]) & earlier_NN).sum(-1).clamp_(max=S - 1)

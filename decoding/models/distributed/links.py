@@ -75,11 +75,9 @@ class Sockets:
         return total
 
     def send(self, x: Tensor, to: int) -> None:
-        """See `Link`."""
         self.peers[to].sendall(_bytes(x.contiguous()))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """See `Link`."""
         self._read(source, _bytes(x))
         return x
 
@@ -101,7 +99,6 @@ class Sockets:
             filled += count
 
     def close(self) -> None:
-        """See `Link`."""
         for peer in self.peers.values():
             peer.close()
 
@@ -139,22 +136,18 @@ class Collectives:
             self._group = groups.ProcessGroupGloo(store, rank, size, options)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """See `Link`."""
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """See `Link`."""
         self._group.send([x.contiguous()], to, 0).wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """See `Link`."""
         self._group.recv([x], source, 0).wait()
         return x
 
     def close(self) -> None:
-        """See `Link`."""
         if self._group is not None:
             self._group.abort()
         self._group = None

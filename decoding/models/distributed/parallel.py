@@ -124,7 +124,7 @@ class ParallelTarget:
         return self._target.lengths_B
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
-        """See `Target.open`; every rank allocates its part of the cache."""
+        """Open the cache; every rank allocates its part."""
         capacity = capacity or self.max_length
         with self.ranks.together():
             self.ranks.call("open", batch_size, capacity)
@@ -134,7 +134,6 @@ class ParallelTarget:
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """See `Target.forward`."""
         self._check(tokens_BN, taps)
         with self.ranks.together():
             self.ranks.call("run", *_arrays(tokens_BN, parents_BN), taps, True)
@@ -143,7 +142,6 @@ class ParallelTarget:
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
-        """See `Target.features`."""
         self._check(tokens_BN, taps)
         with self.ranks.together():
             self.ranks.call("run", *_arrays(tokens_BN, parents_BN), taps, False)
@@ -155,37 +153,33 @@ class ParallelTarget:
         self._target.slots.end_of(tokens_BN.shape[1])
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """See `Target.commit`; does not wait for the ranks."""
+        """Commit accepted nodes without waiting for the ranks."""
         with self.ranks.together():
             self.ranks.call("commit", paths_BL, list(counts_B))
             self._target.commit(paths_BL, counts_B)
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """See `Target.truncate`."""
         with self.ranks.together():
             self.ranks.call("truncate", list(lengths_B))
             self._target.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
-        """See `Target.select`."""
         with self.ranks.together():
             self.ranks.call("select", list(rows))
             self._target.select(rows)
 
     def keep(self, row: int, name: int) -> None:
-        """See `Target.keep`; every rank keeps its part."""
+        """Store a copy of a row's cache; every rank stores its part."""
         with self.ranks.together():
             self.ranks.call("keep", row, name)
             self._target.keep(row, name)
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """See `Target.begin`."""
         with self.ranks.together():
             self.ranks.call("begin", row, name, length)
             self._target.begin(row, name, length)
 
     def forget(self) -> None:
-        """See `Target.forget`."""
         with self.ranks.together():
             self.ranks.call("forget")
             self._target.forget()
