@@ -32,7 +32,9 @@ def device_of(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= count_gpus():
-        found = f"{count_gpus()} CUDA devices, numbered from 0" if count_gpus() else "none"
+        found = (
+            f"{count_gpus()} CUDA devices, numbered from 0" if count_gpus() else "no CUDA device"
+        )
         raise UserError(
             f"device '{name}' does not exist: PyTorch finds {found}. Use one that exists, cpu or "
             f"auto."

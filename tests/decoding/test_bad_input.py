@@ -261,7 +261,7 @@ def test_a_place_where_nothing_can_be_loaded(name: str, value: Any) -> None:
     named = {"target": ASSETS, name: value}
     with pytest.raises(
         UserError,
-        match=r"expected|looked in|no CUDA card|no such model folder|more than the "
+        match=r"expected|looked in|no CUDA device|no such model folder|more than the "
         r"model's|processes is",
     ):
         load(**named)

@@ -508,7 +508,7 @@ def test_a_tensor_that_is_in_two_files(folder: Path) -> None:
     other = load_file(folder / "part0.safetensors") | {Q: torch.ones(32, 32)}
     save_file(other, folder / "part0.safetensors", {"format": "pt"})
     with pytest.raises(
-        UserError, match=f"tensor '{Q}' is in part0.safetensors too, expected it once"
+        UserError, match=f"tensor '{Q}' is also in part0.safetensors, expected in one file"
     ):
         check_model(folder)
 

@@ -139,7 +139,7 @@ def test_what_needs_the_targets_own_layers_is_refused(
 ) -> None:
     with pytest.raises(
         UserError,
-        match=r"native \(tp over 2 processes\) backend does not offer.*target.parallel=none",
+        match=r"native \(tp over 2 processes\) backend does not support.*target.parallel=none",
     ):
         decode(targets("tp"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
 

@@ -113,7 +113,7 @@ for name in ("auto", "cuda"):
     try:
         cuda.device_of(name)
     except ValueError as error:
-        assert "sees no CUDA card" in str(error)
+        assert "finds no CUDA device" in str(error)
 assert (cuda.count_gpus(), cuda.gpu_names()) == (0, [])
 assert (cuda.rng_state(), cuda.multiplies_bfloat16()) == (None, False)
 cuda.set_default_gpu(torch.device("cpu"))
@@ -272,6 +272,6 @@ def test_without_a_card_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        SystemExit, match="^error: device 'cuda' does not exist: PyTorch finds none"
+        SystemExit, match="^error: device 'cuda' does not exist: PyTorch finds no CUDA device"
     ):
         gpu.parse(["part=decode"])
