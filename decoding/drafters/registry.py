@@ -17,7 +17,7 @@ AUTO = "auto"  # a drafter's dtype: see decoding.models.native.linear.draft_dtyp
 
 
 @dataclass(frozen=True)
-class Entry:
+class DrafterEntry:
     """One kind of drafter."""
 
     # dotted name of the class
@@ -35,30 +35,32 @@ class Entry:
 
 
 DRAFTERS = {
-    "chain": Entry("decoding.drafters.chain.ChainDrafter", "folder"),
-    "prompt_lookup": Entry("decoding.drafters.prompt_lookup.PromptLookup"),
-    "suffix_lookup": Entry("decoding.drafters.prompt_lookup.SuffixLookup"),
-    "lookahead": Entry("decoding.drafters.lookahead.Lookahead"),
-    "ouroboros": Entry("decoding.drafters.ouroboros.Ouroboros", "folder"),
-    "self_speculation": Entry("decoding.drafters.self_speculation.SelfSpeculation", "skips"),
-    "multi_candidate": Entry("decoding.drafters.trees.multi_candidate.MultiCandidate", "folder"),
-    "static_tree": Entry("decoding.drafters.trees.static.StaticTree", "folder"),
-    "ranked_tree": Entry("decoding.drafters.trees.ranked.RankedTree", "folder"),
-    "budget_tree": Entry(
+    "chain": DrafterEntry("decoding.drafters.chain.ChainDrafter", "folder"),
+    "prompt_lookup": DrafterEntry("decoding.drafters.prompt_lookup.PromptLookup"),
+    "suffix_lookup": DrafterEntry("decoding.drafters.prompt_lookup.SuffixLookup"),
+    "lookahead": DrafterEntry("decoding.drafters.lookahead.Lookahead"),
+    "ouroboros": DrafterEntry("decoding.drafters.ouroboros.Ouroboros", "folder"),
+    "self_speculation": DrafterEntry("decoding.drafters.self_speculation.SelfSpeculation", "skips"),
+    "multi_candidate": DrafterEntry(
+        "decoding.drafters.trees.multi_candidate.MultiCandidate", "folder"
+    ),
+    "static_tree": DrafterEntry("decoding.drafters.trees.static.StaticTree", "folder"),
+    "ranked_tree": DrafterEntry("decoding.drafters.trees.ranked.RankedTree", "folder"),
+    "budget_tree": DrafterEntry(
         "decoding.drafters.trees.ranked.RankedTree",
         "folder",
         options={"max_nodes": 24, "by_cost": True},
     ),
-    "graph": Entry("decoding.drafters.trees.graph.GraphDrafter", "folder"),
-    "chain_with_lookup": Entry("decoding.drafters.with_lookup.ChainWithLookup", "folder"),
-    "recurrent": Entry(
+    "graph": DrafterEntry("decoding.drafters.trees.graph.GraphDrafter", "folder"),
+    "chain_with_lookup": DrafterEntry("decoding.drafters.with_lookup.ChainWithLookup", "folder"),
+    "recurrent": DrafterEntry(
         "recurrent_drafting.drafter.RecurrentDrafter",
         "folder",
         "recurrent_drafting_drafter",
         trained="recurrent_drafting.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),
-    "medusa": Entry(
+    "medusa": DrafterEntry(
         "heads.medusa.drafter.MedusaDrafter",
         "folder",
         "medusa",

@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """The entry of one tensor in a safetensors file."""
 
     file: Path
@@ -32,7 +32,7 @@ class Header(NamedTuple):
     shape: list[int]
 
 
-Tensors = dict[str, Header]
+Tensors = dict[str, TensorHeader]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -211,7 +211,8 @@ def _check_complete(file: Path) -> Tensors:
         size, header_size, header = _read_header(file)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = {
-            name: Header(file, entry["dtype"], entry["shape"]) for name, entry in entries.items()
+            name: TensorHeader(file, entry["dtype"], entry["shape"])
+            for name, entry in entries.items()
         }
         ends = [entry["data_offsets"][1] for entry in entries.values()]
     except OSError as error:

@@ -92,8 +92,8 @@ class Warper:
             logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
         probs_RK = logits_RK.softmax(-1)
         if self.top_p < 1:
-            room_RK = F.linear(probs_RK, cut.before_KK, cut.top_p_K)
-            probs_RK = torch.clamp(room_RK, min=cut.zero, max=probs_RK)
+            limited_RK = F.linear(probs_RK, cut.before_KK, cut.top_p_K)
+            probs_RK = torch.clamp(limited_RK, min=cut.zero, max=probs_RK)
         if self.min_p > 0:
             probs_RK = torch.sub(probs_RK, probs_RK[..., :1], alpha=self.min_p).clamp_(min=0)
         return probs_RK

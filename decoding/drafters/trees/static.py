@@ -92,7 +92,7 @@ class StaticTree(ChainDrafter):
             if draws is None:
                 best_BPK = chooser.log_scores(logits_BPV, d).topk(K, dim=-1).indices
             else:
-                best_BPK = self._drawn(draws, d, len(level), K)
+                best_BPK = self._sample_children(draws, d, len(level), K)
             places = {path: p for p, path in enumerate(level)}
             flat = [
                 places[path[:-1]] * K + min(rank, K - 1)
@@ -117,7 +117,7 @@ class StaticTree(ChainDrafter):
             torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings
         )
 
-    def _drawn(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
+    def _sample_children(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
         """Sample `count` children (B, P, K) of each node of the latest level."""
         first = self.width(depth - 1) + 1 if depth else 0
         rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)

@@ -41,7 +41,7 @@ def bucket(slots: int, most: int) -> int:
 
 
 @dataclass(slots=True)
-class Output:
+class StepOutput:
     """The output buffers of a step."""
 
     logits_BNV: Tensor
@@ -75,7 +75,7 @@ class StaticForward:
         parents_BN: Tensor | None,
         lengths_B: Sequence[int],
         taps: tuple[int, ...],
-    ) -> Output:
+    ) -> StepOutput:
         """Return logits and hidden states of new tokens after `lengths_B` committed ones.
 
         Hidden states are after the final norm, or at the taps. The tensors are copies.
@@ -90,13 +90,13 @@ class StaticForward:
         if step.run is None:
             step.run = devices.capture(step.body, self.device, self._memory)
         out = step.run()
-        return Output(out.logits_BNV.clone(), out.hidden_BNC.clone())
+        return StepOutput(out.logits_BNV.clone(), out.hidden_BNC.clone())
 
 
 class _Step:
     """The step of one shape: its input buffers, its constants and its recording."""
 
-    run: Callable[[], Output] | None = None
+    run: Callable[[], StepOutput] | None = None
 
     def __init__(
         self, owner: StaticForward, rows: int, tokens: int, slots: int, taps: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Step:
                     self.parents_BN = torch.empty_like(self.tokens_BN)
             self.parents_BN.copy_(parents_BN)
 
-    def body(self) -> Output:
+    def body(self) -> StepOutput:
         """Run the forward on the buffers."""
         owner, config = self.owner, self.owner.weights.config
         slots_BN, positions_BN, mask = self._where()
@@ -152,9 +152,9 @@ class _Step:
         hidden_BNC = rms_norm(x_BNC, owner.weights.norm_C, config.norm_eps)
         logits_BNV = owner.weights.head(hidden_BNC)
         if not self.taps:
-            return Output(logits_BNV, hidden_BNC)
+            return StepOutput(logits_BNV, hidden_BNC)
         states[len(owner.layers)] = hidden_BNC
-        return Output(logits_BNV, join_taps(states, self.taps))
+        return StepOutput(logits_BNV, join_taps(states, self.taps))
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (slots_BN, rope positions_BN, additive mask (B, 1, G * N, T)) on the device."""
