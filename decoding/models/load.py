@@ -118,7 +118,7 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
     known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
     if execution is not None and execution not in known:
         raise UserError(
-            f"execution '{execution}' is unknown to the {backend} backend. Use one of "
+            f"execution '{execution}' is unknown to the {backend} backend, expected one of "
             f"{', '.join(known)}."
         )
     if processes > 1 and execution not in (None, "eager"):

@@ -47,7 +47,7 @@ def test_a_short_match_is_not_copied() -> None:
 
 
 def test_bad_sizes_are_named() -> None:
-    with pytest.raises(UserError, match="min_match is 0, expected at least 1"):
+    with pytest.raises(UserError, match="min_match is 0, expected 1 or more"):
         SuffixLookup(0)
     with pytest.raises(UserError, match="min_ngram is 3 and max_ngram is 2"):
         PromptLookup(2, 3)
