@@ -439,8 +439,8 @@ def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
 
 def test_control_a_gap_in_its_states_is_found_out() -> None:
     class Careless(Session):
-        def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
-            return min(super()._kept(prompt, None), len(prompt) - 2)
+        def _reuse_cache(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
+            return min(super()._reuse_cache(prompt, None), len(prompt) - 2)
 
     kit = kit_of()
     session = Careless(kit.target, tap_chain(kit), settings_of("greedy"))
