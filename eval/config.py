@@ -23,7 +23,7 @@ class BenchmarkConfig:
     category: str = ""  # keep the prompts of this category alone; empty: all
     # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     ids: str = ""
-    first: int = 0  # keep the first so many of these, as some published tables do; 0: all
+    first: int = 0  # keep only the first N of these, as some published tables do; 0: all
     # where max_prompts keeps some of these, take them from all over, not the first: of every
     # category or language
     spread: bool = False

@@ -60,7 +60,7 @@ def check(cfg: GenerateConfig) -> None:
         "turns": (cfg.turns in ("all", "first"), "all or first"),
         "max_prompts": (cfg.max_prompts >= 0, "0 (all) or more"),
         "batch_size": (cfg.batch_size >= 1, "1 or more"),
-        "baseline_tokens": (cfg.baseline_tokens >= 0, "0 (no speedup is told) or more"),
+        "baseline_tokens": (cfg.baseline_tokens >= 0, "0 (no speedup is measured) or more"),
     }
     for key, (fine, expected) in rules.items():
         if not fine:

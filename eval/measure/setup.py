@@ -180,7 +180,7 @@ def load(cfg: EvalConfig) -> Loaded:
         name: use.with_default_stopping(drafters[name].capabilities) for name, use in uses.items()
     }
     for drafter in drafters.values():
-        drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
+        drafter.prepare(target, None)  # an unfit drafter fails now, not after an hour
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
     prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
     benchmark = load_benchmark(

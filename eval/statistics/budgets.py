@@ -35,8 +35,8 @@ from jobs.drafter_use import ALONE
 from jobs.files import write_text
 from jobs.run_files import read_object
 
-# Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this
-# stands in a core's own cache.
+# Measuring a yardstick takes two seconds, which only runs of minutes justify. A step that reads
+# fewer bytes than this fits in a core's cache.
 LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
 NO_LIMITS = (
     "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several "

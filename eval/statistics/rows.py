@@ -35,7 +35,7 @@ from eval.statistics.replay import replayed_speedup, turns
 from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
 from jobs.drafter_use import ALONE
 
-CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula foretells
+CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula predicts
 
 
 def interval(units: Sequence[PairedSample], run: RunFacts) -> metrics.Interval:

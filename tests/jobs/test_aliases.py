@@ -65,7 +65,7 @@ def test_old_keys_of_measured_costs():
 
 @pytest.mark.parametrize("job", ["distill.train", "distill.prune"])
 def test_old_keys_on_the_command_line(job: str, capsys: pytest.CaptureFixture[str]):
-    aliases._note.cache_clear()
+    aliases._print_note.cache_clear()
     schema = {"distill.train": TrainConfig, "distill.prune": PruneConfig}[job]
     old = [
         "drafter=llama_796m",
@@ -165,7 +165,7 @@ def test_old_options_of_drafters(tiny_target: Path):
 def test_old_key_and_values_of_the_generate_job(
     old: str, new: str, capsys: pytest.CaptureFixture[str]
 ):
-    aliases._note.cache_clear()
+    aliases._print_note.cache_clear()
     job = "recurrent_drafting.generate"
     entry = f"drafter={{use: graph, folder: x, draws: {old}}}"
     assert current_arguments(job, [f"draws={old}", entry]) == [f"children={new}", entry]

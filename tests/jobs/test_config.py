@@ -312,7 +312,7 @@ def test_the_total_of_stages_counts_folders_elsewhere_and_each_at_its_own_pace(
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text(json.dumps({"metrics": {PLANNED: flops}}))
         (folder / "config.yaml").write_text(f"assumed_tflops: {pace}\n")
-    stages._say_total([str(tmp_path / "run"), str(elsewhere)], started=0.0)
+    stages._print_total([str(tmp_path / "run"), str(elsewhere)], started=0.0)
     assert (
         "all stages together: 8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s"
         in capsys.readouterr().out

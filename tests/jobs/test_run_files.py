@@ -139,7 +139,7 @@ def test_a_state_whose_values_changed_is_no_checkpoint(tmp_path: Path):
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "step": 2}))
     with pytest.raises(
-        UserError, match=r"state.json is damaged: its values are not those that were written"
+        UserError, match=r"state.json is damaged: its values have changed since it was written"
     ):
         checkpoint.load(folder)
     del values["checksum"]

@@ -106,7 +106,7 @@ def test_a_missing_login_is_found_before_the_job_begins(
             lambda config: began.append(config.tracker.wandb),
         )
 
-    words = r"no login to Weights & Biases.*`wandb login`.*WANDB_API_KEY; tracker=wandb_offline"
+    words = r"no login to Weights & Biases.*`wandb login`.*WANDB_API_KEY.*tracker=wandb_offline"
     with pytest.raises(UserError, match=words):
         start("tracker=wandb")
     with pytest.raises(UserError, match=words):  # an experiment asks before its first stage
@@ -165,7 +165,7 @@ def test_a_table_takes_rows_that_lack_a_column(tmp_path: Path, wandb_runs: list[
 
 def test_an_unknown_mode_is_named(tmp_path: Path):
     with pytest.raises(
-        UserError, match="tracker.wandb is 'on'; expected online, offline or disabled"
+        UserError, match="tracker.wandb is 'on', expected online, offline or disabled"
     ):
         Tracker(tmp_path, TrackerConfig(wandb="on"), "a run", {})
 

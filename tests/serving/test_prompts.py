@@ -230,7 +230,7 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
             raise KeyboardInterrupt
         return both(*given, **more)
 
-    both = prompt_run._both
+    both = prompt_run._decode_both
     monkeypatch.setattr(prompt_run, "_decode_both", stopped)
     file = tmp_path / "answers.jsonl"
     cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first")

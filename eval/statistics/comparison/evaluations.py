@@ -110,6 +110,19 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part) for part in parts]
 
 
+def _describe_damage(manifest: dict[str, Any]) -> str:
+    """Return what a manifest lacks that a comparison shows; empty if it is complete."""
+    if len(manifest["inputs"]) < 2:
+        return "inputs names no target and prompts"
+    for key in ("command", "started", "git_revision"):
+        if not isinstance(manifest.get(key), str):
+            return f"{key} is {manifest.get(key)!r:.40}, expected a string"
+    versions = manifest.get("versions")
+    if not isinstance(versions, dict) or not {"torch", "transformers"} <= versions.keys():
+        return "versions does not name torch and transformers"
+    return ""
+
+
 def read_evaluation(folder: Path, label: str) -> Evaluation:
     """Read a run folder.
 
@@ -126,10 +139,8 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
             f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the "
             f"folder that eval.run printed, or a glob of such"
         )
-    if len(manifest["inputs"]) < 2:
-        raise UserError(
-            f"{folder / 'manifest.json'} is damaged: inputs names no target and prompts. {AGAIN}"
-        )
+    if damage := _describe_damage(manifest):
+        raise UserError(f"{folder / 'manifest.json'} is damaged: {damage}. {AGAIN}")
     config = read_config(folder / "config.yaml", AGAIN)
     rows = main_rows(read_rows(folder / "results.jsonl"))
     records = read_records(folder / "records.jsonl")
