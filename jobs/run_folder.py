@@ -100,8 +100,9 @@ class RunFolder:
         for path, digest in manifest["inputs"].items():
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
-                    f"{path} has changed since the run in {self.path} finished. Give another "
-                    f"output_dir=, or delete the folder to start over"
+                    f"{path} has changed since the run finished: its hash differs from the one in "
+                    f"{self.path / 'manifest.json'}. Give another output_dir=, or delete the "
+                    f"folder to start over"
                 )
         wrong = changed_artefacts(self.path, manifest) or [
             f"{artefact} is missing from a finished run"

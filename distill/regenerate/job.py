@@ -231,8 +231,9 @@ def _refuse_changed(run_folder: RunFolder) -> None:
     for path, digest in run_folder.manifest.get("inputs", {}).items():
         if hash_input(Path(path)) != digest:
             raise UserError(
-                f"{path} has changed since the run in {run_folder.path} started. Set another "
-                f"output_dir=, or delete the folder to start over"
+                f"{path} has changed since the run started: its hash differs from the one in "
+                f"{run_folder.path / 'manifest.json'}. Give another output_dir=, or delete the "
+                f"folder to start over"
             )
 
 

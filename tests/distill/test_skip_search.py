@@ -149,7 +149,7 @@ def test_bad_skips_are_named(target: Path, tmp_path: Path):
     ):
         with pytest.raises(UserError, match=words):
             decode(model, drafter, [[1, 2]], Settings())
-    with pytest.raises(UserError, match="take target.backend=native"):
+    with pytest.raises(UserError, match="Use target.backend=native"):
         decode(
             load_target(target, backend="hf"), SelfSpeculation(attention=[1]), [[1, 2]], Settings()
         )

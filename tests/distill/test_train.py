@@ -129,7 +129,7 @@ def test_a_finished_run_whose_input_changed_is_refused(tiny_target: Path, tmp_pa
     run(configured(target, tmp_path / "run"))
     config = target / "generation_config.json"
     config.write_text(config.read_text().replace("{", "{ ", 1))
-    with pytest.raises(UserError, match=r"target has changed since .* was finished with it"):
+    with pytest.raises(UserError, match=r"target has changed since .*manifest.json"):
         run(configured(target, tmp_path / "run"))
 
 
@@ -335,10 +335,10 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         ),
         (["parallel.kind=zero9", "parallel.processes=1"], "expected one of single, ddp"),
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
-        (["parallel.processes=2"], "with parallel=single; use parallel=ddp"),
+        (["parallel.processes=2"], "with parallel=single. Give parallel=ddp"),
         (
             ["data.max_length=100000"],
-            "data.max_length is 100000, the context of .* tokens: lower data.max_length",
+            "data.max_length is 100000, but the context of .* tokens: lower data.max_length",
         ),
         (["target.device=cuda:7"], "device 'cuda:7' does not exist: PyTorch finds no CUDA device"),
         (["loop.tokens_per_step=100"], "less than one row of data.max_length"),

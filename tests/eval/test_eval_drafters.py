@@ -341,7 +341,7 @@ def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path
     ("changed", "words"),
     [
         ({"batch_sizes": [1, 64]}, "too few"),
-        ({"verify": "block", "schedule": "pearl_virtual"}, "not block"),
+        ({"verify": "block", "schedule": "pearl_virtual"}, "which verify=block cannot do"),
         ({"batch_sizes": [2], "schedule": "pearl_plus_virtual"}, "one prompt at a time"),
     ],
 )

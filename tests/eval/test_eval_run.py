@@ -367,14 +367,14 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
             {"stopping": "fixed", "stopping_threshold": 0.5},
             "stopping_threshold is 0.5, but stopping 'fixed' has no threshold",
         ),
-        ({"stopping_threshold": 0.5}, "takes no threshold"),
+        ({"stopping_threshold": 0.5}, "stopping 'fixed' has no threshold"),
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),
         ({"drafters": ["/nowhere/at/all"]}, "neither a folder"),
         ({"target": TargetConfig(path="/nowhere", parallel="rows")}, "parallel 'rows' is unknown"),
         (
             {"target": TargetConfig(path="/nowhere", parallel="tp", processes=2, backend="hf")},
-            "native backend, not of hf",
+            "needs the native backend, found hf",
         ),
         (
             {"target": TargetConfig(path="/nowhere", device="cpu", parallel="tp")},
