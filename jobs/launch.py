@@ -174,8 +174,8 @@ def launch(job: str, config_file: Path, processes: int) -> None:
         first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
             f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
-            f"stopped. Its last output is above. Run the same command to resume from the last "
-            f"checkpoint"
+            f"stopped. Its last output is above. Run the same command to continue from the "
+            f"last checkpoint"
         )
 
 

@@ -294,7 +294,7 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
     assert process.returncode == 2
     assert "rank 1 of 2 was ended by SIGKILL" in words
     assert "the other ranks were stopped" in words
-    assert "run the same command to resume" in words
+    assert "Run the same command to continue" in words
     assert not (tmp_path / "drafter").exists()
 
 
