@@ -103,8 +103,8 @@ def _command(
         run_typed(single[0], job, schema, function, check)
     if failed:
         sys.exit(
-            f"error: {len(failed)} members of the sweep failed: {'; '.join(failed)}. Run the same "
-            f"command again"
+            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
+            f"same command again"
         )
 
 
