@@ -247,7 +247,7 @@ def test_a_function_says_which_tokens_may_follow(home):
         ),
         pytest.param(
             ["+experiment=pearl_case_study", "draft_model=runs/x"],
-            "benchmark_folder is empty, but experiment 'pearl_case_study' builds",
+            "benchmark_folder is empty, but experiment 'pearl_case_study' needs it. Give",
             marks=pytest.mark.long,
         ),
         pytest.param(
