@@ -55,7 +55,7 @@ class Draft(ABC):
         """The beams of a step that the next one starts from; None ends the search."""
 
     def _told(self, chances_BW: Callable[[], Tensor]) -> Sequence[Sequence[float]]:
-        """What the rows' plans are told of a step: its chances, or nothing where that would be a
+        """What the rows' plans are given of a step: its chances, or nothing where that would be a
         wait.
         """
         if not self.by_cost_B[0].reads:

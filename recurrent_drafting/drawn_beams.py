@@ -1,8 +1,8 @@
 """Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that
 leaves p / q tests exact at every node.
 
-Why they are exact there stands in decoding/drafters/trees/sampled_children.py, once for all drawn
-trees. Here a step first decides how many children each node gets, from the nodes of the steps
+Why they are exact there is explained in decoding/drafters/trees/sampled_children.py, once for all trees.
+Here a step first decides how many children each node gets, from the nodes of the steps
 before and what the head says behind them, and only then draws them, by noise that nothing else has
 used: its keys are of (seed, request, round, position, node, symbol). A node's children are the
 first of S clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019,
@@ -13,7 +13,7 @@ was drawn from these. Where top-k, top-p or min-p cut q it has no tail.
 
 Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks,
 keeps p / q exact as well (Jeon et al. 2024, arXiv 2402.14160), its last beams alone too: that a
-child is there hangs on when its clock rang and on what rang before, and when a clock rings tells
+child is there depends on when its clock rang and on what rang before, and when a clock rings tells
 nothing of whose it is. What breaks the law is any look at the children themselves: leaving out
 unlikely ones, or testing the likeliest first. The tests show both.
 
@@ -52,7 +52,7 @@ Admit = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Numbers that hang on shapes alone."""
+    """Numbers that depend on shapes alone."""
 
     counters_WX: Tensor  # of a node's noise: S clocks, and the token of its tail
     siblings: Siblings

@@ -1,8 +1,8 @@
 """How much a row drafts: how many steps, how many beams each of them starts from, and how many
 nodes are verified.
 
-A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are
-four kinds:
+A plan belongs to one row and its rounds, so a row's drafts do not depend on other rows. There
+are four kinds:
 
 - `Fixed`: all beams to the end of the budget. Where the host runs ahead of the device, their tree
   gets as much room in the target's forward as the row's last trees needed (`Room`); elsewhere its
@@ -242,8 +242,9 @@ class ByReading:
 
 
 class ByHistory:
-    """As many steps, beams and nodes as paid in the row's past rounds. It is told no chances before
-    a round is over.
+    """Plan of as many steps, beams and nodes as paid in past rounds.
+
+    It receives chances only after a round.
     """
 
     reads = False

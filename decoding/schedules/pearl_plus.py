@@ -13,8 +13,8 @@ request's own acceptance so far and of the measured costs:
 
 The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on
 until the target is done. It is chosen anew for every chunk, the schedule for every cycle. What is
-chosen hangs on verified tokens and on the clock, never on drafts that are not verified yet, so all
-rules keep their laws. With costs that are given and on the virtual clock it hangs on the tokens
+chosen depends on verified tokens and on the clock, never on unverified drafts, so all rules
+keep their laws. With costs that are given and on the virtual clock it depends on the tokens
 alone, and the same seed gives the same text under every rule.
 """
 

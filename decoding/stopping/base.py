@@ -11,7 +11,7 @@ import math
 
 from decoding.interfaces import RoundCosts, Sign, Stopping
 
-# Of a token that was looked up: no distribution stands behind it.
+# Of a token that was looked up: it has no distribution.
 UNKNOWN = Sign(confidence=0.5, entropy=math.log(2))
 
 

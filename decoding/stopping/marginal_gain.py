@@ -5,7 +5,7 @@ A node's chance to be accepted is estimated by the drafter: its path's probabili
 nodes these are the tokens that a round gains, over the milliseconds that it takes the rate that is
 maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as
 decoding/drafters/trees/ranked.py does). Estimates are trusted as far as they came true in the row's
-own rounds before. Everything is per row, so a row's output hangs on no neighbour; and nothing looks
+own rounds before. Estimates belong to a row, so its output does not depend on other rows; and nothing looks
 at a token before its chance to be tested is decided.
 """
 
@@ -149,7 +149,7 @@ class Worth:
 
     def drew(self, chances_W: Sequence[float]) -> None:
         """The children that were admitted have these chances, now that they are drawn; 0 of the
-        others. `frontier` tells how many of them the next step is to expand: that hangs on their
+        others. `frontier` tells how many of them the next step is to expand: that depends on their
         tokens, and says nothing of those of their own children.
         """
         self._decide(chances_W, self._best_rate)

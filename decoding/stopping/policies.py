@@ -1,7 +1,7 @@
 """The stopping policies by name: fixed thresholds, those that adapt, Thompson sampling, and ours,
 which weighs a token's chance against its cost.
 
-What a policy is asked, and what it may do with a drawn token, stands in decoding/stopping/base.py.
+What a policy is asked, and what it may do with a drawn token, is in decoding/stopping/base.py.
 """
 
 import math

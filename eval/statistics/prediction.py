@@ -1,4 +1,4 @@
-"""What counts and costs foretell: tokens a round, speedup, the best draft length, and whether
+"""Predictions from counts and costs: tokens a round, speedup, the best draft length, and whether
 drafting can pay at all.
 
 Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of

@@ -17,7 +17,7 @@ testing the likeliest first, taking the best nodes of the finished tree. The las
 what nodes were worth before they were drawn, too: an unlikely child leaves room in its level for
 another node's expansion, whose children may then be worth more than it and push it out, so that it
 is tested more often if it is likely. And a draw must not serve two nodes: that the second one is
-there may hang on what the first one's child is.
+there may depend on what the first one's child is.
 
 The j-th child of a node is worth the chance that it is reached and passes. A first child with
 probability q(x) passes by a chance that is taken for 0.55 + 0.4 q(x), before it is drawn for the

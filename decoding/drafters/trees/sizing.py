@@ -9,7 +9,7 @@ probabilities. Their means over past rounds say what a tree of so many levels an
 measured costs what it takes, and the size with the most expected tokens a millisecond is drafted.
 Where a step costs more the more nodes it starts from, the number of these (its frontier) is chosen
 with the size, each number by the rounds that had it. Estimates are trusted as far as they came
-true. Everything is the row's own, so its output hangs on no neighbour.
+true. Everything is the row's own, so its output does not depend on other rows.
 
 Shapes: L levels, W nodes of a level whose chances are known.
 """
