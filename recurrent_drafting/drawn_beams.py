@@ -1,7 +1,7 @@
 """Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that
 leaves p / q tests exact at every node.
 
-Why they are exact there is explained in decoding/drafters/trees/sampled_children.py, once for all trees.
+decoding/drafters/trees/sampled_children.py explains why they are exact there, for all trees.
 Here a step first decides how many children each node gets, from the nodes of the steps
 before and what the head says behind them, and only then draws them, by noise that nothing else has
 used: its keys are of (seed, request, round, position, node, symbol). A node's children are the

@@ -5,8 +5,8 @@ A node's chance to be accepted is estimated by the drafter: its path's probabili
 nodes these are the tokens that a round gains, over the milliseconds that it takes the rate that is
 maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as
 decoding/drafters/trees/ranked.py does). Estimates are trusted as far as they came true in the row's
-own rounds before. Estimates belong to a row, so its output does not depend on other rows; and nothing looks
-at a token before its chance to be tested is decided.
+own rounds before. Estimates belong to a row, so its output does not depend on other rows. Nothing
+looks at a token before its chance to be tested is decided.
 """
 
 from collections.abc import Sequence
