@@ -188,7 +188,7 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
         (
             {"verify": "block", "temperature": 1.0},
             ChainDrafter,
-            "take verify=token or coupled, not block",
+            "verify=block cannot do. Use verify=token or verify=coupled",
         ),
         ({}, ChainWithLookup, "needs a drafter that can overlap"),
         ({"schedule": "pearl_wall"}, ChainDrafter, "needs a drafter in a separate process"),
