@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_and_the_session_goes_on() -> None:
     answer = drained(session.start([5, 6, 7])).tokens
     with pytest.raises(UserError, match="prompt 0 is empty"):
         session.start([])
-    with pytest.raises(UserError, match="holds 256"):
+    with pytest.raises(UserError, match="holds at most 256"):
         session.start([5] * 256)
     more = drained(session.start([5, 6, 7, *answer, 8]))
     assert more.prefilled <= 1

@@ -173,7 +173,7 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         (
             {"use": "static_tree", "folder": "SHALLOW"},
             {"verify": "block"},
-            "take verify=token or verify=coupled",
+            "Use verify=token or verify=coupled",
         ),
         ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected an integer of at least 1"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),

@@ -212,8 +212,8 @@ def test_the_conf_for_submitit_composes(submitit: None):
 
 _MEETS = """
 import os, sys, time
-from jobs.ranks import Meeting
-meeting = Meeting()
+from jobs.ranks import RankBarrier
+meeting = RankBarrier()
 for stage in ("one", "two"):
     if meeting.rank == 0:
         time.sleep(0.5)

@@ -286,7 +286,7 @@ def test_bad_input_is_told() -> None:
         ".*beam_length",
     ):
         decode(markov(max_length=15), drafter_with(), [[1]], settings_of("greedy"))
-    with pytest.raises(UserError, match="prompt 0 has 20 tokens, but 'table' holds 20"):
+    with pytest.raises(UserError, match="prompt 0 has 20 tokens, but 'table' holds at most 20"):
         decode(markov(max_length=20), drafter_with(), [[1] * 20], settings_of("greedy"))
     with pytest.raises(UserError, match="prompt 0 is empty"):
         decode(markov(), drafter_with(), [[]], settings_of("greedy"))
