@@ -293,7 +293,9 @@ def test_bad_values_are_named() -> None:
         Settings(stop_strings=("x",))
     with pytest.raises(UserError, match="expected a tuple of nonempty strings"):
         Settings(stop_strings=("",), text_of=letters)
-    with pytest.raises(UserError, match="repetition_penalty is 0, expected a number from 0.01 to 100"):
+    with pytest.raises(
+        UserError, match="repetition_penalty is 0, expected a number from 0.01 to 100"
+    ):
         decode(target, None, [[4]], Settings(repetition_penalty=0))
     with pytest.raises(UserError, match="allowed.. allows no token after 1 tokens"):
         decode(target, None, [[4]], Settings(allowed=lambda text: []))

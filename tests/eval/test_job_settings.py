@@ -84,8 +84,14 @@ def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"repetition_penalty": NAN}, "repetition_penalty is nan, expected a number from 0.01 to 100"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected a number from 0.01 to 100"),
+        (
+            {"repetition_penalty": NAN},
+            "repetition_penalty is nan, expected a number from 0.01 to 100",
+        ),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty is 0.0, expected a number from 0.01 to 100",
+        ),
         (
             {"stop_strings": [""]},
             "stop_strings is .*, expected a tuple of nonempty strings",
