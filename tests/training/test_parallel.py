@@ -156,7 +156,7 @@ def test_a_run_may_go_on_under_another_kind(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *EACH_SORT], indirect=True)
+@pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
 def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
     """Rounded weights and gradients: losses agree to bfloat16's precision; the masters keep what
     the weights cannot hold.
