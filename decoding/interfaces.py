@@ -196,7 +196,7 @@ class RoundCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class TokenConfidence:
     """Confidence of a sampled token: its probability, and the entropy in nats if it is needed."""
 
     confidence: float
@@ -214,7 +214,7 @@ class Stopping(Protocol):
         """The most tokens to draft in the round that begins, at most `budget`."""
         ...
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
+    def more(self, depth: int, sign: TokenConfidence | None) -> bool:
         """After `depth` drawn tokens, the last with this sign: draft another?"""
         ...
 

@@ -43,7 +43,7 @@ from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
-from recurrent_drafting.plans import Plan, ladder, plan_of, width_rate, width_worth
+from recurrent_drafting.plans import Plan, best_width, ladder, plan_of, width_rate
 from recurrent_drafting.recorded import RecordedPicks
 
 
@@ -208,33 +208,28 @@ class RecurrentDrafter:
         """Decide afresh how much is drafted."""
         self._rows, self._plans_B, self._timed = rows, [], {}
 
-    def _planned(self, chooser: Chooser) -> list[Plan]:
-        """The rows' plans; made with their first round, which tells whether its beams are drawn."""
+    def _planned(self) -> list[Plan]:
+        """Return the rows' plans, made with their first round."""
         if not self._plans_B:
-            drawn, ahead = are_sampled(self.children, chooser), devices.runs_ahead(self.device)
-            self._width = self.searched(drawn)
-            sampled_picks = not drawn and chooser.tests_q
-            self._plans_B = [
-                plan_of(self._costs, self._width, ahead, sampled_picks) for _ in range(self._rows)
-            ]
+            ahead = devices.runs_ahead(self.device)
+            self._width = self.choose_width()
+            self._plans_B = [plan_of(self._costs, self._width, ahead) for _ in range(self._rows)]
         return self._plans_B
 
-    def searched(self, drawn: bool) -> int:
-        """Beams of a search, at most."""
+    def choose_width(self) -> int:
+        """Return the largest number of beams to search."""
         if self._costs is None:
             return self.beam_width
-        return min(
-            self._costs.frontier or width_worth(self._costs, self.beam_width, drawn),
-            self.beam_width,
-        )
+        width = self._costs.frontier or best_width(self._costs, self.beam_width)
+        return min(width, self.beam_width)
 
     def best_frontier(self, costs: RoundCosts) -> int:
-        """Return the number of beams that pays most, drawn or picked as those of the last draft."""
-        return width_worth(costs, self.beam_width, self._drawn)
+        """Return the number of beams with the most expected tokens per millisecond."""
+        return best_width(costs, self.beam_width)
 
     def expected_rate(self, costs: RoundCosts) -> float:
         """Return the expected tokens per millisecond with the beams of these costs."""
-        return width_rate(costs, min(costs.frontier or 1, self.beam_width), self._drawn)
+        return width_rate(costs, min(costs.frontier or 1, self.beam_width))
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -257,8 +252,7 @@ class RecurrentDrafter:
         round, not inside it.
         """
         depths_B = [
-            plan.begin(budget)
-            for plan, budget in zip(self._planned(chooser), budgets_B, strict=True)
+            plan.begin(budget) for plan, budget in zip(self._planned(), budgets_B, strict=True)
         ]
         length = max(depths_B)
         if length == 0:

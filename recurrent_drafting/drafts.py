@@ -21,13 +21,9 @@ from decoding.interfaces import Chooser, Proposal, TopRows
 from recurrent_drafting.beams import Beams, Choose, Going, Picks, Step
 from recurrent_drafting.drawn_beams import Admit, DrawnChain, Draws
 from recurrent_drafting.packed import Head
-from recurrent_drafting.plans import ByCost, Fixed, Plan
+from recurrent_drafting.plans import BeamPlan, Fixed, Plan
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
-# Greedy, a likeliest token passes more often than its probability says, and the others less:
-# chances that costs are weighed by are those of this temperature. Of 0.35, 0.6 and 1 this one was
-# the fastest (docs/experiments/2026-11-23-recurrent-head-chat24m.md).
-GREEDY_TEMPERATURE = 0.6
 # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and
 # products fill their tiles
 TOKENS_STEP = 8
@@ -43,7 +39,7 @@ class Draft(ABC):
         self.depths_B = [plan.depth for plan in plans_B]
         self.rooms_B = rooms_of(plans_B)
         # all rows or none
-        self.by_cost_B: list[ByCost] = [plan for plan in plans_B if not isinstance(plan, Fixed)]
+        self.by_cost_B: list[BeamPlan] = [plan for plan in plans_B if not isinstance(plan, Fixed)]
 
     @property
     def narrow(self) -> Callable[[Step], Going | None] | None:
@@ -148,9 +144,7 @@ def own(scores_BP: Tensor, counts_B: Sequence[int], none: float) -> Tensor:
 
 def picks(head: Head, width: int, chooser: Chooser, scored: bool) -> Picks:
     """How beams are picked under a rule."""
-    temperature = chooser.warper.temperature
-    if chooser.warper.greedy:
-        temperature = GREEDY_TEMPERATURE if scored else 1.0
+    temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
     return Picks(head, width, temperature, chooser if chooser.rule == "coupled" else None, scored)
 
 
@@ -168,9 +162,10 @@ class PickedDraft(Draft):
         scores_BW = step.scores_BW
         assert scores_BW is not None
         told = self._told(scores_BW.exp)
-        counts_B = [
-            plan.saw(chances_W) for plan, chances_W in zip(self.by_cost_B, told, strict=True)
-        ]
+        counts_B = []
+        for plan, chances_W in zip(self.by_cost_B, told, strict=True):
+            plan.add(chances_W)
+            counts_B.append(plan.start_from(chances_W))
         P = max(counts_B)
         return Going(own(scores_BW[:, :P], counts_B, float("-inf"))) if P else None
 
@@ -236,7 +231,7 @@ class DrawnDraft(Draft):
             return None
         told = self._told(lambda: scores_BW)
         counts_B = [
-            plan.drew(chances_W) for plan, chances_W in zip(self.by_cost_B, told, strict=True)
+            plan.start_from(chances_W) for plan, chances_W in zip(self.by_cost_B, told, strict=True)
         ]
         P = max(counts_B)
         if P == 0:

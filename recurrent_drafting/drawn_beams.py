@@ -36,15 +36,14 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.drafters.trees.sampled_children import CHANCE_SLOPE, LEAST_CHANCE, Siblings, chance
+from decoding.drafters.trees.sampled_children import Siblings
 from decoding.interfaces import Chooser, TopRows
 from decoding.sampling import noise
+from decoding.stopping.planner import PRIOR, chance_of
 from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
 
 CANDIDATES = 64  # of the head's likeliest tokens are symbols of their own
-# the chance of a child that is not drawn yet to fail, where all of a step's budget is drawn
-MISS = 0.35
 
 # From what the children that would be drawn are worth (B, W): which of them are (boolean).
 Admit = Callable[[Tensor], Tensor]
@@ -75,14 +74,14 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
         counters_WX = torch.arange(width * (symbols + 1), device=device).view(width, symbols + 1)
         like = torch.zeros((), dtype=dtype, device=device)
         siblings = Siblings.of(width, like)
-        passes_11 = (1 - MISS) + like[None, None]
+        passes_11 = PRIOR + like[None, None]
         tested_W = siblings.tested(passes_11)[0]
         return Constants(
             noise.scaled_ids(counters_WX),
             siblings,
             tested_W * siblings.passing(passes_11)[0],
-            tested_W * (siblings.passes_K + LEAST_CHANCE * siblings.first_K),
-            tested_W * CHANCE_SLOPE * siblings.first_K,
+            tested_W * (siblings.passes_K + chance_of(0.0) * siblings.first_K),
+            tested_W * (chance_of(1.0) - chance_of(0.0)) * siblings.first_K,
             torch.zeros(width, dtype=torch.long, device=device),
         )
 
@@ -219,13 +218,13 @@ def _weighed(
     probs_BPS: Tensor, drawn_BPW: Tensor | None, above_BP1: Tensor | None, siblings: Siblings
 ) -> tuple[Tensor, Tensor | None]:
     """The same by what the head says at each node, for costs to be weighed by."""
-    passes_BP1 = chance(probs_BPS.square().sum(-1, keepdim=True))
+    passes_BP1 = chance_of(probs_BPS.square().sum(-1, keepdim=True))
     tested_BPW = siblings.tested(passes_BP1)
     if above_BP1 is not None:
         tested_BPW = tested_BPW * above_BP1
     worth_BPW = tested_BPW * siblings.passing(passes_BP1)
     return worth_BPW, None if drawn_BPW is None else tested_BPW * siblings.passing(
-        chance(drawn_BPW)
+        chance_of(drawn_BPW)
     )
 
 
@@ -242,8 +241,8 @@ class DrawnChain:
         tokens_B1, scores_B1, admitted_B1 = tokens_B[:, None], None, None
         if self.admit is not None:
             reached_B1 = 1.0 if scores_BP is None else scores_BP
-            admitted_B1 = self.admit(reached_B1 * chance(q_BV.square().sum(-1, keepdim=True)))
-            scores_B1 = reached_B1 * chance(q_BV.gather(1, tokens_B1)) * admitted_B1
+            admitted_B1 = self.admit(reached_B1 * chance_of(q_BV.square().sum(-1, keepdim=True)))
+            scores_B1 = reached_B1 * chance_of(q_BV.gather(1, tokens_B1)) * admitted_B1
         ids_B1 = self.head.to_target_ids(tokens_B1)
         return Step(
             torch.zeros_like(ids_B1), ids_B1, scores_B1, q_BV[:, None], admitted_BW=admitted_B1

@@ -20,9 +20,9 @@ from decoding.interfaces import (
     Observation,
     Proposal,
     RoundCosts,
-    Sign,
     Stopping,
     Target,
+    TokenConfidence,
 )
 from decoding.models.folder import load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
@@ -229,13 +229,13 @@ def _counts_after(
 
 def signs(
     reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
-) -> list[Sign] | list[None]:
+) -> list[TokenConfidence] | list[None]:
     """Return what the policies read of sampled tokens, by q or else by the model's softmax."""
     if reads == "nothing":
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV
     confidence_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
     if reads == "confidence":
-        return [Sign(confidence) for confidence in confidence_B]
+        return [TokenConfidence(confidence) for confidence in confidence_B]
     entropy_B = torch.special.entr(q_BV).sum(-1).tolist()
-    return [Sign(*pair) for pair in zip(confidence_B, entropy_B)]
+    return [TokenConfidence(*pair) for pair in zip(confidence_B, entropy_B)]

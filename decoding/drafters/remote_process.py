@@ -15,7 +15,7 @@ import torch
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Sign, Stopping
+from decoding.interfaces import Stopping, TokenConfidence
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.base import Fixed
@@ -27,7 +27,7 @@ class _UntilMessage(Fixed):
     def __init__(self, least: int, pipe: Connection) -> None:
         self._least, self._pipe = least, pipe
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
+    def more(self, depth: int, sign: TokenConfidence | None) -> bool:
         return depth < self._least or not self._pipe.poll()
 
 

@@ -1,5 +1,4 @@
-"""PEARL+: per request, and from cycle to cycle, the schedule and the draft length that promise the
-most tokens a millisecond.
+"""PEARL+: for each request and cycle, the schedule with the most expected tokens per millisecond.
 
 PEARL (Liu et al. 2025, arXiv 2408.11850) spends a whole target forward on one token in pre-verify,
 and fixes its chunk. That loses to serial decoding where the drafter is fast or often wrong. Here
@@ -11,11 +10,11 @@ request's own acceptance so far and of the measured costs:
 - eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is
   drafted.
 
-The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on
-until the target is done. It is chosen anew for every chunk, the schedule for every cycle. What is
-chosen depends on verified tokens and on the clock, never on unverified drafts, so all rules
-keep their laws. With costs that are given and on the virtual clock it depends on the tokens
-alone, and the same seed gives the same text under every rule.
+The draft length is part of the choice: where the lanes overlap, the best one keeps the drafter
+busy until the target is done. It is chosen for every chunk, the schedule for every cycle. A choice
+depends on verified tokens and on the clock, never on unverified drafts, so all rules keep their
+laws. With given costs and on the virtual clock it depends on the tokens alone, and the same seed
+gives the same text under every rule.
 """
 
 from dataclasses import dataclass
@@ -27,26 +26,25 @@ from decoding.rounds.batch import OnTokens, Row
 from decoding.rounds.settings import Settings
 from decoding.schedules.pearl import LaneSeconds, Pearl
 from decoding.schedules.pearl_wall import PearlWall
+from decoding.stopping.planner import DecayedRate
 
-PRIOR, WEIGHT = 0.7, 4.0  # acceptance before anything was seen, and the tests it stands for
-SPLIT = 16.0  # tests that the acceptance of all tokens stands for in each of the two kinds
-DISCOUNT = 0.95  # of what was seen, every round
 HIGHEST = 0.995  # acceptance in the closed forms, whose cycles never end at 1
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Chances of a drafted token to pass. Acceptance comes in runs, so one number for both promises
-    too little of long chunks.
+    """Chances that a drafted token is accepted.
+
+    Acceptance comes in runs, so a single number would underestimate long chunks.
     """
 
-    first: float  # behind a token of the target's own
-    next: float  # behind one that passed
+    first: float  # after a token of the target
+    next: float  # after an accepted one
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule and its draft length, with what they promise."""
+    """A schedule, its draft length and their expected rate."""
 
     mode: str  # serial, pearl or eager
     gamma: int
@@ -54,9 +52,7 @@ class Choice:
 
 
 def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
-    """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft +
-    t_target(gamma + 1)).
-    """
+    """Return the tokens per millisecond of E(gamma) / (gamma t_draft + t_target(gamma + 1))."""
     tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
     return tokens / costs.round_ms(gamma, gamma)
 
@@ -64,10 +60,10 @@ def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
 def pearl_rate(
     chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> float:
-    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 -
-    next^gamma) post-verify rounds.
+    """Return the tokens per millisecond of PEARL's cycle.
 
-    rest_ms: what a round of two lanes takes beside them.
+    It has 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds.
+    rest_ms: the time of a round of two lanes that is in neither lane.
     """
     before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
     tokens = before + 1 / (1 - chance.next)
@@ -78,8 +74,10 @@ def pearl_rate(
 def eager_rate(
     chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> float:
-    """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's
-    first token, then post-verify rounds.
+    """Return the tokens per millisecond of the eager cycle.
+
+    A chunk is drafted alone, a round tests it and the next chunk's first token, and post-verify
+    rounds follow.
     """
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
@@ -98,8 +96,9 @@ def eager_rate(
 def choose(
     first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> dict[str, Choice]:
-    """The best draft length of each schedule at these chances; remembered, so ask in
-    round numbers.
+    """Return the best draft length of each schedule at these chances.
+
+    Results are cached, so the arguments should be rounded.
     """
     chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
     best = {}
@@ -116,36 +115,18 @@ def choose(
 
 
 def _coarse(share: float) -> float:
-    """In steps of 1/40: choices hardly differ between, and are then remembered rather than made
-    again.
-    """
+    """Return a share rounded to 1/40, so that choices are found in the cache."""
     return round(40 * share) / 40
 
 
-class Count:
-    """A running acceptance that forgets."""
-
-    def __init__(self) -> None:
-        self.passed = self.tested = 0.0
-
-    def rate(self, prior: float, weight: float) -> float:
-        """Passed over tested, with a prior that stands for `weight` tests."""
-        return (self.passed + prior * weight) / (self.tested + weight)
-
-    def add(self, passed: int, tested: int) -> None:
-        """A round's tests."""
-        self.passed = self.passed * DISCOUNT + passed
-        self.tested = self.tested * DISCOUNT + tested
-
-
 def _lanes(drafted: int, width: int, costs: RoundCosts, overlap: float) -> float:
-    """Milliseconds of both lanes: their sum less the share of the shorter one that is hidden."""
+    """Return the milliseconds of both lanes: their sum less the hidden share of the shorter one."""
     draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
     return draft_ms + target_ms - overlap * min(draft_ms, target_ms)
 
 
 class PearlPlus(Pearl):
-    """One row under the schedule that pays, with a virtual clock."""
+    """One row under the fastest schedule, on a virtual clock."""
 
     one_row = True
     overlap = 1.0  # the virtual clock's
@@ -161,14 +142,12 @@ class PearlPlus(Pearl):
         super().__init__(target, drafter, rows, settings, on_tokens)
         assert settings.costs is not None, "decoding.schedules.by_name asks for them"
         self._costs = settings.costs
-        self.overall, self.first, self.next = Count(), Count(), Count()
+        self.overall, self.first, self.next = DecayedRate(), DecayedRate(), DecayedRate()
         self.chosen: list[Choice] = []  # of all cycles
         self._deciding = 0.0  # seconds of this round
 
     def _round(self) -> None:
-        """At the start of a cycle choose; then a round as PEARL's, its states switched
-        on and off.
-        """
+        """Choose at the start of a cycle, then run a round of PEARL with its states on or off."""
         began = perf_counter()
         choices = self._choices()
         self._deciding = perf_counter() - began
@@ -177,8 +156,8 @@ class PearlPlus(Pearl):
             self.chosen.append(choice)
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
             self._fresh = True
-        # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted
-        # tokens lengthens them.
+        # A cycle keeps its schedule, but each chunk has the best length of the moment: a run of
+        # accepted tokens lengthens them.
         self._ask_for(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
         passed, tested = generation.accepted, generation.tested
@@ -186,31 +165,28 @@ class PearlPlus(Pearl):
         self._learn(generation.accepted - passed, generation.tested - tested)
 
     def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
-        """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else
-        runs meanwhile.
-        """
+        """Charge the time of the choice to the rest of the round, on the virtual clock too."""
         super()._charge(rows, steps, took, rest + self._deciding)
 
     def _learn(self, passed: int, tested: int) -> None:
-        """What a round's tests say of the request's acceptance."""
+        """Update the acceptance rates by a round's tests."""
         if not tested:
             return
         firsts = int(self._fresh)
         self._fresh = False
-        # All forget: what a choice no longer tests goes back to where it began, and is tried again
-        # some day.
-        self.overall.add(passed, tested)
-        self.first.add(min(passed, firsts), firsts)
-        self.next.add(passed - min(passed, firsts), tested - firsts)
+        # All decay: what a choice no longer tests returns to its prior, and is tried again.
+        self.overall.update(passed, tested)
+        self.first.update(min(passed, firsts), firsts)
+        self.next.update(passed - min(passed, firsts), tested - firsts)
 
     def _ask_for(self, gamma: int) -> None:
-        """The next chunk."""
+        """Set the length of the next chunk."""
         self.chunk = gamma
 
     def _choices(self) -> dict[str, Choice]:
-        """What each schedule promises this request now."""
-        overall = self.overall.rate(PRIOR, WEIGHT)
-        first, next_ = (_coarse(count.rate(overall, SPLIT)) for count in (self.first, self.next))
+        """Return the best draft length of each schedule for this request."""
+        overall = self.overall.value
+        first, next_ = (_coarse(rate.value_with(overall)) for rate in (self.first, self.next))
         return choose(
             first,
             next_,
@@ -224,24 +200,23 @@ class PearlPlus(Pearl):
         return self.overlap
 
     def _rest_ms(self) -> float:
-        """What a round of two lanes takes beside them."""
+        """Return the time of a round of two lanes that is in neither lane."""
         return max(0.0, self._costs.overhead_ms)
 
 
 class PearlPlusWall(PearlPlus, PearlWall):
-    """The same with the drafter in a worker: the overlap, and what a round takes beside its lanes,
-    are what this request has measured so far.
+    """PEARL+ with the drafter in a worker; the overlap and the rest of a round are measured.
 
-    The rest of a serial round is no measure of that: it holds the message to the worker and back,
-    which two lanes hide as far as they overlap.
+    The rest of a serial round does not measure the rest of one with two lanes: it includes the
+    message to the worker and back, which overlapping lanes hide.
 
-    A chunk that is drafted while the target verifies goes on past the length that promises most,
-    for as long as the target is not done: those tokens are free. So chunks end by the clock, which
-    greedy and coupled outputs do not see; token verification keeps the chosen length, and with it
-    the same text for the same seed and the same choices.
+    A chunk that is drafted while the target verifies continues past its best length until the
+    target is done, as these tokens are free. Chunks then end by the clock, which does not change
+    greedy and coupled outputs. Token verification keeps the chosen length, and with it the same
+    text for the same seed and choices.
 
-    Where worker and target have cores of their own, they keep them in serial cycles too: changing
-    threads costs more than such a cycle gains.
+    A worker and a target with separate cores keep them in serial cycles too: changing threads costs
+    more than such a cycle gains.
     """
 
     overlap = 0.9  # until it is measured
@@ -256,13 +231,13 @@ class PearlPlusWall(PearlPlus, PearlWall):
         return self._costs.target_ms(1) * _coarse(self._beside / self._verifying)
 
     def _ask_for(self, gamma: int) -> None:
-        """At least gamma tokens, and more while the target is busy anyway."""
+        """Ask for at least gamma tokens, and for more while the target is busy anyway."""
         beside_target = self.pre_verify or bool(self.lanes[0].tokens)
         goes_on = beside_target and self.post_verify and self.chooser.rule in ("greedy", "coupled")
         self.chunk, self.least = (None, gamma) if goes_on else (gamma, None)
 
     def open(self) -> None:
-        """As PEARL on the wall."""
+        """Open as PEARL does, and reset what is measured."""
         # seconds of lanes that ran at the same time, and of the shorter lanes
         self._hidden = self._shorter = 0.0
         # of rounds with two lanes: seconds beside them, and in the target's lane
@@ -270,7 +245,7 @@ class PearlPlusWall(PearlPlus, PearlWall):
         super().open()
 
     def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
-        """As PEARL+'s; rounds with two lanes teach the overlap and the rest."""
+        """Charge a round as PEARL+ does; rounds with two lanes measure the overlap and the rest."""
         super()._charge(rows, steps, took, rest)
         if took.draft > 0 and took.target > 0:
             self._hidden += took.draft + took.target - took.both

@@ -1,7 +1,7 @@
-"""The stopping policies by name: fixed thresholds, those that adapt, Thompson sampling, and ours,
-which weighs a token's chance against its cost.
+"""The stopping policies by name.
 
-What a policy is asked, and what it may do with a drawn token, is in decoding/stopping/base.py.
+They are fixed and adaptive thresholds, Thompson sampling, and `cost_ratio`, which compares a
+token's expected gain with its cost. decoding/stopping/base.py describes what a policy may do.
 """
 
 import math
@@ -9,13 +9,15 @@ import random
 from collections.abc import Sequence
 
 from decoding.errors import UserError
-from decoding.interfaces import RoundCosts, Sign, Stopping
-from decoding.stopping.base import Fixed, Tries
+from decoding.interfaces import RoundCosts, Stopping, TokenConfidence
+from decoding.stopping.base import Fixed
+from decoding.stopping.planner import DecayedRate, RoundPlanner, chance_of
 
 
 class Confidence(Fixed):
-    """Stop after a token whose own probability is below a threshold (Hugging Face's
-    assistant_confidence_threshold, 0.4).
+    """Policy that stops after a token whose probability is below a threshold.
+
+    It is Hugging Face's `assistant_confidence_threshold`, by default 0.4.
     """
 
     reads = "confidence"
@@ -23,14 +25,16 @@ class Confidence(Fixed):
     def __init__(self, threshold: float = 0.4) -> None:
         self.threshold = threshold
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        assert sign is not None
-        return sign.confidence >= self.threshold
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        assert token is not None
+        return token.confidence >= self.threshold
 
 
 class Assisted(Confidence):
-    """Hugging Face's assisted generation: two tokens more after a round that passed whole, one less
-    after any other, from 5 on, and its confidence threshold inside the round.
+    """Policy of Hugging Face's assisted generation, with its confidence threshold in the round.
+
+    The draft length starts at 5, grows by two after a round in which all tokens are accepted, and
+    shrinks by one after any other.
     """
 
     def __init__(self, threshold: float = 0.4) -> None:
@@ -46,8 +50,9 @@ class Assisted(Confidence):
 
 
 class _OnlineThreshold:
-    """A threshold that moves until a share `goal` of the drafted tokens is accepted (Zhang et al.
-    2024, Draft & Verify, arXiv 2309.08168, section 3.3; AdaEDL takes it over).
+    """Threshold that moves until a share `goal` of the drafted tokens is accepted.
+
+    Source: Zhang et al. 2024, Draft & Verify (arXiv 2309.08168), section 3.3; AdaEDL uses it too.
     """
 
     def __init__(self, start: float, goal: float = 0.9, step: float = 0.01) -> None:
@@ -68,9 +73,7 @@ class _OnlineThreshold:
 
 
 class AdaptiveConfidence(Fixed):
-    """Draft & Verify's rule (arXiv 2309.08168): a confidence threshold that follows the acceptance
-    rate.
-    """
+    """Draft & Verify's policy (arXiv 2309.08168): an adaptive confidence threshold."""
 
     reads = "confidence"
 
@@ -82,20 +85,19 @@ class AdaptiveConfidence(Fixed):
         self._budget = budget
         return budget
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        assert sign is not None
-        return sign.confidence >= self.online.value
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        assert token is not None
+        return token.confidence >= self.online.value
 
     def update(self, drafted: int, accepted: int) -> None:
         self.online.update(drafted, accepted, capped=drafted == self._budget)
 
 
 class Entropy(AdaptiveConfidence):
-    """AdaEDL (arXiv 2410.18351): stop once the lower bound 1 - sqrt(0.2 H(q)) of the acceptance
-    falls below a threshold.
+    """AdaEDL (arXiv 2410.18351): stop once a bound of the acceptance falls below a threshold.
 
-    The bound is of the token that was just drawn, which is kept: its forward is paid, and one more
-    row of the target is nearly free.
+    The lower bound, 1 - sqrt(0.2 H(q)), is that of the token just sampled. This token is kept: its
+    draft step is already paid for, and verifying it costs little.
     """
 
     reads = "entropy"
@@ -104,140 +106,91 @@ class Entropy(AdaptiveConfidence):
     def __init__(self, threshold: float = 0.3) -> None:
         super().__init__(threshold)
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        assert sign is not None
-        return 1 - math.sqrt(self.FACTOR * max(sign.entropy, 0.0)) >= self.online.value
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        assert token is not None
+        return 1 - math.sqrt(self.FACTOR * max(token.entropy, 0.0)) >= self.online.value
 
 
 class Thompson(Fixed):
-    """EESD's control (arXiv 2406.03853): before each token but the first draw an acceptance from
-    its Beta posterior and go on with that chance.
+    """EESD's policy (arXiv 2406.03853): Thompson sampling.
 
-    A round drafts one token at least, here as under every rule without costs; the paper asks before
-    that one too.
+    Before each token but the first it samples an acceptance rate from its Beta posterior and
+    continues with that chance. The paper also asks before the first token; here, as under every
+    policy without costs, a round drafts at least one.
     """
 
     DISCOUNT = 0.99  # of old rounds
 
     def __init__(self, key: int) -> None:
         self._random = random.Random(key)
-        self.passed = self.failed = 1.0
+        self.accepted = self.rejected = 1.0
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        return self._random.random() < self._random.betavariate(self.passed, self.failed)
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        return self._random.random() < self._random.betavariate(self.accepted, self.rejected)
 
     def update(self, drafted: int, accepted: int) -> None:
-        self.passed = 1.0 + (self.passed - 1.0) * self.DISCOUNT + accepted
-        self.failed = 1.0 + (self.failed - 1.0) * self.DISCOUNT + (accepted < drafted)
-
-
-LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability
-
-
-class Passed:
-    """Accepted over tested tokens: a prior that stands for WEIGHT tests, and what was seen, old
-    rounds forgotten by degrees.
-    """
-
-    WEIGHT = 4.0
-    # of what was seen, every round: a row that gave up drafting tries again some day
-    DISCOUNT = 0.99
-
-    def __init__(self, confidence: float = 0.5) -> None:
-        self._prior = self._passed = self.WEIGHT * (LEAST_CHANCE + CHANCE_SLOPE * confidence)
-        self._tested = self.WEIGHT
-
-    @property
-    def share(self) -> float:
-        return self._passed / self._tested
-
-    def forget(self) -> None:
-        """A round is over."""
-        self._passed = self._prior + (self._passed - self._prior) * self.DISCOUNT
-        self._tested = self.WEIGHT + (self._tested - self.WEIGHT) * self.DISCOUNT
-
-    def learn(self, passed: int, tested: int = 1) -> None:
-        self._passed += passed
-        self._tested += tested
+        self.accepted = 1.0 + (self.accepted - 1.0) * self.DISCOUNT + accepted
+        self.rejected = 1.0 + (self.rejected - 1.0) * self.DISCOUNT + (accepted < drafted)
 
 
 class CostRatio(Fixed):
-    """Ours: go on while the chance that the next token survives, over what it costs, beats the
-    tokens a millisecond so far.
+    """Our policy: draft the next token while its expected gain exceeds its cost.
 
-    Optimal stopping of a renewal-reward process: with rho the long-run rate, the k-th further token
-    is worth its P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)).
-    P(survive) is the product of acceptance
-    estimates: of a drawn token by its confidence (a count in each tenth), of the next one by the
-    running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds
-    of its rounds.
+    The gain is the chance that the token is accepted: the product of the acceptance rates of the
+    tokens so far, estimated for each tenth of confidence, and that of a draft step. The cost is its
+    time (decoding/stopping/planner.py).
     """
 
     reads = "confidence"
-    BINS = 10  # of confidence
+    TENTHS = 10
 
     def __init__(self, costs: RoundCosts) -> None:
-        self.costs = costs
-        self.passed = Passed()
-        self._by_confidence = [Passed((i + 0.5) / self.BINS) for i in range(self.BINS)]
-        self._round: list[Passed] = []  # counts of the tokens drawn in this round
+        self.planner = RoundPlanner(costs)
+        middles = [(tenth + 0.5) / self.TENTHS for tenth in range(self.TENTHS)]
+        self._by_tenth = [DecayedRate(chance_of(middle)) for middle in middles]
+        self._sampled: list[DecayedRate] = []  # the estimates of this round's tokens
         self._survival = 1.0
-        # One autoregressive step: a drafter has to beat it.
-        self._tokens, self._ms = 1.0, costs.plain_ms
 
     def limit(self, budget: int) -> int:
-        self._round, self._survival = [], 1.0
-        return budget if self._worth(0) else 0
+        """Return the budget, or 0 where drafting does not pay."""
+        self._sampled, self._survival = [], 1.0
+        return budget if self.planner.drafts() else 0
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        assert sign is not None
-        count = self._by_confidence[min(int(sign.confidence * self.BINS), self.BINS - 1)]
-        self._round.append(count)
-        self._survival *= count.share
-        return self._worth(depth)
-
-    def _worth(self, depth: int) -> bool:
-        """Is token depth + 1 worth its cost?"""
-        more_ms = self.costs.round_ms(depth + 1, depth + 1) - self.costs.round_ms(depth, depth)
-        return self._survival * self.passed.share * self._ms > self._tokens * more_ms
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        """Return whether another token gains more than it costs."""
+        assert token is not None
+        tenth = min(int(token.confidence * self.TENTHS), self.TENTHS - 1)
+        self._sampled.append(self._by_tenth[tenth])
+        self._survival *= self._by_tenth[tenth].value
+        return self.planner.step_gain(self._survival, 1, depth) > 0
 
     def update(self, drafted: int, accepted: int) -> None:
-        for count in (self.passed, *self._by_confidence):
-            count.forget()
-        tested = min(accepted + 1, drafted)
-        for depth, count in enumerate(self._round[:tested]):
-            self.passed.learn(depth < accepted)
-            count.learn(depth < accepted)
-        self._tokens += accepted + 1
-        self._ms += self.costs.round_ms(drafted, drafted)
+        """Learn the acceptance rates and what the round cost."""
+        for depth, rate in enumerate(self._sampled[: min(accepted + 1, drafted)]):
+            rate.update(depth < accepted, 1.0)
+        self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
 
 
 class CostRatioByRound(Fixed):
-    """The same decision before the round, from past rounds alone: the length with the most expected
-    tokens a millisecond at the running acceptance.
+    """The same decision before the round, by the acceptance rate of past rounds.
 
-    For devices that the host runs ahead of, where a confidence costs a wait, and for batches, whose
-    rounds are as long as their longest draft (`RoundCosts.rows`).
+    For devices that the host runs ahead of, where reading a confidence is a wait, and for batches,
+    whose rounds are as long as their longest draft.
     """
 
     def __init__(self, costs: RoundCosts) -> None:
-        self.costs, self.passed, self._tries = costs, Passed(), Tries(costs)
+        self.planner = RoundPlanner(costs)
 
     def limit(self, budget: int) -> int:
-        length = max(range(budget + 1), key=self._rate)
-        return length * self._tries(length > 0)
-
-    def _rate(self, length: int) -> float:
-        """Expected tokens a millisecond of a round with this draft length."""
-        tokens = sum(self.passed.share**depth for depth in range(length + 1))
-        return tokens / self.costs.round_ms(length, length)
+        """Return the draft length with the most expected tokens per millisecond."""
+        return self.planner.chain_length(budget)
 
     def update(self, drafted: int, accepted: int) -> None:
-        self.passed.forget()
-        self.passed.learn(accepted, min(accepted + 1, drafted))
+        """Learn the acceptance rate."""
+        self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
 
 
-# Policies that read what was drawn: on a GPU each drafted token waits for the device.
+# Policies that read each sampled token: on a GPU each one waits for the device.
 EAGER: dict[str, type[Confidence | AdaptiveConfidence | Entropy]] = {
     "confidence": Confidence,
     "assisted": Assisted,
@@ -254,11 +207,11 @@ def make_stopping(
     costs: RoundCosts | None,
     per_token: bool = True,
 ) -> list[Stopping]:
-    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold:
-    None takes the policy's own;
-    per_token: whether `cost_ratio` may look at drawn tokens (of several rows it never does).
+    """Return a policy for each row.
 
-    Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
+    keys_B: the keys of (seed, request), for policies that draw random numbers. threshold: None for
+    the policy's default. per_token: whether `cost_ratio` may read sampled tokens; with several rows
+    it never does. Raises UserError for an unknown name, and for `cost_ratio` without costs.
     """
     given = {} if threshold is None else {"threshold": threshold}
     if name in EAGER:

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Sequence
 
 from decoding.interfaces import RoundCosts
+from decoding.stopping.planner import best_prefix
 
 Path = tuple[int, ...]
 MOST_NODES = 64
@@ -19,11 +20,10 @@ RANKS = 10  # predictions of a head that a tree may hold
 
 
 def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[Path, float]]:
-    """Return the `nodes` most valuable nodes with their values, best first, parents before
-    children.
+    """Return the `nodes` most valuable nodes with their values, best first.
 
-    accuracy_KR: for each head the accuracy of its R likeliest tokens. Equal values are taken in the
-    order of their paths.
+    Parents come before their children, equal values in the order of their paths. accuracy_KR: for
+    each head the accuracy of its R likeliest tokens.
     """
     first = accuracy_KR[0]
     waiting: list[tuple[float, Path]] = [
@@ -52,18 +52,18 @@ def choose_tree(
     grown = grow_tree(accuracy_KR, most)
     if costs is None:
         return [path for path, _ in grown]
-    best, best_rate, expected = 0, 1 / costs.plain_ms, 1.0
-    for size, (_, value) in enumerate(grown, start=1):
-        expected += value
-        rate = expected / costs.drafted_ms(costs.t_draft_ms, size)
-        if rate > best_rate:
-            best, best_rate = size, rate
-    return [path for path, _ in grown[:best]]
+
+    def round_ms(nodes: int) -> float:
+        return costs.drafted_ms(costs.t_draft_ms, nodes) if nodes else costs.plain_ms
+
+    size, _ = best_prefix((value for _, value in grown), round_ms)
+    return [path for path, _ in grown[:size]]
 
 
 def default_tree(num_heads: int) -> list[Path]:
-    """Return a tree for heads without measured accuracies: a chain of best tokens, and two
-    alternatives at each depth.
+    """Return a tree for heads without measured accuracies.
+
+    It is a chain of best tokens with two alternatives at each depth.
     """
     chain = [(0,) * depth for depth in range(1, num_heads + 1)]
     others = [(0,) * (depth - 1) + (rank,) for depth in range(1, num_heads + 1) for rank in (1, 2)]

@@ -93,7 +93,7 @@ class AllBeams(RecurrentDrafter):
     a chain of drawn ones.
     """
 
-    def searched(self, drawn: bool) -> int:
+    def choose_width(self) -> int:
         return self.beam_width
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.trees import sampled
-from decoding.drafters.trees.budgets import DrawnBySize, DrawnByWorth
-from decoding.drafters.trees.candidates import NONE
+from decoding.drafters.trees.budgets import GrowingBudget, PlannedBudget
+from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.drafters.trees.sampled import DrawnGraph, DrawnTree
-from decoding.drafters.trees.sampled_children import Draws, worths
+from decoding.drafters.trees.sampled import SampledGraph, SampledTree
+from decoding.drafters.trees.sampled_children import ChildSampler, child_chances
 from decoding.drafters.trees.static import StaticTree
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Proposal, RoundCosts
@@ -31,6 +31,7 @@ from decoding.sampling import token_chooser
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
+from decoding.stopping.planner import chance_of
 from tests.support.host_waits import models
 from tests.support.many_requests import without_collector
 from tests.support.tiny_targets import random_prompts
@@ -49,36 +50,40 @@ def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the children that could be had the likeliest are, and tested first, as picked ones are."""
 
     def looking(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
-        return drawn_BPK.log(), worths(q_BPV, drawn_BPK)[1]
+        return drawn_BPK.log(), child_chances(q_BPV, drawn_BPK)[1]
 
-    monkeypatch.setattr(sampled, "worths", looking)
+    monkeypatch.setattr(sampled, "child_chances", looking)
 
 
 def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked
     ones is cut.
     """
-    level, proposal, reached = DrawnTree._level, DrawnTree.proposal, list[Tensor]()
+    level, proposal, reached = SampledTree._level, SampledTree.proposal, list[Tensor]()
 
-    def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor]:
+    def noting(self: SampledTree, *given: Tensor) -> tuple[int, Tensor]:
         first, reached_BM = level(self, *given)
         if first == 0:
             reached.clear()
         reached.append(reached_BM)
         return first, reached_BM
 
-    def cut(self: DrawnTree, ahead: bool) -> Proposal:
+    def cut(self: SampledTree, ahead: bool) -> Proposal:
         order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
         self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
     def likely(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
-        return worths(q_BPV, drawn_BPK)[0], drawn_BPK.log()
+        return child_chances(q_BPV, drawn_BPK)[0], drawn_BPK.log()
 
-    monkeypatch.setattr(sampled, "worths", likely)
-    monkeypatch.setattr(RankedTree, "_drawn_budget", lambda self, rows: DrawnBySize(rows, 12, 3))
-    monkeypatch.setattr(DrawnTree, "_level", noting)
-    monkeypatch.setattr(DrawnTree, "proposal", cut)
+    monkeypatch.setattr(sampled, "child_chances", likely)
+    monkeypatch.setattr(
+        RankedTree,
+        "_budget_for",
+        lambda self, drawn, rows: PlannedBudget(rows, 12, 3, None, drawn),
+    )
+    monkeypatch.setattr(SampledTree, "_level", noting)
+    monkeypatch.setattr(SampledTree, "proposal", cut)
 
 
 @pytest.mark.parametrize("broken", [by_what_was_drawn, best_of_the_finished_tree])
@@ -104,7 +109,7 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
     repeats a sibling and has no probability.
     """
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
-    draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
+    draws = ChildSampler(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
     tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
     first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
     drawn_BPK = probs_BPK > 0
@@ -160,14 +165,14 @@ def test_what_a_child_is_worth() -> None:
     mean, then by its own probability.
     """
     q_BPV = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
-    worth_BPK, reached_BPK = worths(q_BPV, q_BPV)
-    mean = 0.55 + 0.4 * 0.38
-    later = [(1 - mean) * 0.15, (1 - mean) * 0.85 * 0.075]
+    worth_BPK, reached_BPK = child_chances(q_BPV, q_BPV)
+    mean = chance_of(0.38)
+    later = [(1 - mean) * 0.15, (1 - mean) * 0.85 * 0.1]
     assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, *later, 0.0])
-    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.75, *later, 0.0])
-    worth_BPK, reached_BPK = worths(q_BPV, q_BPV[:, :, [1, 0]])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([chance_of(0.5), *later, 0.0])
+    worth_BPK, reached_BPK = child_chances(q_BPV, q_BPV[:, :, [1, 0]])
     assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, later[0]])
-    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.67, later[0]])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([chance_of(0.3), later[0]])
 
 
 TREES: dict[str, Callable[[str], Drafter]] = {
@@ -193,13 +198,13 @@ def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """Of all drawn trees that grow while a test runs."""
     made: list[Proposal] = []
-    original = DrawnTree.proposal
+    original = SampledTree.proposal
 
-    def noted(self: DrawnTree, ahead: bool) -> Proposal:
+    def noted(self: SampledTree, ahead: bool) -> Proposal:
         made.append(original(self, ahead))
         return made[-1]
 
-    monkeypatch.setattr(DrawnTree, "proposal", noted)
+    monkeypatch.setattr(SampledTree, "proposal", noted)
     return made
 
 
@@ -240,14 +245,14 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
     """Two nodes of a graph have children from one row of candidates, by numbers of their own; the
     model saw one of the two.
     """
-    trees: list[DrawnGraph] = []
-    original = DrawnGraph.grow
+    trees: list[SampledGraph] = []
+    original = SampledGraph.grow
 
-    def grow(self: DrawnGraph) -> None:
+    def grow(self: SampledGraph) -> None:
         trees.append(self)
         original(self)
 
-    monkeypatch.setattr(DrawnGraph, "grow", grow)
+    monkeypatch.setattr(SampledGraph, "grow", grow)
     drafter = GraphDrafter(model=draft_table(), frontier=4, max_nodes=40, match=0)
     settings = Settings(max_new_tokens=8, num_draft_tokens=4, temperature=1.0)
     decode(target_table(), drafter, [PROMPT] * 20, settings)
@@ -273,7 +278,7 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
     """
     budgets = {}
     for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
-        budget = DrawnBySize(1, 6, 3)
+        budget = PlannedBudget(1, 6, 3, None, sampled=True)
         for _ in range(40):
             (depth,) = budget.begin([5])
             levels = list[int]()
@@ -281,14 +286,17 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
                 reached = chances[0] ** len(levels)
                 levels.append(budget.admit(reached * torch.tensor([chances]))[0])
             assert len(levels) == depth and sum(levels) <= 6 and levels[0] <= 3
-            (told_BLW,) = budget.asks()
+            readback = budget.readback(CandidateTree.none(1, torch.device("cpu"), torch.float32))
+            assert readback is not None
+            (told_BLW,) = readback(torch.empty(0))
             budget.learn([told_BLW.tolist()], [1])
         budgets[name] = levels
     assert len(budgets["sure"]) == 5 and budgets["even"][:2] == [3, 3]
 
 
 def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() -> None:
-    budget = DrawnByWorth(2, 4, RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)))
+    costs = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5))
+    budget = GrowingBudget(2, 4, costs, sampled=True)
     assert budget.begin([6, 0]) == [6, 0]
     assert budget.admit(torch.tensor([[0.9, 0.02, 0.0], [0.9, 0.02, 0.0]])) == [1, 0]
     assert budget.more()

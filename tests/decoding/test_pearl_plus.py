@@ -219,7 +219,7 @@ def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
         while batch.rows:
             batch.round()
         assert isinstance(batch, PearlPlus)
-        seen.append(batch.overall.rate(0.5, 1.0))
+        seen.append(batch.overall.value)
         gammas.append(max(choice.gamma for choice in batch.chosen[5:] or batch.chosen))
     assert seen[0] > seen[1]
     assert gammas[0] >= gammas[1]

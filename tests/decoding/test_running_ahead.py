@@ -153,14 +153,14 @@ def test_cost_ratio_by_the_round() -> None:
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
         policy.update(4, 4)
-    assert policy.passed.share > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
+    assert policy.planner.acceptance.value > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
     for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
         policy.update(4, 0)
-    assert policy.passed.share < 0.05 and policy.limit(4) == 0
+    assert policy.planner.acceptance.value < 0.05 and policy.limit(4) == 0
     # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
     for _ in range(600):
         policy.update(4, 1)
-    assert policy.passed.share == pytest.approx(0.5, abs=0.02)
+    assert policy.planner.acceptance.value == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
 
 

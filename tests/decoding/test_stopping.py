@@ -12,7 +12,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
-from decoding.interfaces import Drafter, RoundCosts, Sign
+from decoding.interfaces import Drafter, RoundCosts, TokenConfidence
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import usual_stopping
@@ -110,10 +110,10 @@ def test_assisted_grows_by_two_and_shrinks_by_one() -> None:
 
 
 def test_confidence_and_entropy_read_the_drawn_token() -> None:
-    assert Confidence(0.4).more(1, Sign(0.41))
-    assert not Confidence(0.4).more(1, Sign(0.39))
-    assert Entropy(0.3).more(1, Sign(0.9, 0.1))  # 1 - sqrt(0.2 * 0.1) = 0.86
-    assert not Entropy(0.3).more(1, Sign(0.9, 3.0))  # 1 - sqrt(0.6) = 0.23
+    assert Confidence(0.4).more(1, TokenConfidence(0.41))
+    assert not Confidence(0.4).more(1, TokenConfidence(0.39))
+    assert Entropy(0.3).more(1, TokenConfidence(0.9, 0.1))  # 1 - sqrt(0.2 * 0.1) = 0.86
+    assert not Entropy(0.3).more(1, TokenConfidence(0.9, 3.0))  # 1 - sqrt(0.6) = 0.23
 
 
 def test_thompson_goes_on_as_often_as_tokens_pass() -> None:
@@ -129,15 +129,15 @@ def test_cost_ratio_weighs_survival_against_cost() -> None:
     assert CostRatio(DEAR).limit(8) == 0, "a draft step of five target steps never pays"
     cheap = CostRatio(CHEAP)
     assert cheap.limit(8) == 8
-    assert all(cheap.more(depth, Sign(0.95)) for depth in range(1, 8)), (
+    assert all(cheap.more(depth, TokenConfidence(0.95)) for depth in range(1, 8)), (
         "steps that cost nothing are worth little hope"
     )
     fair = CostRatio(FAIR)
     fair.limit(8)
     lengths = [
-        next(d for d in range(1, 20) if not fair.more(d, Sign(c)))
+        next(d for d in range(1, 60) if not fair.more(d, TokenConfidence(c)))
         for c in (0.05, 0.95)
-        if fair.limit(20)
+        if fair.limit(60)
     ]
     assert lengths[0] < lengths[1]
 
@@ -147,7 +147,7 @@ def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> 
     assert policy.limit(8) > 0
     for _ in range(30):
         if policy.limit(8):
-            policy.more(1, Sign(0.9))
+            policy.more(1, TokenConfidence(0.9))
             policy.update(1, 0)
         else:
             policy.update(0, 0)

@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters.trees.budgets import (
-    DrawnBudget,
-    PickedBudget,
-    PickedByNumber,
-    PickedBySize,
-    PickedByWorth,
-)
-from decoding.drafters.trees.candidates import NONE, Seen
+from decoding.drafters.trees.budgets import GrowingBudget, PlannedBudget
+from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import RoundCosts
 from decoding.sampling.token_chooser import TokenChooser
@@ -40,9 +34,9 @@ def test_a_number_of_nodes_is_counted_or_left_open() -> None:
     """
     grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
     for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
-        budget = PickedByNumber(3, ahead)
+        budget = PlannedBudget(3, 3, 2, None, sampled=False, ahead=ahead)
         assert budget.begin([2, 2, 0]) == [2, 2, 0]
-        budget.saw(grown[0], grown[0])
+        budget.grow(grown[0], grown[0])
         assert budget.depths_B == [2, 2, 0]
         assert budget.settle(*grown) == expected
 
@@ -52,7 +46,7 @@ def test_sizes_of_picked_trees_come_from_the_rounds_before() -> None:
     drafted.
     """
     for chance, accepted, expected in ((1.0, 5, [1] * 5), (0.0, 0, [])):
-        budget = PickedBySize(1, 6, COSTS)
+        budget = PlannedBudget(1, 6, 4, COSTS, sampled=False)
         for _ in range(40):
             (depth,) = budget.begin([5])
             told = torch.tensor([[[chance, 0.0, 0.0]] * depth], dtype=torch.float64)
@@ -62,24 +56,26 @@ def test_sizes_of_picked_trees_come_from_the_rounds_before() -> None:
 
 
 def test_sizes_ask_for_the_chances_of_each_level() -> None:
-    seen = Seen.none(1, torch.device("cpu"), torch.float64)
+    seen = CandidateTree.none(1, torch.device("cpu"), torch.float64)
     for level, chances in ((1, [0.5, 0.3]), (2, [0.1, 0.4])):
         seen.levels = level
         nowhere = torch.zeros(1, 2, dtype=torch.long)
         seen.add(nowhere, nowhere - 1, scores(chances)[0], nowhere + level)
-    (told_BLW,) = PickedBySize(1, 2, COSTS).asks(seen)(torch.empty(0))
+    readback = PlannedBudget(1, 2, 2, COSTS, sampled=False).readback(seen)
+    assert readback is not None
+    (told_BLW,) = readback(torch.empty(0))
     assert told_BLW.tolist()[0] == [pytest.approx([0.5, 0.3]), pytest.approx([0.4, 0.1])]
 
 
 def test_a_picked_tree_ends_where_another_level_costs_more_than_it_gains() -> None:
     """Of what it saw as many nodes are proposed as promise most."""
-    budget = PickedByWorth(2, 4, COSTS)
+    budget = GrowingBudget(2, 4, COSTS, sampled=False)
     assert budget.begin([6, 0]) == [6, 0]
     sure, _ = scores([0.9, 0.02], [0.9, 0.02])
-    budget.saw(sure, sure[:, :1])
+    budget.grow(sure, sure[:, :1])
     assert budget.depths_B == [6, 0]
     unsure, _ = scores([0.05, 0.01], [0.9, 0.9])
-    budget.saw(unsure, unsure[:, :1])
+    budget.grow(unsure, unsure[:, :1])
     assert budget.depths_B == [2, 0]
     assert budget.settle(*scores([0.9, 0.02, 0.05, 0.01], [0.0] * 4)) == [1, 0]
     budget.select([0])
@@ -93,7 +89,7 @@ def test_a_budget_lasts_as_long_as_its_batch() -> None:
     """
     drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
     drafter.open([prompt], None, 32)
-    for rule, kind in (("token", DrawnBudget), ("token", DrawnBudget), ("greedy", PickedBudget)):
+    for rule in ("token", "token", "greedy"):
         chooser = TokenChooser(
             Warper(0.0 if rule == "greedy" else 1.0), rule, 0, 5, torch.device("cpu")
         )
@@ -101,8 +97,8 @@ def test_a_budget_lasts_as_long_as_its_batch() -> None:
         drafter.propose([prompt], [2], [Fixed()], chooser)
         drafter.rollback([1])
         made.append(drafter._budget)
-        assert isinstance(made[-1], kind)
+        assert made[-1] is not None and made[-1].sampled == (rule == "token")
     assert made[0] is made[1]
     drafter.resume(prompt, 0, None)
     drafter.propose([prompt], [2], [Fixed()], chooser)
-    assert isinstance(drafter._budget, PickedBudget) and drafter._budget is not made[-1]
+    assert drafter._budget is not None and drafter._budget is not made[-1]

@@ -4,8 +4,8 @@ try again, wide trees where that is what pays.
 
 import pytest
 
-from decoding.drafters.trees.sizing import TreeSize
 from decoding.interfaces import RoundCosts
+from decoding.stopping.planner import PRIOR, WEIGHT, AheadPlanner
 
 CHEAP = RoundCosts(0.05, (1.0, 1.01, 1.02, 1.03))
 DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4))
@@ -14,13 +14,14 @@ WIDTH, DEPTH, MOST = 4, 3, 8
 
 def after(
     costs: RoundCosts, chances_LW: list[list[float]], accepted: list[int], rounds: int = 60
-) -> tuple[TreeSize, list[list[int]]]:
+) -> tuple[AheadPlanner, list[list[int]]]:
     """A row whose every tree looks the same; accepted: tokens by levels drafted. Its sizes round by
     round.
     """
-    size, sizes = TreeSize(costs, WIDTH), []
+    size, sizes = AheadPlanner(costs, WIDTH, MOST), []
     for _ in range(rounds):
-        sizes.append(size.choose(DEPTH, MOST))
+        size.begin(DEPTH)
+        sizes.append(size.levels)
         size.learn(chances_LW[: len(sizes[-1])], accepted[len(sizes[-1])])
     return size, sizes
 
@@ -47,12 +48,15 @@ def test_promises_that_never_come_true_end_drafting_until_it_is_tried_again() ->
 
 
 def test_a_size_keeps_to_its_limits() -> None:
-    size = TreeSize(CHEAP, WIDTH)
-    assert size.choose(0, MOST) == []
+    size = AheadPlanner(CHEAP, WIDTH, 3)
+    assert size.begin(0) == 0
     size.learn([], 0)
-    assert sum(size.choose(5, 3)) == 3
+    assert size.begin(5) and size.nodes == 3
     size.learn([[0.5]] * 5, 1)  # of a vocabulary of one token
-    assert size.choose(5, 3)
+    assert size.begin(5)
+    narrow = AheadPlanner(CHEAP, WIDTH, MOST, branching=1)
+    narrow.begin(5)
+    assert set(narrow.levels) == {1}
 
 
 @pytest.mark.parametrize(("most_ms", "expected"), [(0.051, 4), (2.0, 1)])
@@ -61,48 +65,34 @@ def test_steps_start_from_as_many_beams_as_paid(most_ms: float, expected: int) -
     all levels below.
     """
     costs = RoundCosts(most_ms, (1.0, 1.0, 1.0), t_draft_by_frontier_ms=((1, 0.05), (4, most_ms)))
-    size, beams = TreeSize(costs, WIDTH, frontiers=(1, 2, 4)), []
+    size, beams = AheadPlanner(costs, WIDTH, 12, frontiers=(1, 2, 4)), []
     for _ in range(60):
-        chosen = size.choose(DEPTH, 12)
+        size.begin(DEPTH)
         beams.append(size.frontier)
+        chosen = size.levels
         assert sum(chosen) <= 12
-        size.learn([[0.24] * 4, *[[0.24] * size.frontier] * 2][: len(chosen)], min(1, len(chosen)))
+        level = [0.24] * size.frontier
+        size.learn([[0.24] * 4, *[level] * 2][: len(chosen)], min(1, len(chosen)))
     assert beams[-30:].count(expected) > 20
-
-
-def test_a_number_of_beams_is_judged_by_the_rounds_that_had_it() -> None:
-    """The first level is the same whatever goes on from it; what was not tried is thought of as of
-    the best paths through so many.
-    """
-    size = TreeSize(CHEAP, WIDTH, frontiers=(1, 4))
-    first, one = size._chances(2, 1)
-    assert size._chances(2, 4)[0] == first
-    assert one == pytest.approx([first[0] * x for x in first])
-    size.choose(2, 8)
-    size.chosen, size.frontier = [1, 1], 1
-    size.learn([[0.5, 0.4, 0.0, 0.0], [0.3, 0.1, 0.0, 0.0]], 1)
-    after = {beams: size._chances(2, beams) for beams in (1, 4)}
-    assert after[1][0] == after[4][0] != first
-    assert after[1][1][0] == pytest.approx((4 * after[1][0][0] ** 2 + 0.3) / 5)
-    assert after[4][1][0] == pytest.approx(after[4][0][0] ** 2), "never tried"
 
 
 def test_unseen_levels_follow_the_seen_ones() -> None:
     """At first and later on: the likeliest paths, if every token's chances are those of the first
     level; and no node is likelier than its parent.
     """
-    size, a = TreeSize(CHEAP, 6), TreeSize.FIRST
-    first, second, third = size._chances(3)
+    size, a = AheadPlanner(CHEAP, 6), PRIOR
+    first, second, third = size.expected_chances(3, 6)
     assert first == pytest.approx([a * (1 - a) ** rank for rank in range(6)])
     pairs = sorted((x * y for x in first for y in first), reverse=True)
     assert second == pytest.approx(pairs[:6])
     assert third == pytest.approx(sorted((x * y for x in second for y in first), reverse=True)[:6])
-    size.choose(1, 6)
+    size.levels = [1]
     size.learn([[0.1] + [0.0] * 5], 0)
-    first, second, third = size._chances(3)
-    assert first[0] == pytest.approx((4 * a + 0.1) / 5)
-    assert second[0] == pytest.approx(first[0] ** 2)
+    first, second = size.expected_chances(2, 1)
+    assert first[0] == pytest.approx((WEIGHT * a + 0.1) / (WEIGHT + 1))
+    assert second == pytest.approx([first[0] * x for x in first]), "one node is expanded"
     for _ in range(30):
-        size.chosen = [1, 1]
+        size.levels = [1, 1]
         size.learn([[0.2] * 6, [1.0] * 6], 0)
-    assert max(size._chances(2)[1]) == size._chances(2)[0][0]
+    first, second = size.expected_chances(2, 6)
+    assert max(second) == first[0]

@@ -11,8 +11,7 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.stopping.base import Tries
-from decoding.stopping.marginal_gain import Worth
+from decoding.stopping.planner import Backoff, StepPlanner
 from decoding.stopping.policies import make_stopping
 
 from .law_3 import target_table
@@ -63,8 +62,8 @@ def test_rows_of_a_batch_try_again_together() -> None:
     for rows, expected in ((4, {32}), (1, {21, 30})):
         again = set()
         for gave_up, sees_fit in ((3, 21), (9, 30)):
-            tries = Tries(replace(CHEAP, rows=rows))
-            drafted = [n for n in range(50) if tries(n < gave_up or n >= sees_fit)]
+            backoff = Backoff(rows)
+            drafted = [n for n in range(50) if backoff.drafts(n < gave_up or n >= sees_fit)]
             assert drafted[:gave_up] == list(range(gave_up)) and drafted[-1] == 49
             again.add(drafted[gave_up])
         assert again == expected
@@ -100,52 +99,44 @@ def test_trees_of_a_batch_are_sized_by_the_rounds_before(
 
 
 def test_a_step_goes_on_from_the_nodes_that_are_worth_it() -> None:
-    """As many as gain more tokens than their share of a step costs; the first step starts from the
-    tip and is charged so.
-    """
+    """As many as gain more tokens than their share of a step costs."""
     flat, steep = (
         replace(CHEAP, t_draft_by_frontier_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
         for most in (0.011, 3.0)
     )
     for costs, expected in ((flat, 4), (steep, 1)):
-        worth = Worth(costs)
-        worth.saw([0.2, 0.5, 0.1, 0.15])
-        assert (worth.frontier, worth.ended) == (expected, False)
-        assert worth._draft_ms == pytest.approx(0.01)
-        worth.saw([0.5, 0.1, 0.1, 0.1])
-        assert worth._draft_ms == pytest.approx(0.01 + costs.step_ms(expected))
-    drawn = Worth(steep)
-    assert sum(drawn.admit([0.4, 0.3, 0.3, 0.2])) == 4
-    drawn.drew([0.05, 0.9, 0.05, 0.0])
-    assert drawn.frontier == 1
-    drawn.drew([0.0, 0.0, 0.0, 0.0])
-    assert drawn.ended and drawn.frontier == 0
+        planner = StepPlanner(costs)
+        assert planner.begin(4) == 4
+        chances = [0.2, 0.5, 0.1, 0.15]
+        planner.add(chances)
+        assert planner.start_from(chances) == planner.frontier == expected
+        assert planner.continues
+    sampled = StepPlanner(steep)
+    sampled.begin(4)
+    assert sampled.admit([0.4, 0.3, 0.3, 0.2]) == 4
+    assert sampled.start_from([0.05, 0.9, 0.05, 0.0]) == 1
+    assert sampled.start_from([0.0, 0.0, 0.0, 0.0]) == 0 and not sampled.continues
 
 
 def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
-    worth = Worth(CHEAP, most=3)
-    worth.saw([0.9, 0.5, 0.1, 0.0], mass=1.4)
-    assert worth.best()[0] == [0, 1, 2]
-    assert worth.settle([0.1, 0.9, 0.8, 0.7, 0.0]) == 3
-    assert worth.best()[0] == [1, 2, 3]
-    steep = Worth(replace(CHEAP, t_target_ms=(1.0, 1.1, 9.0)))
-    steep.saw([0.9, 0.5])
+    planner = StepPlanner(CHEAP, most=3)
+    planner.begin(4)
+    planner.add([0.9, 0.5, 0.1, 0.0])
+    assert planner.nodes == 3
+    assert planner.settle([0.1, 0.9, 0.8, 0.7, 0.0]) == 3
+    steep = StepPlanner(replace(CHEAP, t_target_ms=(1.0, 1.1, 9.0)))
+    steep.begin(4)
     assert steep.settle([0.9, 0.5]) == 1
 
 
-def test_patience_is_how_long_hope_outlives_failures() -> None:
-    """A row whose hope stands for one round gives up behind a failure or two; with more of it a few
-    later.
-    """
+def test_a_row_gives_up_after_failures_and_tries_again() -> None:
+    """Hope outlives a few failures, and none gives up for good."""
     costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
-    drafted: dict[float, list[int]] = {}
-    for patience in (1.0, 4.0):
-        worth, drafted[patience] = Worth(costs, patience=patience), []
-        for number in range(300):
-            if worth.drafts():
-                drafted[patience].append(number)
-                worth.saw([0.5])
-            worth.learn(0)
-    assert drafted[1.0][:2] == [0, 2] and drafted[1.0][2] > 50
-    assert drafted[4.0][:5] == [0, 1, 2, 3, 4]
-    assert 2 < len(drafted[1.0]) < len(drafted[4.0]) / 2 < 15, "none gives up for good"
+    planner, drafted = StepPlanner(costs), []
+    for number in range(400):
+        if planner.begin(1):
+            drafted.append(number)
+            planner.add([0.5])
+        planner.learn(None, 0)
+    assert drafted[:3] == [0, 1, 2]
+    assert 3 < len(drafted) < 40 and drafted[-1] > 200

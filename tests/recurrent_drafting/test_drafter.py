@@ -16,7 +16,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Proposal, RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.stopping.marginal_gain import Worth
+from decoding.stopping.planner import StepPlanner
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -235,13 +235,13 @@ def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
     """A lookup before the drafter (decoding/drafters/with_lookup.py) gains tokens that the head
     never promised.
     """
-    worth = Worth(CHEAP)
-    worth.learn(4)
-    assert worth.trust == 1.0
-    worth.saw([0.9])
-    worth.best()
-    worth.learn(1)
-    assert worth.trust > 1.0, "what it promised for less came true"
+    planner = StepPlanner(CHEAP)
+    planner.learn(None, 4)
+    assert planner.trust == 1.0
+    planner.begin(4)
+    planner.add([0.9])
+    planner.learn(None, 1)
+    assert planner.trust > 1.0, "what it promised for less came true"
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:

@@ -70,7 +70,7 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None
         (dear, WIDTH, 1),
         (dear, 1, 1),
     ):
-        assert plans.width_worth(costs, most, children == "sampled") == width
+        assert plans.best_width(costs, most) == width
         drafter = RecurrentDrafter(
             head=knowing_head(target), beam_width=most, children=children, by_cost=True
         )
@@ -201,9 +201,7 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
 def test_a_width_promises_by_its_costs() -> None:
     """A chain where trees are dear, a tree where they cost nothing."""
     for costs, wide in ((FLAT, True), (STEEP, False)):
-        assert (
-            plans.width_rate(costs, WIDTH, drawn=False) > plans.width_rate(costs, 1, drawn=False)
-        ) == wide
+        assert (plans.width_rate(costs, WIDTH) > plans.width_rate(costs, 1)) == wide
 
 
 CHEAP = RoundCosts(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
@@ -211,13 +209,11 @@ CHAIN = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
 DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4, 1.6, 1.8))
 
 
-def lengths(
-    costs: RoundCosts, passes: float, rounds: int = 300, sampled_picks: bool = False
-) -> list[int]:
+def lengths(costs: RoundCosts, passes: float, rounds: int = 300) -> list[int]:
     """Of a chain whose tokens pass so often, in order: as many of each draft as that share says,
     carried over.
     """
-    plan, found, owed = plans.plan_of(costs, 1, ahead=False, sampled_picks=sampled_picks), [], 0.0
+    plan, found, owed = plans.plan_of(costs, 1, ahead=False), [], 0.0
     for _ in range(rounds):
         depth = plan.begin(4)
         owed += sum(passes**step for step in range(1, depth + 1))
@@ -254,11 +250,6 @@ def test_rows_of_a_batch_try_again_together() -> None:
     ]
     given_up = next(at for at in range(len(tries)) if tries[at] != at)
     assert given_up < len(tries) and all(round_ % 16 == 0 for round_ in tries[given_up:])
-
-
-def test_sampled_picks_are_given_up_at_once() -> None:
-    usual, picks = (sum(lengths(CHEAP, 0.0, 60, sampled_picks=which)) for which in (False, True))
-    assert 0 < picks < usual
 
 
 def test_a_long_draft_is_timed_at_a_few_widths() -> None:

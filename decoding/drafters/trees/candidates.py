@@ -15,7 +15,7 @@ NONE = float("-inf")  # the score of what is not to be tested
 
 
 @dataclass
-class Seen:
+class CandidateTree:
     """Nodes level after level, parents before children. Scores are log path probabilities."""
 
     tokens_BM: Tensor
@@ -35,10 +35,10 @@ class Seen:
         self.depths_BM = torch.cat((self.depths_BM, depths_BP), 1)
 
     @staticmethod
-    def none(rows: int, device: torch.device, dtype: torch.dtype) -> "Seen":
+    def none(rows: int, device: torch.device, dtype: torch.dtype) -> "CandidateTree":
         """No nodes yet."""
         whole = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return Seen(whole, whole, torch.empty(rows, 0, dtype=dtype, device=device), whole)
+        return CandidateTree(whole, whole, torch.empty(rows, 0, dtype=dtype, device=device), whole)
 
     def down_to(self, depths_B: list[int]) -> Tensor:
         """Scores (B, M) of the nodes down to each row's depth; NONE for the others."""

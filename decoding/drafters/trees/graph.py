@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 from decoding import devices
-from decoding.drafters.trees.budgets import DrawnBudget, PickedBudget
-from decoding.drafters.trees.candidates import NONE, Seen
+from decoding.drafters.trees.budgets import PlannedBudget
+from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.drafters.trees.graph_device import DeviceGraph
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.drafters.trees.sampled import DrawnGraph, Run
-from decoding.drafters.trees.sampled_children import Draws, are_sampled
+from decoding.drafters.trees.sampled import Run, SampledGraph
+from decoding.drafters.trees.sampled_children import ChildSampler, are_sampled
 from decoding.errors import UserError
 from decoding.interfaces import Chooser, Proposal, Stopping
 
@@ -88,16 +88,20 @@ class GraphDrafter(RankedTree):
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def _new_tree(
-        self, draws: Draws, run: Run, budget: DrawnBudget, sequences_B: Sequence[Sequence[int]]
-    ) -> DrawnGraph:
+        self,
+        draws: ChildSampler,
+        run: Run,
+        budget: PlannedBudget,
+        sequences_B: Sequence[Sequence[int]],
+    ) -> SampledGraph:
         graph = DeviceGraph(sequences_B, self.match, draws.levels, draws.chooser.device)
-        return DrawnGraph(draws, run, self.frontier, budget, graph)
+        return SampledGraph(draws, run, self.frontier, budget, graph)
 
     def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
         weak_BPK = scores_BPK < scores_BPK[:, :, :1] + self._least_sibling
         return super()._kept(scores_BPK, above_BP).masked_fill(weak_BPK, NONE)
 
-    def _expandable(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+    def _expandable(self, seen: CandidateTree, first: int, scores_BPK: Tensor) -> Tensor:
         if self._on_device is not None:
             closed_BP = self._on_device.merge(seen, first) | (
                 scores_BPK.flatten(1) < self._least_leaf
@@ -105,7 +109,7 @@ class GraphDrafter(RankedTree):
             return seen.scores_BM[:, first:].masked_fill(closed_BP, NONE)
         return seen.scores_BM[:, first:].masked_fill(self._closed(seen, first, scores_BPK), NONE)
 
-    def _closed(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+    def _closed(self, seen: CandidateTree, first: int, scores_BPK: Tensor) -> Tensor:
         """Which of the nodes from `first` on are not expanded: unlikely ones, and those that are
         merged here.
         """
@@ -130,7 +134,7 @@ class GraphDrafter(RankedTree):
                     closed_P[node - first] = True
         return devices.tensor(closed_BP, seen.scores_BM.device)
 
-    def _pick(self, seen: Seen, budget: PickedBudget) -> Proposal:
+    def _pick(self, seen: CandidateTree, budget: PlannedBudget) -> Proposal:
         if self._on_device is not None:
             return super()._pick(self._on_device.unrolled(seen, self.max_nodes), budget)
         added = [self._unrolled(seen, b, depth) for b, depth in enumerate(budget.depths_B)]
@@ -145,7 +149,9 @@ class GraphDrafter(RankedTree):
             seen.add(whole[0], whole[1], devices.tensor(scores, device, dtype), whole[2])
         return super()._pick(seen, budget)
 
-    def _unrolled(self, seen: Seen, row: int, depth: int) -> list[tuple[int, int, float, int]]:
+    def _unrolled(
+        self, seen: CandidateTree, row: int, depth: int
+    ) -> list[tuple[int, int, float, int]]:
         """(token, parent, score, depth) of the copies that merged nodes get, parents first."""
         merged = self._merged[row]
         if not merged:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.drafters.trees.candidates import NONE, Seen
+from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.interfaces import ancestors
 
 # in place of a token, before the beginning of a text; in place of a node, where there is none
@@ -47,7 +47,7 @@ class DeviceGraph:
         # not merged.
         self._turns_BM = self.twins_BM = torch.empty(rows, 0, dtype=torch.long, device=device)
 
-    def merge(self, seen: Seen, first: int) -> Tensor:
+    def merge(self, seen: CandidateTree, first: int) -> Tensor:
         """Compare the nodes from `first` on, likelier ones first; which of them (B, P) were merged
         with one that came before.
         """
@@ -70,14 +70,14 @@ class DeviceGraph:
         self.twins_BM = torch.cat((self.twins_BM, torch.where(merged_BP, twins_BP, own_P)), 1)
         return merged_BP
 
-    def unrolled(self, seen: Seen, most: int) -> Seen:
+    def unrolled(self, seen: CandidateTree, most: int) -> CandidateTree:
         """The tree of all paths through the graph, of each level its `most` likeliest nodes."""
         B, M = seen.scores_BM.shape
         above_BM = F.pad(seen.scores_BM, (1, 0)).gather(1, seen.parents_BM + 1)
         real_BM = seen.scores_BM > NONE
         steps_BM = torch.where(real_BM, seen.scores_BM - above_BM, NONE)
         children_BMK = _children(seen)
-        tree = Seen.none(B, seen.scores_BM.device, seen.scores_BM.dtype)
+        tree = CandidateTree.none(B, seen.scores_BM.device, seen.scores_BM.dtype)
         tree.levels = seen.levels
         # Nodes of the graph, and of the tree: the tip.
         at_BC = places_BC = torch.full((B, 1), NOTHING, device=seen.scores_BM.device)
@@ -106,7 +106,7 @@ class DeviceGraph:
         return tree
 
 
-def _children(seen: Seen) -> Tensor:
+def _children(seen: CandidateTree) -> Tensor:
     """The children (B, M + 1, K) of the tip and of every node, NOTHING where there are none.
 
     A level has K children of each of its parents, one parent's after another's, so a node's place

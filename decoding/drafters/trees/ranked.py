@@ -29,18 +29,10 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.trees.budgets import (
-    DrawnBudget,
-    DrawnBySize,
-    DrawnByWorth,
-    PickedBudget,
-    PickedByNumber,
-    PickedBySize,
-    PickedByWorth,
-)
-from decoding.drafters.trees.candidates import NONE, Seen
-from decoding.drafters.trees.sampled import DrawnTree, Run
-from decoding.drafters.trees.sampled_children import Draws, are_sampled, check_kind
+from decoding.drafters.trees.budgets import GrowingBudget, PlannedBudget
+from decoding.drafters.trees.candidates import NONE, CandidateTree
+from decoding.drafters.trees.sampled import Run, SampledTree
+from decoding.drafters.trees.sampled_children import ChildSampler, are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -87,7 +79,7 @@ class RankedTree(ChainDrafter):
         self.costs: RoundCosts | None = None
         self._ahead = False
         # of the opened batch, from its first round on
-        self._budget: DrawnBudget | PickedBudget | None = None
+        self._budget: PlannedBudget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """What nodes and levels are weighed by, where `by_cost` is set."""
@@ -120,49 +112,43 @@ class RankedTree(ChainDrafter):
         """The tree of each row, at most as deep as its budget; rows beyond this model's own context
         get none.
         """
-        budget = self._budget_for(are_sampled(self.children, chooser), len(sequences_B))
+        sampled = are_sampled(self.children, chooser)
+        budget = self._budget_for(sampled, len(sequences_B))
         depths_B = budget.begin(self._within_context(sequences_B, budgets_B))
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
-        if isinstance(budget, PickedBudget):
+        if not sampled:
             return self._pick(self._grow(logits_BV, budget, chooser), budget)
-        draws = Draws(chooser, logits_BV, max(depths_B))
+        draws = ChildSampler(chooser, logits_BV, max(depths_B))
         tree = self._new_tree(draws, partial(self._run, chooser), budget, sequences_B)
         tree.grow()
         return tree.proposal(self._ahead)
 
-    def _budget_for(self, drawn: bool, rows: int) -> DrawnBudget | PickedBudget:
-        """What sizes the batch's trees. The rule of a round decides whether children are drawn, so
-        the budget is made in the first round.
+    def _budget_for(self, sampled: bool, rows: int) -> PlannedBudget:
+        """Return what sizes the batch's trees.
+
+        It is made in the first round, as the verification rule of a round decides whether children
+        are sampled. Costs size a tree before it grows where reading it is a wait, and in a batch,
+        which is as wide as its widest tree.
         """
-        if self._budget is None or isinstance(self._budget, DrawnBudget) != drawn:
-            self._budget = self._drawn_budget(rows) if drawn else self._picked_budget(rows)
+        if self._budget is None or self._budget.sampled != sampled:
+            if self.costs is None or self._ahead or self.costs.rows > 1:
+                self._budget = PlannedBudget(
+                    rows, self.max_nodes, self.frontier, self.costs, sampled, self._ahead
+                )
+            else:
+                self._budget = GrowingBudget(rows, self.max_nodes, self.costs, sampled)
         return self._budget
 
-    @property
-    def _by_past(self) -> bool:
-        """Whether costs size a tree before it grows: where a look at it costs a wait, and in a
-        batch, which is as wide as its widest.
-        """
-        return self._ahead or (self.costs is not None and self.costs.rows > 1)
-
-    def _drawn_budget(self, rows: int) -> DrawnBudget:
-        if self.costs is None or self._by_past:
-            return DrawnBySize(rows, self.max_nodes, self.frontier, self.costs)
-        return DrawnByWorth(rows, self.max_nodes, self.costs)
-
-    def _picked_budget(self, rows: int) -> PickedBudget:
-        if self.costs is None:
-            return PickedByNumber(self.max_nodes, self._ahead)
-        if self._by_past:
-            return PickedBySize(rows, self.max_nodes, self.costs)
-        return PickedByWorth(rows, self.max_nodes, self.costs)
-
     def _new_tree(
-        self, draws: Draws, run: Run, budget: DrawnBudget, sequences_B: Sequence[Sequence[int]]
-    ) -> DrawnTree:
-        return DrawnTree(draws, run, self.frontier, budget)
+        self,
+        draws: ChildSampler,
+        run: Run,
+        budget: PlannedBudget,
+        sequences_B: Sequence[Sequence[int]],
+    ) -> SampledTree:
+        return SampledTree(draws, run, self.frontier, budget)
 
     def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
         """The model's logits after the last ones of these nodes."""
@@ -182,11 +168,11 @@ class RankedTree(ChainDrafter):
         if self._budget is not None:
             self._budget.select(rows)
 
-    def _grow(self, logits_BV: Tensor, budget: PickedBudget, chooser: Chooser) -> Seen:
+    def _grow(self, logits_BV: Tensor, budget: PlannedBudget, chooser: Chooser) -> CandidateTree:
         """All nodes seen, as deep as the budget lets the trees grow."""
         B, K, device = len(logits_BV), self.frontier, logits_BV.device
         logits_BPV = logits_BV[:, None]
-        seen = Seen.none(B, device, logits_BV.dtype)
+        seen = CandidateTree.none(B, device, logits_BV.dtype)
         above_BP = torch.zeros(B, 1, dtype=logits_BV.dtype, device=device)
         in_seen_BP = in_model_BP = torch.full((B, 1), -1, device=device)
         fed_BN, fed_parents_BN = in_seen_BP[:, :0], in_model_BP[:, :0]
@@ -207,7 +193,7 @@ class RankedTree(ChainDrafter):
             top = self._expandable(seen, first, best.values).topk(
                 min(K, scores_BP.shape[1]), dim=-1
             )
-            budget.saw(seen.scores_BM[:, first:], top.values)
+            budget.grow(seen.scores_BM[:, first:], top.values)
             if d + 1 >= max(budget.depths_B):
                 break
             above_BP, in_seen_BP = top.values, first + top.indices
@@ -225,11 +211,11 @@ class RankedTree(ChainDrafter):
         """Path scores of the children; -inf for those that are not to be tested."""
         return scores_BPK + above_BP[:, :, None]
 
-    def _expandable(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+    def _expandable(self, seen: CandidateTree, first: int, scores_BPK: Tensor) -> Tensor:
         """Path scores of the nodes from `first` on; -inf for those that are not to be expanded."""
         return seen.scores_BM[:, first:]
 
-    def _pick(self, seen: Seen, budget: PickedBudget) -> Proposal:
+    def _pick(self, seen: CandidateTree, budget: PlannedBudget) -> Proposal:
         """The likeliest nodes of each row; a parent is never less likely than its child."""
         scores_BM = seen.down_to(budget.depths_B)
         order = scores_BM.sort(descending=True, stable=True)
@@ -238,7 +224,7 @@ class RankedTree(ChainDrafter):
         counts_B = torch.minimum(real_B, devices.tensor(places_B, real_B.device))
         tokens_BN, parents_BN, _ = seen.kept(order.indices, counts_B, max(places_B))
         return Proposal(
-            tokens_BN, places_B, parents_BN, None, seen.levels, readback=budget.asks(seen)
+            tokens_BN, places_B, parents_BN, None, seen.levels, readback=budget.readback(seen)
         )
 
     def time_step(self, frontier: int = 1) -> None:

@@ -19,24 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.drafters.trees.budgets import DrawnBudget
-from decoding.drafters.trees.candidates import NONE, Seen
+from decoding.drafters.trees.budgets import PlannedBudget
+from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.drafters.trees.graph_device import DeviceGraph
-from decoding.drafters.trees.sampled_children import Draws, worths
+from decoding.drafters.trees.sampled_children import ChildSampler, child_chances
 from decoding.interfaces import Proposal
 
 # tokens, parents, n: logits of the last n of these nodes behind the tip
 Run = Callable[[Tensor, Tensor, int], Tensor]
 
 
-class DrawnTree:
+class SampledTree:
     """One round's tree."""
 
-    def __init__(self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget) -> None:
+    def __init__(self, draws: ChildSampler, run: Run, frontier: int, budget: PlannedBudget) -> None:
         """frontier: nodes of a level that are expanded, and children that each gets at most."""
         self.draws, self.run, self.frontier, self.budget = draws, run, frontier, budget
         tip_B1 = draws.tips()
-        self.seen = Seen.none(len(tip_B1), tip_B1.device, draws.dtype)
+        self.seen = CandidateTree.none(len(tip_B1), tip_B1.device, draws.dtype)
         # The number of the distribution that a node's children are drawn from; 0, the tip's, stands
         # for none.
         self._rows_BM = self._fed_BN = self._fed_parents_BN = self.seen.tokens_BM
@@ -60,7 +60,7 @@ class DrawnTree:
         q_BPV = self.draws.q(rows_BP)
         tokens_BPK, probs_BPK = self._draw(q_BPV)
         K = tokens_BPK.shape[2]
-        worth_BPK, reached_BPK = worths(q_BPV, probs_BPK)
+        worth_BPK, reached_BPK = child_chances(q_BPV, probs_BPK)
         # Siblings stay in their order: a later one is worth less, and equal ones keep their places.
         best = (worth_BPK + above_BP[:, :, None]).flatten(1).sort(descending=True, stable=True)
         counts_B = [
@@ -131,16 +131,20 @@ class DrawnTree:
         proposal = Proposal(
             tokens_BN, counts_B, parents_BN, q_BNV, len(self._counts), siblings=self.frontier
         )
-        asked = self.budget.asks()
-        proposal.readback = (lambda _: asked) if asked else None
+        proposal.readback = self.budget.readback(self.seen)
         return proposal
 
 
-class DrawnGraph(DrawnTree):
+class SampledGraph(SampledTree):
     """A drawn tree whose equal nodes are expanded once."""
 
     def __init__(
-        self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget, graph: DeviceGraph
+        self,
+        draws: ChildSampler,
+        run: Run,
+        frontier: int,
+        budget: PlannedBudget,
+        graph: DeviceGraph,
     ) -> None:
         super().__init__(draws, run, frontier, budget)
         self.graph = graph

@@ -48,12 +48,9 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Chooser
+from decoding.stopping.planner import chance_of, sibling_chance
 
 KINDS = ("top_k", "sampled")
-# an untried first child's chance to pass, by its probability
-LEAST_CHANCE, CHANCE_SLOPE = 0.55, 0.4
-# of a second child, where the first failed; the j-th of later ones has a j-th of it
-SECOND_CHANCE = 0.15
 
 
 def check_kind(children: str, drafter: str) -> str:
@@ -74,11 +71,6 @@ def are_sampled(children: str, chooser: Chooser) -> bool:
     return children == "sampled" and chooser.tests_q
 
 
-def chance(q: Tensor) -> Tensor:
-    """The chance of a first child to pass, before anything was seen, by its probability."""
-    return LEAST_CHANCE + CHANCE_SLOPE * q
-
-
 @dataclass(frozen=True, slots=True)
 class Siblings:
     """Of K children of a node: the chances of the later ones, whatever their probabilities are. The
@@ -92,10 +84,11 @@ class Siblings:
     @classmethod
     def of(cls, count: int, like: Tensor) -> "Siblings":
         """In the dtype and on the device of `like`."""
-        later = torch.arange(count, dtype=torch.float64)
-        passes_K = torch.where(later > 0, SECOND_CHANCE / later.clamp(min=1), 0.0)
-        rest_K = torch.cat((torch.ones(1), (1 - passes_K).cumprod(0)))[:count].where(later > 0, 0.0)
-        return cls(*(each.to(like) for each in (passes_K, rest_K, (later == 0).double())))
+        later = torch.arange(count) > 0
+        chances = [0.0, *(sibling_chance(place) for place in range(1, count))]
+        passes_K = torch.tensor(chances[:count], dtype=torch.float64)
+        rest_K = torch.cat((torch.ones(1), (1 - passes_K).cumprod(0)))[:count].where(later, 0.0)
+        return cls(*(each.to(like) for each in (passes_K, rest_K, (~later).double())))
 
     def tested(self, first_BP1: Tensor) -> Tensor:
         """(B, P, K): the chance to come to be tested, if the first passes by `first_BP1`."""
@@ -108,7 +101,7 @@ class Siblings:
         return torch.addcmul(self.passes_K, first_BPX, self.first_K)
 
 
-class Draws:
+class ChildSampler:
     """The draws of one round. The drafter's distributions are numbered: 0 is behind the tip, the
     others in the order they were added.
     """
@@ -151,16 +144,16 @@ class Draws:
         return self.chooser.draw_children(q_BPV, min(count, q_BPV.shape[2]), level, first)
 
 
-def worths(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+def child_chances(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithms (B, P, K), given that the node is reached, of what each child is worth before it
     is drawn, and of the chance that it passes once its probability `drawn_BPK` is known; both
     include that its earlier siblings fail. -inf where there is no token left to draw.
     """
-    mean_BP1 = chance(q_BPV.square().sum(-1, keepdim=True))
+    mean_BP1 = chance_of(q_BPV.square().sum(-1, keepdim=True))
     siblings, none_BPK = Siblings.of(drawn_BPK.shape[2], drawn_BPK), drawn_BPK <= 0
     tested_BPK = siblings.tested(mean_BP1)
     worth_BPK = (tested_BPK * siblings.passing(mean_BP1)).log()
-    reached_BPK = (tested_BPK * siblings.passing(chance(drawn_BPK))).log()
+    reached_BPK = (tested_BPK * siblings.passing(chance_of(drawn_BPK))).log()
     return worth_BPK.masked_fill(none_BPK, float("-inf")), reached_BPK.masked_fill(
         none_BPK, float("-inf")
     )

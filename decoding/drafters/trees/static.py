@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.trees.sampled_children import Draws, are_sampled, check_kind
+from decoding.drafters.trees.sampled_children import ChildSampler, are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 
@@ -81,7 +81,9 @@ class StaticTree(ChainDrafter):
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
         logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
         draws = (
-            Draws(chooser, logits_BPV[:, 0], depth) if are_sampled(self.children, chooser) else None
+            ChildSampler(chooser, logits_BPV[:, 0], depth)
+            if are_sampled(self.children, chooser)
+            else None
         )
         level: list[tuple[int, ...]] = [()]
         tokens: list[Tensor] = []
@@ -117,7 +119,7 @@ class StaticTree(ChainDrafter):
             torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings
         )
 
-    def _sample_children(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
+    def _sample_children(self, draws: ChildSampler, depth: int, nodes: int, count: int) -> Tensor:
         """Sample `count` children (B, P, K) of each node of the latest level."""
         first = self.width(depth - 1) + 1 if depth else 0
         rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)

@@ -1,0 +1,404 @@
+"""The planner of rounds: whether a request drafts, how long a chain is, and how a tree grows.
+
+Every decision compares tokens with milliseconds. The costs of a round are measured, and the chances
+of acceptance are estimated from the rounds of the request itself, so the output of a row depends
+neither on its neighbors nor on earlier requests. There are two kinds of decisions:
+
+- Before a round, the planner maximizes the expected tokens per millisecond of the round
+  (`best_prefix`), with the mean chances of past rounds.
+- While a round drafts, a further draft step or node pays if it is expected to gain more tokens than
+  the request gains in the same time: optimal stopping of a renewal-reward process. For trees it is
+  OPT-Tree with costs (Wang et al. 2024, arXiv 2406.17276).
+
+No decision reads a sampled token before the chance that this token is tested has been settled.
+
+Shapes: L levels, W nodes of a level.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from decoding.interfaces import RoundCosts
+
+# The neutral start of every estimate: an acceptance rate that is usual for trained drafters, with
+# the weight of a few tests, so that a request replaces it within its first rounds.
+PRIOR = 0.7
+WEIGHT = 6.0
+DECAY = 0.99  # of what was observed, at every update
+RETRY_EVERY = 16  # rounds between the retries of a batch
+
+Chance = TypeVar("Chance", float, Tensor)
+
+
+class DecayedRate:
+    """Ratio of two running sums that forget old rounds, with a prior that stays."""
+
+    def __init__(self, prior: float = PRIOR, weight: float = WEIGHT) -> None:
+        """prior: the ratio before any update. weight: the denominator that the prior counts as."""
+        self.prior, self.weight = prior, weight
+        self._gained = self._spent = 0.0
+
+    @property
+    def value(self) -> float:
+        """The estimate."""
+        return self.value_with(self.prior)
+
+    def value_with(self, prior: float) -> float:
+        """Return the estimate with another prior of the same weight."""
+        return (self.weight * prior + self._gained) / (self.weight + self._spent)
+
+    def update(self, gained: float, spent: float) -> None:
+        """Add a round. An update by zeros brings the estimate closer to its prior."""
+        self._gained = self._gained * DECAY + gained
+        self._spent = self._spent * DECAY + spent
+
+
+class Backoff:
+    """Rule that pauses drafting while it does not pay.
+
+    A single row resumes as soon as its estimates, which return to their priors, promise a gain. The
+    rows of a batch resume in the same rounds, because one row's draft makes the round of all rows
+    longer.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._every = RETRY_EVERY if rows > 1 else 1
+        self._round, self._paused = -1, False
+
+    def drafts(self, pays: bool) -> bool:
+        """Return whether the row drafts in the round that begins. Call it once a round."""
+        self._round += 1
+        self._paused = not pays or (self._paused and self._round % self._every != 0)
+        return not self._paused
+
+
+def chance_of(probability: Chance) -> Chance:
+    """Return the chance that a token is accepted, given its probability under the drafter.
+
+    It is the neutral start before any test: a token that the drafter is sure of is accepted, and
+    one that it is unsure of half as often as usual. Estimates of the request then correct it.
+    """
+    return probability * (1 - PRIOR / 2) + PRIOR / 2
+
+
+def sibling_chance(place: int) -> float:
+    """Return the chance that a later sibling is accepted, once those before it were rejected.
+
+    place: 1 for the second sibling, 2 for the third. What the first one leaves is shared out.
+    """
+    return (1 - PRIOR) / (place + 1)
+
+
+def best_prefix(chances: Iterable[float], round_ms: Callable[[int], float]) -> tuple[int, float]:
+    """Return how many first nodes give the most expected tokens per millisecond, and that rate.
+
+    chances: for each node, the chance that it is accepted. round_ms: the time of a round in which
+    this many nodes are verified. Of equal rates the smaller number wins.
+    """
+    tokens, best, most = 1.0, 0, 1 / round_ms(0)
+    for count, chance in enumerate(chances, 1):
+        tokens += chance
+        rate = tokens / round_ms(count)
+        if rate > most:
+            best, most = count, rate
+    return best, most
+
+
+class RoundPlanner:
+    """Decisions of one request, by its costs and its past rounds."""
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs = costs
+        self.acceptance = DecayedRate()  # of draft steps: accepted over tested
+        # Drafting is tried at first unless it loses even with an accepted token in every round.
+        first_ms = costs.round_ms(1, 1)
+        self._drafting_rate = DecayedRate(2 / first_ms, WEIGHT * first_ms)
+        self._backoff = Backoff(costs.rows)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond of this request, with drafts or without, whichever is more."""
+        return max(self._drafting_rate.value, 1 / self.costs.plain_ms)
+
+    def drafts(self) -> bool:
+        """Return whether the request drafts in the round that begins. Call it once a round."""
+        return self._backoff.drafts(self._drafting_rate.value > 1 / self.costs.plain_ms)
+
+    def chain_length(self, budget: int) -> int:
+        """Return the draft length with the most expected tokens per millisecond, 0 if none pays.
+
+        Call it once a round.
+        """
+        accepted = self.acceptance.value
+        chances = (accepted**depth for depth in range(1, budget + 1))
+        length, _ = best_prefix(chances, lambda length: self.costs.round_ms(length, length))
+        return length if self._backoff.drafts(length > 0) else 0
+
+    def step_gain(self, reached: float, frontier: int, nodes: int) -> float:
+        """Return the tokens that another draft step gains beyond those that its time is worth.
+
+        reached: the chance that one of the nodes that the step starts from is accepted. frontier:
+        their number. nodes: the nodes that are verified without this step.
+        """
+        verify_ms = self.costs.target_ms(nodes + 2) - self.costs.target_ms(nodes + 1)
+        more_ms = self.costs.step_ms(frontier) + verify_ms
+        return reached * self.acceptance.value - self.rate * more_ms
+
+    def learn_round(self, steps: int, accepted: int, ms: float) -> None:
+        """Update the estimates by a round of `steps` draft steps that took `ms` milliseconds.
+
+        In a round without a draft they come closer to their priors, whatever was accepted: another
+        drafter may have proposed it.
+        """
+        if not steps:
+            accepted, ms = 0, 0.0
+        self._drafting_rate.update((1 + accepted) * bool(steps), ms)
+        self.acceptance.update(accepted, min(accepted + 1, steps))
+
+
+class StepPlanner(RoundPlanner):
+    """Decisions that are made after each draft step, by the chances of the nodes so far.
+
+    A chance is the drafter's estimate. It is trusted as far as earlier estimates came true.
+    """
+
+    reads = True  # the chances of a step are read on the host
+
+    def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
+        """most: the largest number of nodes to verify."""
+        super().__init__(costs)
+        self.most = most
+        self._trust = DecayedRate(1.0)  # accepted tokens over the sum of estimated chances
+        self.depth = 0  # draft steps of this round at most
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = self.nodes = 0  # of this round: steps taken, nodes verified
+        self.frontier = 1  # nodes that the next step starts from, the likeliest; 0 ends the draft
+        self._chances: list[float] = []
+        self._draft_ms = 0.0
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens over the sum of estimated chances."""
+        return self._trust.value
+
+    @property
+    def continues(self) -> bool:
+        """Whether another step is taken."""
+        return self.frontier > 0 and self.steps < self.depth
+
+    def begin(self, budget: int) -> int:
+        """Begin a round and return how many steps it has at most; 0 if drafting does not pay."""
+        self._clear()
+        self.depth = budget if self.drafts() else 0
+        return self.depth
+
+    def add(self, chances_W: Sequence[float]) -> None:
+        """Add the nodes of a step with their chances; a draft that has ended ignores them."""
+        if not self.continues:
+            return
+        self._take_step()
+        self._chances += chances_W
+        self.settle(self._chances)
+
+    def settle(self, chances_M: Sequence[float]) -> int:
+        """Return how many of all these nodes are verified, the likeliest first.
+
+        A parent is never less likely than its child, so paths stay complete.
+        """
+        self._chances = sorted(chances_M, reverse=True)
+        self.nodes = self._count_that_pays(self._chances[: self.most], 0)
+        return self.nodes
+
+    def admit(self, chances_W: Sequence[float]) -> int:
+        """Return how many children a step samples, the likeliest first; all of them are verified.
+
+        chances_W: of each child that could be sampled, estimated before it is.
+        """
+        if not self.continues:
+            return 0
+        self._take_step()
+        room = None if self.most is None else self.most - self.nodes
+        ranked = sorted((chance for chance in chances_W if chance > 0), reverse=True)[:room]
+        count = self._count_that_pays(ranked, self.nodes)
+        self.nodes += count
+        self._chances += ranked[:count]
+        if count == 0 or self.nodes == self.most:
+            self.frontier = 0
+        return count
+
+    def start_from(self, chances_W: Sequence[float]) -> int:
+        """Return how many of these nodes the next step starts from, the likeliest first.
+
+        With 0 the draft ends. The chances may depend on sampled tokens, which carry no information
+        about the tokens of their own children.
+        """
+        if not self.continues:
+            return 0
+        best, reached, self.frontier = 0.0, 0.0, 0
+        for count, chance in enumerate(sorted(chances_W, reverse=True), 1):
+            reached += self.trust * chance
+            gain = self.step_gain(reached, count, self.nodes)
+            if gain > best:
+                best, self.frontier = gain, count
+        return self.frontier
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """End the round and update the estimates."""
+        drafted = self.steps > 0
+        expected = sum(sorted(self._chances, reverse=True)[: self.nodes])
+        self._trust.update(accepted * drafted, expected)
+        self.learn_round(self.steps, accepted, self.costs.drafted_ms(self._draft_ms, self.nodes))
+        self._clear()
+
+    def _take_step(self) -> None:
+        self.steps += 1
+        self._draft_ms += self.costs.step_ms(self.frontier)
+
+    def _count_that_pays(self, chances: Sequence[float], verified: int) -> int:
+        """Return how many first nodes gain most, after `verified` others.
+
+        The draft is already paid for, so at least one node is verified in all.
+        """
+        without_ms, tokens, rate = self.costs.target_ms(verified + 1), 0.0, self.rate
+        best, count = 0.0 if verified else float("-inf"), 0
+        for number, chance in enumerate(chances, 1):
+            tokens += self.trust * chance
+            gain = tokens - rate * (self.costs.target_ms(verified + number + 1) - without_ms)
+            if gain > best:
+                best, count = gain, number
+        return count
+
+
+class AheadPlanner(RoundPlanner):
+    """Decisions that are made before a round, by the chances that past rounds reported.
+
+    For devices that the host runs ahead of, where reading a step is a wait, and for batches, whose
+    rounds are as wide as their widest tree. The chances are read after the round, with the accepted
+    lengths. Of each level the mean chance of each rank is kept, given that the level before was
+    reached. A level without rounds is expected to branch as the first one does.
+    """
+
+    reads = False
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        width: int,
+        most: int | None = None,
+        branching: int | None = None,
+        frontiers: Sequence[int] = (),
+    ) -> None:
+        """width: W. most: nodes of a tree, None for all. branching: children of a node, None for W.
+
+        frontiers: the numbers of nodes that steps may start from; by default all.
+        """
+        super().__init__(costs)
+        self.width, self.most, self.branching = width, most, branching or width
+        self._frontiers = tuple(frontiers) or (width,)
+        self._trust = DecayedRate(1.0)
+        self._shares_LW: list[list[DecayedRate]] = []
+        self._first = [PRIOR * (1 - PRIOR) ** rank for rank in range(width)]
+        self.frontier = self._frontiers[-1]  # of every step but the first
+        self.levels: list[int] = []  # nodes of each level of this round's tree
+        self._taken = 0
+
+    @property
+    def depth(self) -> int:
+        """The number of steps of this round."""
+        return len(self.levels)
+
+    steps = depth
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes to verify."""
+        return sum(self.levels)
+
+    def begin(self, budget: int) -> int:
+        """Begin a round and return how many steps it has; 0 if drafting does not pay."""
+        best, self.levels, self._taken = 1 / self.costs.plain_ms, [], 0
+        for frontier in self._frontiers:
+            chances_LW = self.expected_chances(budget, frontier)
+            for depth in range(1, budget + 1):
+                draft_ms = self.costs.steps_ms(depth, frontier)
+                ranked = self._ranked(chances_LW[:depth])
+                count, rate = best_prefix(
+                    (self._trust.value * chance for chance, _ in ranked),
+                    lambda nodes, draft_ms=draft_ms: self.costs.drafted_ms(draft_ms, nodes),  # type: ignore[misc]
+                )
+                if count and rate > best:
+                    best, self.frontier = rate, frontier
+                    self.levels = _by_level([level for _, level in ranked[:count]])
+        if not self._backoff.drafts(bool(self.levels)):
+            self.levels = []
+        return self.depth
+
+    def add(self, chances_W: Sequence[float]) -> None:
+        """Ignore the chances, which are unknown until the round is over."""
+
+    def admit(self, chances_W: Sequence[float]) -> int:
+        """Return how many children the current step samples."""
+        return self.levels[self._taken] if self._taken < self.depth else 0
+
+    def start_from(self, chances_W: Sequence[float]) -> int:
+        """Return how many nodes the next step starts from; 0 ends the draft."""
+        self._taken += 1
+        return self.frontier if self._taken < self.depth else 0
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """End the round and update the estimates.
+
+        answer: for each level drafted the chances of its nodes, likeliest first; W or fewer.
+        """
+        reached, expected = 1.0, 0.0
+        for level, rates_W in enumerate(self._shares_LW):
+            drafted = level < self.depth
+            known = list(answer[level][: self.width]) if drafted else []
+            for rank, rate in enumerate(rates_W):
+                rate.update(known[rank] if rank < len(known) else 0.0, reached * drafted)
+            expected += sum(known[: self.levels[level]]) if drafted else 0.0
+            reached = sum(known[: self.frontier])
+        self._trust.update(accepted * bool(self.levels), expected)
+        self.levels = []
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens over the sum of estimated chances."""
+        return self._trust.value
+
+    def expected_chances(self, depth: int, frontier: int) -> list[list[float]]:
+        """Return the expected chances by level and rank if steps start from `frontier` nodes."""
+        while len(self._shares_LW) < depth:
+            self._shares_LW.append([DecayedRate() for _ in range(self.width)])
+        levels: list[list[float]] = []
+        above, reached, expected = [1.0], 1.0, self._first
+        for rates_W in self._shares_LW[:depth]:
+            chances = [
+                # a node is never likelier than its parent
+                min(reached * rate.value_with(chance / reached), above[0])
+                for rate, chance in zip(rates_W, expected, strict=True)
+            ]
+            levels.append(chances)
+            above, reached = chances[:frontier], sum(chances[:frontier])
+            # a level without rounds: each node has the children that the first level has
+            children = (node * child for node in above for child in levels[0])
+            expected = sorted(children, reverse=True)[: self.width]
+        return levels
+
+    def _ranked(self, chances_LW: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+        """Return (chance, level) of the likeliest nodes, at most `most`."""
+        nodes = [
+            (chance, level)
+            for level, chances_W in enumerate(chances_LW)
+            for chance in chances_W[: self.branching ** (level + 1)]
+        ]
+        return sorted(nodes, key=lambda node: (-node[0], node[1]))[: self.most]
+
+
+def _by_level(levels: Sequence[int]) -> list[int]:
+    """Return the number of nodes of each level."""
+    return [levels.count(level) for level in range(max(levels, default=-1) + 1)]
