@@ -1,8 +1,8 @@
-"""The parts of a round, timed back to back in one process at the shapes of real decoding.
+"""Time the parts of a round, back to back in one process at the shapes of real decoding.
 
-Medians after a warm-up; the widths and the draft steps take turns, so that a noisy neighbour hits
-them alike. Draft steps are timed a few in a row, as a chain takes them: the first one finds the
-caches full of the target's weights, the others their own.
+The results are medians after a warm-up. Widths and draft steps take turns, so that other processes
+disturb them equally. Several draft steps are timed in a row, as a chain takes them: the first one
+finds the target's weights in the caches, the others the drafter's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,31 +20,28 @@ from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 
 STEPS_IN_A_ROW = 3
-# slots that a draft step may take behind the committed ones (a tree's level, a lookahead's window)
+# cache slots of a draft step after the committed ones (a tree's level, a lookahead's window)
 STEP_ROOM = 64
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Medians in milliseconds. t_draft_ms is None without a drafter, and of frontiers the widest
-    step's.
-    """
+    """Medians in milliseconds."""
 
-    t_draft_ms: float | None
-    t_target_ms: dict[int, float]  # by new tokens a forward
+    t_draft_ms: float | None  # of the widest frontier; None without a drafter
+    t_target_ms: dict[int, float]  # by the number of new tokens
     context: int  # committed tokens while timing
     batch_size: int
-    # empty where all steps are alike
+    # by frontier; empty if the frontier does not matter
     t_draft_by_frontier_ms: dict[int, float] = field(default_factory=dict)
 
     @property
     def costs(self) -> RoundCosts:
-        """What `stopping="cost_ratio"` and drafters weigh. Widths between two that were timed lie
-        on the line through them.
+        """The costs for `stopping="cost_ratio"` and drafters, linear between timed widths.
 
-        A forward over more tokens takes no less, nor does a step with a wider frontier, so where
-        the clock says otherwise the neighbours' mean stands (isotonic regression): a choice of
-        lengths and widths would follow the noise.
+        A forward over more tokens takes no less time, nor does a step with a wider frontier. Where
+        the clock disagrees, isotonic regression averages the neighbors: a choice of lengths and
+        widths would otherwise follow the noise.
         """
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
@@ -60,15 +57,16 @@ class Parts:
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
-    """The rising sequence nearest to `values` in squares (pool adjacent violators; Ayer et al.
-    1955).
+    """Return the rising sequence nearest to `values` in least squares.
+
+    The algorithm is pool adjacent violators (Ayer et al. 1955).
     """
-    pools: list[tuple[float, int]] = []  # mean and how many
+    pools: list[tuple[float, int]] = []  # mean and count
     for value in values:
         pools.append((value, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (last, many), (before, few) = pools.pop(), pools.pop()
-            pools.append(((last * many + before * few) / (many + few), many + few))
+            (last, n), (before, m) = pools.pop(), pools.pop()
+            pools.append(((last * n + before * m) / (n + m), n + m))
     return tuple(mean for mean, count in pools for _ in range(count))
 
 
@@ -84,86 +82,83 @@ def time_parts(
     repeats: int = 30,
     warmup: int = 5,
 ) -> Parts:
-    """t_draft and t_target(n) after `context` committed tokens (default: the prompt's), in rows
-    that hold `prompt`.
+    """Time a draft step and target forwards over `widths` new tokens.
 
-    The prompt is repeated or cut to the context.
+    context: the number of committed tokens, by default the prompt's length. The prompt is repeated
+    or cut to fill it, in every row.
     """
     with Claim(target, drafter) as claim:
         claim.take()
-        return _time_parts(
-            target, drafter, prompt, sorted({1, *widths}), context, batch_size, repeats, warmup
-        )
-
-
-def _time_parts(
-    target: Target,
-    drafter: Drafter | None,
-    prompt: Sequence[int],
-    sizes: list[int],
-    context: int | None,
-    batch_size: int,
-    repeats: int,
-    warmup: int,
-) -> Parts:
-    length = min(context or len(prompt), target.max_length - 1)
-    filled = [prompt[i % len(prompt)] for i in range(length + 1)]
-    capacity = length + max(sizes[-1], STEP_ROOM) + 2
-    target.open(batch_size, capacity)
-    if drafter is not None:
-        drafter.prepare(target, None)
-    wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
-    taps = drafter.capabilities.taps if drafter is not None else ()
-    hidden_BNC = prefill(target, [filled[:-1]] * batch_size, wants_hidden, taps)
-    if drafter is not None:
-        drafter.open([filled] * batch_size, hidden_BNC, capacity)
-    inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
-    seconds: dict[int, list[float]] = {n: [] for n in sizes}
-    draft_seconds: dict[int, list[float]] = (
-        {n: [] for n in drafter.capabilities.frontiers} if drafter is not None else {}
-    )
-    in_a_row = (
-        STEPS_IN_A_ROW if drafter is not None and drafter.capabilities.steps == "token" else 1
-    )
-    for turn in range(warmup + repeats):
-        # whichever comes first is timed right after a wide forward
-        for frontier in rotated(list(draft_seconds), turn):
-            assert drafter is not None
-            # each is to find the caches as full of the target's weights as the others do
-            if len(draft_seconds) > 1:
-                target.forward(inputs[1], None, taps)
-            devices.synchronize(target.device)
-            draft_seconds[frontier].append(
-                _draft(drafter, in_a_row, frontier, target.device) / in_a_row
-            )
-        for n in sizes:
-            devices.synchronize(target.device)
-            began = perf_counter()
-            target.forward(inputs[n], None, taps)
-            devices.synchronize(target.device)
-            seconds[n].append(perf_counter() - began)
+        sizes = sorted({1, *widths})
+        length = min(context or len(prompt), target.max_length - 1)
+        filled = [prompt[i % len(prompt)] for i in range(length + 1)]
+        step_kinds = _open(target, drafter, [filled] * batch_size, max(sizes[-1], STEP_ROOM) + 2)
+        taps = drafter.capabilities.taps if drafter is not None else ()
+        inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
+        seconds: dict[int, list[float]] = {n: [] for n in sizes}
+        draft_seconds: dict[int, list[float]] = {n: [] for n in step_kinds}
+        for turn in range(warmup + repeats):
+            # A different frontier comes first each time, as it follows a wide forward.
+            for frontier in rotated(step_kinds, turn):
+                assert drafter is not None
+                # Every frontier should find the same share of the target's weights in the caches.
+                if len(step_kinds) > 1:
+                    target.forward(inputs[1], None, taps)
+                devices.synchronize(target.device)
+                draft_seconds[frontier].append(_step_seconds(drafter, frontier, target.device))
+            for n in sizes:
+                devices.synchronize(target.device)
+                began = perf_counter()
+                target.forward(inputs[n], None, taps)
+                devices.synchronize(target.device)
+                seconds[n].append(perf_counter() - began)
     by_frontier = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}
-    t_draft_ms = by_frontier[max(by_frontier)] if by_frontier else None
-    t_target_ms = {n: 1e3 * median(seconds[n][warmup:]) for n in sizes}
     return Parts(
-        t_draft_ms, t_target_ms, length, batch_size, by_frontier if len(by_frontier) > 1 else {}
+        by_frontier[max(by_frontier)] if by_frontier else None,
+        {n: 1e3 * median(seconds[n][warmup:]) for n in sizes},
+        length,
+        batch_size,
+        by_frontier if len(by_frontier) > 1 else {},
     )
+
+
+def _open(
+    target: Target, drafter: Drafter | None, prompts_B: list[list[int]], room: int
+) -> list[int]:
+    """Read the prompts without their last tokens; return the frontiers to time, none undrafted.
+
+    room: cache slots for what is not committed.
+    """
+    capacity = len(prompts_B[0]) - 1 + room
+    target.open(len(prompts_B), capacity)
+    if drafter is None:
+        prefill(target, [prompt[:-1] for prompt in prompts_B])
+        return []
+    drafter.prepare(target, None)
+    needs = drafter.capabilities
+    hidden_BNC = prefill(
+        target, [prompt[:-1] for prompt in prompts_B], needs.needs_hidden, needs.taps
+    )
+    drafter.open(prompts_B, hidden_BNC, capacity)
+    return list(needs.frontiers)
 
 
 def rotated(values: list[int], by: int) -> list[int]:
-    """The values in turn, another one first each time."""
+    """Return the values rotated to the left."""
     first = by % len(values) if values else 0
     return values[first:] + values[:first]
 
 
-def _draft(drafter: Drafter, steps: int, frontier: int, device: torch.device) -> float:
-    """Seconds of so many draft steps in a row. Those of a worker are by its own clock: its message
-    is the rest of a round, and no part of a step.
+def _step_seconds(drafter: Drafter, frontier: int, device: torch.device) -> float:
+    """Return the mean seconds of draft steps in a row.
+
+    A worker times its own steps: its message is part of the rest of a round.
     """
+    steps = STEPS_IN_A_ROW if drafter.capabilities.steps == "token" else 1
     if isinstance(drafter, RemoteChain):
-        return drafter.time_steps(steps)
+        return drafter.time_steps(steps) / steps
     began = perf_counter()
     for _ in range(steps):
         drafter.time_step(frontier)
     devices.synchronize(device)
-    return perf_counter() - began
+    return (perf_counter() - began) / steps

@@ -81,7 +81,7 @@ def eager_rate(
     """
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
-    # nothing is assumed behind a chunk of one token: the cycle ends with its first round
+    # The cycle of a chunk of one token ends with its first round.
     if gamma == 1:
         later, tokens = 0.0, 1 + chance.first
     spent = (
@@ -160,24 +160,24 @@ class PearlPlus(Pearl):
         # accepted tokens lengthens them.
         self._ask_for(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
-        passed, tested = generation.accepted, generation.tested
+        accepted, tested = generation.accepted, generation.tested
         super()._round()
-        self._learn(generation.accepted - passed, generation.tested - tested)
+        self._learn(generation.accepted - accepted, generation.tested - tested)
 
     def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
         """Charge the time of the choice to the rest of the round, on the virtual clock too."""
         super()._charge(rows, steps, took, rest + self._deciding)
 
-    def _learn(self, passed: int, tested: int) -> None:
+    def _learn(self, accepted: int, tested: int) -> None:
         """Update the acceptance rates by a round's tests."""
         if not tested:
             return
         firsts = int(self._fresh)
         self._fresh = False
         # All decay: what a choice no longer tests returns to its prior, and is tried again.
-        self.overall.update(passed, tested)
-        self.first.update(min(passed, firsts), firsts)
-        self.next.update(passed - min(passed, firsts), tested - firsts)
+        self.overall.update(accepted, tested)
+        self.first.update(min(accepted, firsts), firsts)
+        self.next.update(accepted - min(accepted, firsts), tested - firsts)
 
     def _ask_for(self, gamma: int) -> None:
         """Set the length of the next chunk."""
@@ -232,9 +232,9 @@ class PearlPlusWall(PearlPlus, PearlWall):
 
     def _ask_for(self, gamma: int) -> None:
         """Ask for at least gamma tokens, and for more while the target is busy anyway."""
-        beside_target = self.pre_verify or bool(self.lanes[0].tokens)
-        goes_on = beside_target and self.post_verify and self.chooser.rule in ("greedy", "coupled")
-        self.chunk, self.least = (None, gamma) if goes_on else (gamma, None)
+        overlaps = self.post_verify and (self.pre_verify or bool(self.lanes[0].tokens))
+        continues = overlaps and self.chooser.rule in ("greedy", "coupled")
+        self.chunk, self.least = (None, gamma) if continues else (gamma, None)
 
     def open(self) -> None:
         """Open as PEARL does, and reset what is measured."""

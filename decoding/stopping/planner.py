@@ -161,7 +161,7 @@ class RoundPlanner:
 class StepPlanner(RoundPlanner):
     """Decisions that are made after each draft step, by the chances of the nodes so far.
 
-    A chance is the drafter's estimate. It is trusted as far as earlier estimates came true.
+    A chance is the drafter's estimate, scaled by how often earlier estimates came true.
     """
 
     reads = True  # the chances of a step are read on the host

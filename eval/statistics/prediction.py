@@ -1,20 +1,17 @@
-"""Predictions from counts and costs: tokens a round, speedup, the best draft length, and whether
-drafting can pay at all.
+"""The speedup formula: tokens a round, the best draft length, and whether drafting can pay.
 
-Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of
-those that are tested at all (the k-1 before them passed); gamma is the number of draft tokens a
-round; tau is tokens emitted per target forward; c = t_draft / t_target(1); V(n) = t_target(n) /
-t_target(1); o is the rest of a round over t_target(1), and o_1 the same of an autoregressive step.
-A round emits E(gamma) tokens and costs gamma c + V(gamma + 1) + o target forwards; without a
-drafter a token costs 1 + o_1 of them:
+The words are those of every table. alpha_k is the acceptance rate at depth k: accepted over tested
+draft tokens, where the k-1 before them were accepted. gamma is the draft length, c is t_draft /
+t_target(1), and V(n) is t_target(n) / t_target(1). o is the rest of a round over t_target(1), and
+o_1 that of an autoregressive step. A round emits E(gamma) tokens and costs gamma c + V(gamma + 1) +
+o target steps; without a drafter a token costs 1 + o_1:
 
     speedup(gamma) = E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2211.17192,
-section 3), with V measured instead of taken as 1, and o and o_1 instead of 0. Leaving o_1 out would
-hold the loop's own costs against the drafter alone, and call drafters useless that are not.
+Source: Leviathan et al. 2023 (arXiv 2211.17192, section 3), with V, o and o_1 measured instead of
+1, 0 and 0. Without o_1 the loop's own costs would count against the drafter alone.
 
-Legend: D depths of a chain.
+Shapes: D depths of a chain.
 """
 
 from __future__ import annotations
@@ -26,38 +23,32 @@ import numpy as np
 
 
 def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
-    """P(the first k draft tokens all pass) for k = 1 .. gamma: the running product of alpha.
+    """Return P(the first k draft tokens are accepted) for k = 1 .. gamma.
 
-    A depth without a measured alpha takes the deepest measured one before it (acceptance is nearly
-    flat in depth). Raises ValueError when no depth was measured.
+    A depth without a measured alpha takes that of the deepest measured one before it, as acceptance
+    is nearly flat in depth. Raises ValueError if no depth was measured.
     """
-    passed, last, rows = 1.0, None, []
+    accepted, last, products = 1.0, None, []
     for depth in range(gamma):
         last = alpha_D[depth] if depth < len(alpha_D) and alpha_D[depth] is not None else last
         if last is None:
             raise ValueError("no acceptance was measured at depth 1")
-        passed *= last
-        rows.append(passed)
-    return rows
+        accepted *= last
+        products.append(accepted)
+    return products
 
 
 def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
-    """E(gamma) = 1 + sum over k <= gamma of alpha_1 ... alpha_k: tokens a round emits, the bonus
-    token included.
+    """Return E(gamma), the tokens a round emits, the bonus token included.
+
+    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k.
     """
     return 1.0 + sum(survival(alpha_D, gamma))
 
 
-def expected_tokens_iid(alpha_all: float, gamma: int) -> float:
-    """E(gamma) = (1 - alpha^(gamma+1)) / (1 - alpha), the closed form when alpha is the same at
-    every depth.
-    """
-    if alpha_all == 1.0:
-        return gamma + 1.0
-    return (1.0 - alpha_all ** (gamma + 1)) / (1.0 - alpha_all)
-
-
-CHEAP = 0.03  # of a target step: a draft step below it is no cost to save
+def expected_tokens_iid(alpha: float, gamma: int) -> float:
+    """Return E(gamma) if alpha is the same at every depth: (1 - alpha^(gamma+1)) / (1 - alpha)."""
+    return gamma + 1.0 if alpha == 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
 
 
 @dataclass(frozen=True)
@@ -69,22 +60,23 @@ class Costs:
     V: Mapping[int, float]  # n -> t_target(n) / t_target(1), n new tokens
     overhead: float = 0.0  # o
     baseline_overhead: float = 0.0  # o_1
-    one_pass: bool = False  # the proposal costs c whatever gamma is
-    # Per round, by draft length, as measured. Empty: gamma of each, as a chain that always drafts
-    # has.
-    # verified: fewer where nothing was offered, more for trees
+    one_pass: bool = False  # the proposal costs c, whatever gamma is
+    # Measured means per round, by draft length; empty: gamma of each, as a chain has that always
+    # drafts.
+    # nodes that are verified: fewer where nothing was proposed, more for trees
     nodes: Mapping[int, float] = field(default_factory=dict)
-    # of the drafter: fewer where the model need not run for every token
+    # draft steps: fewer where the model need not run for every token
     steps: Mapping[int, float] = field(default_factory=dict)
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     # longest draft (of trees: depth) to consider; None: all whose verification was timed
     deepest: int | None = None
-    # a stopping rule chooses them: what was measured is of that cap, and says nothing of others
+    # a stopping rule chooses the lengths: the measurements hold for its cap alone
     own_lengths: bool = False
 
     def V_at(self, width: float) -> float:
-        """V, linear between measured widths. Raises ValueError outside of them: V is not flat and
-        has jumps.
+        """Return V, linear between measured widths.
+
+        Raises ValueError outside of them, as V is not flat and has jumps.
         """
         widths = sorted(self.V)
         if not widths[0] <= width <= widths[-1]:
@@ -94,37 +86,31 @@ class Costs:
         return float(np.interp(width, widths, [self.V[n] for n in widths]))
 
     def draft(self, gamma: float) -> float:
-        """Cost of proposing gamma tokens."""
+        """Return the cost of proposing gamma tokens."""
         return self.cost_ratio if self.one_pass else _between(self.steps, gamma) * self.cost_ratio
 
     def verify(self, gamma: float) -> float:
-        """Cost of the target forward over the proposal and the token before it."""
+        """Return the cost of the target forward over the proposal and the token before it."""
         return self.V_at(1 + _between(self.nodes, gamma))
 
     def round(self, gamma: float) -> float:
-        """gamma c + V(gamma + 1) + o."""
+        """Return gamma c + V(gamma + 1) + o."""
         return self.draft(gamma) + self.verify(gamma) + self.overhead
 
     @property
-    def gammas(self) -> range:
-        """The draft lengths whose verification was timed."""
-        longest = self.deepest or int(max(self.V)) - 1
+    def gammas(self) -> list[int]:
+        """The draft lengths to consider."""
+        longest = self.deepest or max(self.V) - 1
         if self.own_lengths:
-            return range(longest, longest + 1)
-        return range(
-            1,
-            max(
-                g
-                for g in range(1, longest + 1)
-                if g == 1 or 1 + _between(self.nodes, g) <= max(self.V)
-            )
-            + 1,
-        )
+            return [longest]
+        timed = [g for g in range(1, longest + 1) if 1 + _between(self.nodes, g) <= max(self.V)]
+        return timed or [1]
 
 
 def _between(by_gamma: Mapping[int, float], gamma: float) -> float:
-    """The value at gamma: linear from (0, 0) through the measured ones, and on in proportion; gamma
-    itself where none was measured.
+    """Return the value at gamma, or gamma itself where none was measured.
+
+    It is linear from (0, 0) through the measured values, and proportional beyond the last one.
     """
     if not by_gamma:
         return gamma
@@ -135,53 +121,43 @@ def _between(by_gamma: Mapping[int, float], gamma: float) -> float:
     return float(np.interp(gamma, [0, *lengths], [0.0, *(by_gamma[length] for length in lengths)]))
 
 
-def pearl_round(alpha_all: float, gamma: int, costs: Costs) -> tuple[float, float]:
-    """(tokens, cost in target steps) of PEARL's mean round, at an acceptance that is the same at
-    every depth.
+def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
+    """Return (tokens, cost in target steps) of PEARL's mean round, at the same alpha at all depths.
 
-    A pre-verify round yields a token and leads to post-verify with probability alpha; a post-verify
-    round tests gamma tokens and stays there if all pass. In the long run post-verify's share is
-    alpha / (1 + alpha - alpha^gamma), and a round yields (1 - alpha^gamma) / ((1 - alpha) (1 +
-    alpha - alpha^gamma)) tokens. Each costs its longer lane and what does not overlap.
+    A pre-verify round yields a token and leads to post-verify with probability alpha. A post-verify
+    round tests gamma tokens and stays in that phase if all are accepted. In the long run the share
+    of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane and what does
+    not overlap.
     """
-    whole = alpha_all**gamma
-    post = alpha_all / (1.0 + alpha_all - whole)
-    tokens = (1.0 - post) + post * (
-        gamma if alpha_all == 1.0 else (1.0 - whole) / (1.0 - alpha_all)
-    )
+    complete = alpha**gamma
+    post = alpha / (1.0 + alpha - complete)
+    tokens = (1.0 - post) + post * expected_tokens_iid(alpha, gamma - 1)
     draft = costs.draft(gamma)
     lanes = (1.0 - post) * max(draft, costs.V_at(1)) + post * max(draft, costs.V_at(gamma))
     return tokens, lanes + costs.overhead
 
 
-def mean_round(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> tuple[float, float]:
-    """(tokens, cost in target steps) of a round."""
-    if costs.overlapped:
-        return pearl_round(survival(alpha_D, 1)[0], gamma, costs)
-    return expected_tokens(alpha_D, gamma), costs.round(gamma)
-
-
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
-    """E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o), or the same of `pearl_round`."""
-    tokens, cost = mean_round(alpha_D, gamma, costs)
+    """Return the speedup of a chain, or that of `pearl_round`."""
+    if costs.overlapped:
+        tokens, cost = pearl_round(survival(alpha_D, 1)[0], gamma, costs)
+    else:
+        tokens, cost = expected_tokens(alpha_D, gamma), costs.round(gamma)
     return tokens * (1.0 + costs.baseline_overhead) / cost
 
 
 def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:
-    """(gamma, predicted speedup) of the best draft length among those whose V was measured; ties to
-    the shorter.
-    """
+    """Return the best draft length and its predicted speedup; of equals, the shorter one."""
     return max(
-        ((g, predicted_speedup(alpha_D, g, costs)) for g in costs.gammas),
+        ((gamma, predicted_speedup(alpha_D, gamma, costs)) for gamma in costs.gammas),
         key=lambda pair: (pair[1], -pair[0]),
     )
 
 
 def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
-    """The alpha, equal at all depths, at which this gamma neither wins nor loses; None when alpha =
-    1 loses too.
+    """Return the alpha, equal at all depths, at which this gamma neither gains nor loses.
 
-    Bisection on E(gamma) (1 + o_1) = cost of the round; E is increasing in alpha.
+    None if alpha = 1 loses too. Found by bisection, as E increases with alpha.
     """
     cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
     if cost > gamma + 1.0:
@@ -193,21 +169,15 @@ def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
     return high
 
 
-def iso_cost_ratio(speedup: float, alpha_all: float, costs: Costs) -> float:
-    """The cost ratio c at which a chain with this alpha at all depths just reaches `speedup`, each
-    at its own best gamma.
+def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
+    """Return the c at which a chain with this alpha at all depths reaches `speedup`.
 
-    The formula on top solved for c, max over gamma of (E(gamma) (1 + o_1) / speedup - V(gamma + 1)
-    - o) / gamma: any cheaper drafter is faster. Not above 0 where no drafter with this alpha gets
-    there. V, o and o_1 are those of `costs`, whose own c is not looked at.
+    It is the formula solved for c at its best gamma: any cheaper drafter is faster. The result is 0
+    or less if no drafter with this alpha reaches it. The c of `costs` is ignored.
     """
+    budget = (1.0 + costs.baseline_overhead) / speedup
     return max(
-        (
-            expected_tokens_iid(alpha_all, gamma) * (1.0 + costs.baseline_overhead) / speedup
-            - costs.verify(gamma)
-            - costs.overhead
-        )
-        / gamma
+        (expected_tokens_iid(alpha, gamma) * budget - costs.verify(gamma) - costs.overhead) / gamma
         for gamma in costs.gammas
     )
 
@@ -223,46 +193,12 @@ class Verdict:
 
 
 def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
-    """No gamma can help when max over gamma of the predicted speedup <= 1; else the best gamma; and
-    why, in words.
-    """
+    """Judge the best draft length: none helps if its predicted speedup is at most 1."""
     gamma, speedup = best_gamma(alpha_D, costs)
-    tokens, cost = mean_round(alpha_D, gamma, costs)
-    doubt = (
-        ""
-        if costs.overhead >= 0
-        else ", noise of the clock"
-        if costs.overhead > -0.05
-        else ", so the parts were timed on a slower machine"
-    )
-    rest = f"the rest {costs.overhead:.2f}{doubt}"
-    together = ", at the same time" if costs.overlapped else ""
-    bill = (
-        f"a round{'' if costs.own_lengths else f' at gamma={gamma}'} yields {tokens:.2f} tokens "
-        f"and costs {cost:.2f} target steps (drafting {costs.draft(gamma):.2f}, verifying "
-        f"{costs.verify(gamma):.2f}{together}, {rest}), where one token without a drafter costs "
-        f"{1 + costs.baseline_overhead:.2f}"
-    )
-    if costs.own_lengths:
-        return Verdict(speedup > 1.0, gamma, speedup, f"by the formula {speedup:.2f}x: {bill}")
     if speedup > 1.0:
-        return Verdict(
-            True, gamma, speedup, f"the formula's best is gamma={gamma}, {speedup:.2f}x: {bill}"
-        )
-    if costs.overlapped:
-        return Verdict(
-            False,
-            gamma,
-            speedup,
-            f"no gamma can help (best {speedup:.2f}x): {bill}; try the serial schedule",
-        )
-    need = breakeven_alpha(gamma, costs)
-    if need is None:
-        remedy = "even a drafter that is always right would lose at these costs"
-    else:
-        remedy = f"at these costs it would break even at alpha {need:.2f}"
-    if costs.draft(1) > CHEAP:
-        remedy += "; or make a draft step cheaper"
-    return Verdict(
-        False, gamma, speedup, f"no gamma can help (best {speedup:.2f}x): {bill}; {remedy}"
-    )
+        return Verdict(True, gamma, speedup, f"best gamma={gamma}, predicted {speedup:.2f}x")
+    text = f"no gamma can help (best gamma={gamma}, predicted {speedup:.2f}x)"
+    if not (costs.overlapped or costs.own_lengths):
+        need = breakeven_alpha(gamma, costs)
+        text += "; even alpha 1 would lose" if need is None else f"; break-even alpha {need:.2f}"
+    return Verdict(False, gamma, speedup, text)

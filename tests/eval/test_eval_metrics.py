@@ -155,12 +155,12 @@ def test_the_verdict_says_which_way_and_why():
     )
     hopeless = prediction.verdict([0.9], Costs(3.0, FLAT))
     assert good.helps
-    assert good.text.startswith("the formula's best is gamma=8")
+    assert good.text.startswith("best gamma=8, predicted ")
     assert not bad.helps
     assert "no gamma can help" in bad.text
-    assert "break even at alpha" in bad.text
+    assert "break-even alpha" in bad.text
     assert not hopeless.helps
-    assert "always right would lose" in hopeless.text
+    assert "even alpha 1 would lose" in hopeless.text
 
 
 # -------------------------------------------------------------------------------------------- costs
