@@ -32,8 +32,9 @@ def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContex
 
     A drafter that works at the same time as the target leaves it the other cores.
     """
-    overlaps = schedule in WALL and isinstance(drafter, RemoteChain)
-    return lanes(drafter, target) if overlaps else nullcontext()
+    if schedule in WALL and isinstance(drafter, RemoteChain):
+        return lanes(drafter, target)
+    return nullcontext()
 
 
 def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
