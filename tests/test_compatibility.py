@@ -216,7 +216,23 @@ def test_the_front_door_answers_in_the_same_tokens_and_rounds(copied: Path):
         "distill.train/finished/drafter",
     }
     assert any(sum(answer["accepted_by_depth"]) for case in expected for answer in case["answers"])
-    assert not snapshots.differences(expected, answers())
+    assert not snapshots.differences(lengths_left_out(expected), lengths_left_out(answers()))
+
+
+def lengths_left_out(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the draft lengths of the cases in which a planner chooses them."""
+    return [
+        {
+            **case,
+            "answers": [
+                {key: value for key, value in answer.items() if key not in snapshots.LENGTHS}
+                for answer in case["answers"]
+            ],
+        }
+        if case["by_cost"]
+        else case
+        for case in cases
+    ]
 
 
 def test_control_another_drafter_takes_other_rounds(copied: Path):
@@ -253,16 +269,22 @@ def remeasured(run: str) -> Path:
     return folder
 
 
+PLANNED = {"chain", "head by cost"}  # drafters of the evaluation whose lengths a planner chooses
+
+
 def test_an_evaluation_that_goes_on_drafts_as_it_did(copied: Path):
-    """The costs that it had measured decide on lengths, beams and whether to draft."""
+    """A planner may choose other draft lengths than it did then; the tokens stay."""
     run = copied / "eval.run"
-    expected, rows = snapshots.drafted(run), snapshots.counted(run)
+    expected = snapshots.without_lengths(snapshots.drafted(run), PLANNED)
+    rows = snapshots.without_lengths(snapshots.counted(run), PLANNED)
     fields = snapshots.row_fields(run)
     assert any(one["drafter"] == "head" and sum(one["accepted_by_depth"]) for one in expected)
     reopen(run)
     remeasured("eval.run")
-    assert not snapshots.differences(expected, snapshots.drafted(run))
-    assert not snapshots.differences(rows, snapshots.counted(run))
+    found = snapshots.without_lengths(snapshots.drafted(run), PLANNED)
+    assert not snapshots.differences(expected, found)
+    found = snapshots.without_lengths(snapshots.counted(run), PLANNED)
+    assert not snapshots.differences(rows, found)
     assert not snapshots.lost(fields, snapshots.row_fields(run))
     assert not snapshots.lost(INVENTORY["row_fields"], snapshots.row_fields(run))
 
@@ -270,6 +292,8 @@ def test_an_evaluation_that_goes_on_drafts_as_it_did(copied: Path):
 @pytest.mark.long
 def test_control_other_costs_decide_otherwise(copied: Path):
     run = copied / "eval.run"
+    reopen(run)
+    remeasured("eval.run")
     expected = snapshots.drafted(run)
     costs = json.loads((run / "costs.json").read_text())
     for one in costs.values():
@@ -282,7 +306,7 @@ def test_control_other_costs_decide_otherwise(copied: Path):
         place.partition(".")[0] for place in snapshots.differences(expected, snapshots.drafted(run))
     }
     names = {expected[int(place.strip("[]"))]["drafter"] for place in changed}
-    assert names == {"chain", "head by cost"}
+    assert names == PLANNED
 
 
 def comparison(*more: str) -> list[dict[str, Any]]:

@@ -195,10 +195,15 @@ class Verdict:
 def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     """Judge the best draft length: none helps if its predicted speedup is at most 1."""
     gamma, speedup = best_gamma(alpha_D, costs)
+    found = f"predicted {speedup:.2f}x"
+    if not costs.own_lengths:
+        found = f"best gamma={gamma}, {found}"
     if speedup > 1.0:
-        return Verdict(True, gamma, speedup, f"best gamma={gamma}, predicted {speedup:.2f}x")
-    text = f"no gamma can help (best gamma={gamma}, predicted {speedup:.2f}x)"
-    if not (costs.overlapped or costs.own_lengths):
+        return Verdict(True, gamma, speedup, found)
+    if costs.own_lengths:
+        return Verdict(False, gamma, speedup, f"no gain ({found})")
+    text = f"no gamma can help ({found})"
+    if not costs.overlapped:
         need = breakeven_alpha(gamma, costs)
         text += "; even alpha 1 would lose" if need is None else f"; break-even alpha {need:.2f}"
     return Verdict(False, gamma, speedup, text)

@@ -59,6 +59,20 @@ COUNTED = (
     "distinct_4",
 )
 
+# Fields of a generation or of a row that depend on the draft lengths of its rounds.
+LENGTHS = {
+    "rounds",
+    "tested_by_depth",
+    "accepted_by_depth",
+    "drafted",
+    "draft_steps",
+    "verified",
+    "trace",
+    "alpha",
+    "alpha_by_depth",
+    "tau",
+}
+
 
 def run_command(job: str, *arguments: str) -> int:
     """`python -m job arguments` in this process. Returns its exit status."""
@@ -144,6 +158,22 @@ def drafted(run: Path) -> list[dict[str, Any]]:
     ]
     order = ("part", "temperature", "drafter", "num_draft_tokens", "prompt_id")
     return sorted(records, key=lambda record: [str(record[key]) for key in order])
+
+
+def without_lengths(
+    records: Iterable[Mapping[str, Any]], planned: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Return records without what depends on draft lengths, for the drafters named in `planned`.
+
+    A planner chooses these lengths by its estimates, which may improve; the tokens may not change.
+    """
+    names = set(planned)
+    return [
+        {key: value for key, value in record.items() if key not in LENGTHS}
+        if record["drafter"] in names
+        else dict(record)
+        for record in records
+    ]
 
 
 def counted(run: Path) -> list[dict[str, Any]]:
