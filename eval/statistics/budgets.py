@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from decoding.models.load import DTYPES
 from decoding.models.native.weights import NativeConfig
 from decoding.schedules.by_name import VIRTUAL
 from decoding.values import is_number
-from eval.statistics.paired_samples import PairedSample, mean_round_ms
+from eval.statistics.paired_samples import PairedSample
 from eval.statistics.schema import DrafterFacts, RoundBudget
 from jobs.drafter_use import ALONE
 from jobs.files import write_text
@@ -149,44 +149,43 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
 
 
 def row_budgets(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
+    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, context: int
 ) -> dict[str, Any]:
-    """Return the fields of a row on what its rounds and the baseline's needed and reached."""
+    """Return a row's fields on what a mean round and a step of the baseline need and reach.
+
+    sample: the sum of the row's units.
+    """
     limits = shapes.limits
-    base_rounds = sum(unit.base_batch_rounds for unit in units)
-    base_ms = 1000 * sum(unit.base_seconds for unit in units) / base_rounds
-    # those that still run, in the mean
-    base_rows = sum(unit.base_tokens for unit in units) / base_rounds
+    base_rows = sample.base_tokens / sample.base_batch_rounds  # mean of those that still run
     step = shapes.target(1, context, base_rows) if shapes.target else None
-    mean = round_budget(shapes, facts, units, context)
-    # On a virtual clock two lanes read at once what one machine never did.
+    mean = round_budget(shapes, facts, sample, context)
+    # A virtual clock counts two lanes as simultaneous; no machine reached their joint rate.
     reached = None if facts.schedule in VIRTUAL else limits
     return {
-        "budget": _reached(mean, mean_round_ms(units), reached) if mean else None,
-        "baseline_budget": _reached(step, base_ms, limits) if step else None,
+        "budget": _reached(mean, sample.round_ms, reached) if mean else None,
+        "baseline_budget": _reached(step, sample.base_round_ms, limits) if step else None,
         "reading_gigabytes_per_second": limits.bytes_a_second / 1e9 if limits else None,
         "product_gigaflop_per_second": limits.operations_a_second / 1e9 if limits else None,
     }
 
 
 def round_budget(
-    shapes: Shapes, facts: DrafterFacts, units: Sequence[PairedSample], context: int
+    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, context: int
 ) -> ForwardBudget | None:
     """Return the budget of the mean round: draft steps, and the target's forward over the proposal.
 
     None if the shape of either model is unknown.
     """
-    rounds = sum(unit.batch_rounds for unit in units)
-    rows = sum(unit.rounds for unit in units) / rounds  # those that still run, in the mean
+    rounds = sample.batch_rounds
+    rows = sample.rounds / rounds  # mean of those that still run
     draft = shapes.drafts.get(facts.name)
     if draft is None or shapes.target is None:
         return None
-    one_step = draft(1, context, rows)
+    step = draft(1, context, rows)
     if facts.schedule == ALONE:
-        return one_step
-    width = 1 + sum(unit.verified for unit in units) / rounds
-    steps = sum(unit.draft_steps for unit in units) / rounds
-    return shapes.target(width, context, rows) + one_step.times(steps)
+        return step
+    verified = shapes.target(1 + sample.verified / rounds, context, rows)
+    return verified + step.times(sample.draft_steps / rounds)
 
 
 def _reached(budget: ForwardBudget, milliseconds: float, limits: Limits | None) -> RoundBudget:

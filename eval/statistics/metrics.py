@@ -10,6 +10,7 @@ resamples.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -118,13 +119,10 @@ class Interval:
     high: float | None
 
 
-def rate_ratio(
-    tokens_P: ArrayLike, seconds_P: ArrayLike, base_tokens_P: ArrayLike, base_seconds_P: ArrayLike
-) -> float:
-    """Return (sum tokens / sum seconds) of the drafter over that of the baseline."""
-    return float(
-        _ratio(*(np.sum(column) for column in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)))
-    )
+def interval_fields(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Return the interval as the fields `name`, `name_low` and `name_high` of a row."""
+    values = (None, None, None) if interval is None else dataclasses.astuple(interval)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
 
 
 def paired_bootstrap(
@@ -136,7 +134,7 @@ def paired_bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return `rate_ratio` with a percentile 95 % interval; prompts are resampled in pairs.
+    """Return the speedup with a percentile 95 % interval; prompts are resampled in pairs.
 
     There is no interval for fewer than MIN_PROMPTS. A prompt keeps its pair: slow prompts are slow
     on both sides, and that part of the noise cancels. Few prompts vary less under resampling than

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.measure.records import Arm, Condition, Record
+from eval.measure.records import Arm, Record
 from eval.statistics.metrics import Interval, paired_bootstrap
-from eval.statistics.paired_samples import pair_samples
+from eval.statistics.paired_samples import pair_samples, speed_columns
 from eval.statistics.schema import Row
 from jobs.drafter_use import ALONE
 
@@ -36,18 +36,11 @@ def paired_comparisons(rows: Sequence[Row], records: Sequence[Record]) -> list[P
     for row in rivals if len(rivals) > 1 else []:
         rival = rivals[1] if row is rivals[0] else rivals[0]
         pairs = pair_samples(_records_of(row, records), _records_of(rival, records))
-        ratio = paired_bootstrap(
-            [pair.tokens for pair in pairs],
-            [pair.seconds for pair in pairs],
-            [pair.base_tokens for pair in pairs],
-            [pair.base_seconds for pair in pairs],
-            seed=row.seed,
-        )
+        ratio = paired_bootstrap(*speed_columns(pairs), seed=row.seed)
         found.append(PairedComparison(row, rival, ratio))
     return found
 
 
 def _records_of(row: Row, records: Sequence[Record]) -> list[Record]:
-    condition = Condition(row.temperature, row.batch_size)
-    place = (row.part, condition, Arm(row.drafter, row.num_draft_tokens))
+    place = (row.part, row.condition, Arm(row.drafter, row.num_draft_tokens))
     return [record for record in records if (record.part, record.condition, record.arm) == place]

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from decoding.errors import UserError
+from eval.measure.records import Condition
+from jobs.files import write_text
 from jobs.run_files import WRONG, reason_of
 
 
@@ -197,6 +199,11 @@ class Row:
     prompts_asked: int = 0  # of the part, where there was a bound: `prompts` of them were measured
 
     @property
+    def condition(self) -> Condition:
+        """Condition that the row shares with its baseline."""
+        return Condition(self.temperature, self.batch_size)
+
+    @property
     def shared_verify(self) -> str:
         """Verification rule of the run, shared by all rows under one condition."""
         return self.run_verify or self.verify
@@ -227,11 +234,7 @@ def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write results.jsonl atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(
-        "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8"
-    )
-    partial.rename(path)
+    write_text(path, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -66,7 +66,7 @@ def facts(name, **changes):
 # ----------------------------------------------------------------------------------- what is needed
 def test_a_round_needs_its_draft_steps_and_one_forward_over_what_they_drew(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
-    found = row_budgets(shapes(home), facts("chain"), [unit], 50)
+    found = row_budgets(shapes(home), facts("chain"), unit, 50)
     target, drafter = native(home / "target"), native(home / "shallow")
     wide, step = (
         forward_budget(target, torch.float32, 4, 50),
@@ -78,7 +78,7 @@ def test_a_round_needs_its_draft_steps_and_one_forward_over_what_they_drew(home)
     assert found["baseline_budget"] == RoundBudget(
         one.bytes_read / 1e6, one.operations / 1e6, None, None
     )
-    lookup = row_budgets(shapes(home), facts("lookup"), [unit], 50)["budget"]
+    lookup = row_budgets(shapes(home), facts("lookup"), unit, 50)["budget"]
     assert lookup.megabytes == pytest.approx(wide.bytes_read / 1e6), "nothing is read for a look-up"
 
 
@@ -89,7 +89,7 @@ def test_rows_that_ended_read_no_cache(home):
     whole = dataclasses.replace(ONE_PASS, rounds=20)
     ragged = dataclasses.replace(ONE_PASS, rounds=15)
     of = [
-        row_budgets(shapes(home), facts("lookup"), [unit], 100)["budget"].megabytes
+        row_budgets(shapes(home), facts("lookup"), unit, 100)["budget"].megabytes
         for unit in (ONE_PASS, whole, ragged)
     ]
     assert of[2] - of[0] == pytest.approx((of[1] - of[0]) / 2)
@@ -104,15 +104,15 @@ def test_a_layer_without_both_of_its_halves_is_no_layer(home):
     assert skipped == forward_budget(shallower, torch.float32, 3, 40, 2)
     assert skipped.bytes_read < forward_budget(whole, torch.float32, 3, 40, 2, (1, 0)).bytes_read
     unit = dataclasses.replace(ONE_PASS, draft_steps=10)
-    drafted = row_budgets(shapes(home), facts("skipping"), [unit], 40)["budget"].megabytes
-    alone = row_budgets(shapes(home), facts("lookup"), [unit], 40)["budget"].megabytes
+    drafted = row_budgets(shapes(home), facts("skipping"), unit, 40)["budget"].megabytes
+    alone = row_budgets(shapes(home), facts("lookup"), unit, 40)["budget"].megabytes
     assert drafted - alone == pytest.approx(
         forward_budget(shallower, torch.float32, 1, 40).bytes_read / 1e6
     )
 
 
 def test_a_drafter_alone_needs_its_own_step_and_no_target(home):
-    found = row_budgets(shapes(home), facts("chain", schedule="alone"), [ONE_PASS], 50)["budget"]
+    found = row_budgets(shapes(home), facts("chain", schedule="alone"), ONE_PASS, 50)["budget"]
     assert (
         found.megabytes
         == forward_budget(native(home / "shallow"), torch.float64, 1, 50).bytes_read / 1e6
@@ -122,7 +122,7 @@ def test_a_drafter_alone_needs_its_own_step_and_no_target(home):
 # ---------------------------------------------------------------------------------- what is reached
 def test_what_was_read_is_the_share_of_the_limit_over_the_time(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
-    found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), [unit], 50)
+    found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), unit, 50)
     for budget, seconds in ((found["budget"], 0.02 / 10), (found["baseline_budget"], 0.03 / 30)):
         assert budget.bandwidth_share * LIMITS.bytes_a_second * seconds == pytest.approx(
             budget.megabytes * 1e6
@@ -138,7 +138,7 @@ def test_what_was_read_is_the_share_of_the_limit_over_the_time(home):
 
 def test_a_virtual_clock_reaches_no_share_of_a_machine(home):
     found = row_budgets(
-        shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), [ONE_PASS], 50
+        shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), ONE_PASS, 50
     )
     assert found["budget"].bandwidth_share is None
     assert found["baseline_budget"].bandwidth_share is not None

@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.statistics.comparison.entries import Entry, Setting, Workload
 from eval.statistics.metrics import Interval, paired_speedups
-from eval.statistics.paired_samples import PairedSample
+from eval.statistics.paired_samples import speed_columns
 from eval.statistics.prediction import Costs
 from eval.statistics.schema import Row
 from jobs.drafters import CONTROL
@@ -177,22 +177,9 @@ def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -
     prompts = sum(len(ids) for ids in shared)
     if not shared:
         return ComparedEntry(entry, others[0])
-    ratio = paired_speedups(
-        _columns([mine[ids] for ids in shared]),
-        _columns([theirs[ids] for ids in shared]),
-        resamples=resamples,
-        seed=seed,
-    )
+    columns = [speed_columns([side[ids] for ids in shared]) for side in (mine, theirs)]
+    ratio = paired_speedups(*columns, resamples=resamples, seed=seed)
     return ComparedEntry(entry, others[0], ratio, prompts)
-
-
-def _columns(units: Sequence[PairedSample]) -> list[list[float]]:
-    return [
-        [unit.tokens for unit in units],
-        [unit.seconds for unit in units],
-        [unit.base_tokens for unit in units],
-        [unit.base_seconds for unit in units],
-    ]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
