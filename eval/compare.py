@@ -1,8 +1,8 @@
 """`python -m eval.compare runs=[RUN,...]`: any number of evaluated drafters in one report.
 
-It reads finished runs of eval.run and measures nothing. Per benchmark, batch and temperature: depth
-against throughput, acceptance against cost, the Pareto front, and a table of all rows. Speeds of
-different runs meet only as ratios to the baseline of their own run.
+It reads finished runs of eval.run and measures nothing. For each benchmark, batch size and
+temperature it shows depth against throughput, acceptance against cost, the Pareto front and a table
+of all rows. Runs are compared by their speedups over their own baselines.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from eval.config import CompareConfig
 from eval.report.page import Provenance, comparison_page
 from eval.report.plots import Plot, panel_plots, styles_of_entries
 from eval.report.tables import print_comparison
-from eval.statistics.comparison.entries import ALL, HEADLINE, Entry, entries_of
+from eval.statistics.comparison.entries import ALL, HEADLINE, entries_of
 from eval.statistics.comparison.evaluations import Evaluation, find_runs, labels_of, read_evaluation
 from eval.statistics.comparison.panels import ComparedEntry, Panel, panels_of
 from eval.statistics.comparison.series import with_series
+from eval.statistics.metrics import interval_fields
 from eval.statistics.schema import flat
 from jobs.files import write_text
 from jobs.job import job_main
@@ -39,30 +40,25 @@ def run(cfg: CompareConfig) -> Path:
     """
     check(cfg)
     if cfg.dry_run:
-        _say_plan(cfg)
+        _print_plan(cfg)
         return Path(cfg.output_dir)
     folders = find_runs(cfg.runs)
-    evaluations = [
-        read_evaluation(folder, label)
-        for folder, label in zip(folders, labels_of(folders), strict=True)
-    ]
+    labels = labels_of(folders)
+    evaluations = [read_evaluation(*each) for each in zip(folders, labels, strict=True)]
     entries = with_series(entries_of(evaluations, cfg.prompts), cfg.labels or {}, cfg.group_by)
     panels = panels_of(entries, cfg.bootstrap_resamples, cfg.seed)
     folder = RunFolder(cfg)
     rows, report = folder.path / "comparison.jsonl", folder.path / "comparison.html"
     inputs = [one / name for one in folders for name in READ]
-    # A glob may find more runs than it did: then the comparison is another one.
-    if folder.finished(rows, report) and list(folder.manifest["inputs"]) == [
-        str(path) for path in inputs
-    ]:
+    # A glob may find more runs than before, and the comparison is made again.
+    if folder.finished(rows, report) and list(folder.manifest["inputs"]) == [*map(str, inputs)]:
         print(
             f"{folder.path} is finished and its runs are the same; nothing is made again. Delete "
             f"it to do so."
         )
     else:
-        tracked = dataclasses.replace(
-            cfg, tracker=dataclasses.replace(cfg.tracker, group=group_of(cfg, evaluations))
-        )
+        tracker_cfg = dataclasses.replace(cfg.tracker, group=group_of(cfg, evaluations))
+        tracked = dataclasses.replace(cfg, tracker=tracker_cfg)
         with TrackedRun(folder, tracked, inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
             _write(folder, panels, evaluations, tracker)
@@ -73,19 +69,19 @@ def run(cfg: CompareConfig) -> Path:
 
 
 def check(cfg: CompareConfig) -> None:
-    """Raise UserError for settings that cannot be used to compare."""
+    """Raise UserError for invalid settings."""
     if cfg.prompts not in (HEADLINE, ALL):
-        raise UserError(f"prompts={cfg.prompts} is unknown, expected {HEADLINE} or {ALL}")
+        raise UserError(f"prompts={cfg.prompts} is unknown, expected {HEADLINE} or {ALL}.")
     if cfg.bootstrap_resamples < 1:
-        raise UserError(f"bootstrap_resamples is {cfg.bootstrap_resamples}, expected 1 or more")
+        raise UserError(f"bootstrap_resamples is {cfg.bootstrap_resamples}, expected 1 or more.")
     if not cfg.runs:
-        find_runs([])  # says what to give
+        find_runs([])  # raises the error
 
 
-def _say_plan(cfg: CompareConfig) -> None:
-    """Print what would be read.
+def _print_plan(cfg: CompareConfig) -> None:
+    """Print the runs that would be read.
 
-    Missing runs are reported without an error, as in the dry run of an experiment's stages.
+    Missing runs are no error, as the dry run of an experiment lists runs that do not exist yet.
     """
     for pattern in cfg.runs:
         try:
@@ -116,9 +112,8 @@ def _write(
     folder: RunFolder, panels: Sequence[Panel], evaluations: Sequence[Evaluation], tracker: Tracker
 ) -> None:
     records = [record_of(panel, compared) for panel in panels for compared in panel.compared]
-    write_text(
-        folder.path / "comparison.jsonl", "".join(json.dumps(record) + "\n" for record in records)
-    )
+    lines = (json.dumps(record) + "\n" for record in records)
+    write_text(folder.path / "comparison.jsonl", "".join(lines))
     styles = styles_of_entries([entry for panel in panels for entry in panel.entries])
     plots = [panel_plots(panel, styles) for panel in panels]
     images = _save(folder.path / "plots", [plot for drawn in plots for plot in drawn])
@@ -126,24 +121,20 @@ def _write(
     started = manifest["started"].replace("T", " ")
     made = Provenance(manifest["command"], started, manifest["git_revision"])
     write_text(folder.path / "comparison.html", comparison_page(panels, plots, evaluations, made))
-    tracker.rewind(-1)  # of a comparison that was made before
+    tracker.rewind(-1)  # removes the figures of an earlier comparison
     figures = {}
     for panel in panels:
         for entry in panel.fastest:
-            figures[f"speedup/{panel.label}/{entry.name}"] = _speed(entry)
+            figures[f"speedup/{panel.label}/{entry.name}"] = entry.ranked_speedup.value
             figures[f"tokens_per_second/{panel.label}/{entry.name}"] = entry.row.tokens_per_second
     tracker.log(0, figures)
-    tracker.show(
-        {"comparison": [flat(record) for record in records]},
-        _charts(panels),
-        {f"plots/{name}": file for name, file in images.items()},
-    )
+    tables = {"comparison": [flat(record) for record in records]}
+    tracker.show(tables, _charts(panels), {f"plots/{name}": file for name, file in images.items()})
 
 
 def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
-    """Return a line of comparison.jsonl: the row of results.jsonl and what was found about it."""
-    entry, ratio = compared.entry, compared.ratio
-    speedup = entry.speedup
+    """Return a line of comparison.jsonl: the row of results.jsonl and the comparison's findings."""
+    entry = compared.entry
     return {
         "condition": panel.label,
         "run": entry.run,
@@ -154,17 +145,13 @@ def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
         "training_tokens": entry.training_tokens,
         "counted_prompts": entry.prompts,
         "counted_alpha": entry.alpha,
-        "counted_speedup": speedup.value if speedup else None,
-        "counted_speedup_low": speedup.low if speedup else None,
-        "counted_speedup_high": speedup.high if speedup else None,
+        **interval_fields("counted_speedup", entry.speedup),
         "not_ranked": entry.not_ranked,
         "drafts_nothing": entry.idle,
         "pareto_parameters": compared.on_front.get("parameters"),
         "pareto_training_tokens": compared.on_front.get("training_tokens"),
         "rival": compared.rival.name if compared.rival else None,
-        "over_rival": ratio.value if ratio else None,
-        "over_rival_low": ratio.low if ratio else None,
-        "over_rival_high": ratio.high if ratio else None,
+        **interval_fields("over_rival", compared.ratio),
         "shared_prompts": compared.shared,
         "target_hash": entry.setting.target_hash,
         "prompts_hash": entry.workload.prompts_hash,
@@ -174,7 +161,7 @@ def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
 
 
 def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
-    """Write the PNG files in place of those of an earlier comparison; return name -> file."""
+    """Replace the PNG files of an earlier comparison; return name -> file."""
     folder.mkdir(exist_ok=True)
     for left in folder.glob("*.png"):
         left.unlink()
@@ -187,7 +174,7 @@ def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
 def _charts(panels: Sequence[Panel]) -> list[Chart]:
     """Return scatter charts of each panel: speedup and tokens/s over depth, alpha over cost.
 
-    Tokens/s belong to each run; rows of several runs are compared by speedup.
+    Tokens/s of different runs are not comparable; speedups are.
     """
     charts = []
     for panel in panels:
@@ -196,55 +183,32 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
                 "drafter": entry.name,
                 "series": entry.series,
                 "layers": entry.row.drafter_layers,
-                "speedup": _speed(entry),
+                "speedup": entry.ranked_speedup.value,
                 "tokens_per_second": entry.row.tokens_per_second,
                 "cost_ratio": entry.row.cost_ratio,
                 "alpha": entry.alpha,
             }
             for entry in panel.fastest
         ]
-        known = [row for row in rows if row["alpha"] is not None]
-        charts += [
-            Chart(
-                f"charts/depth_{panel.slug}",
-                f"Depth against speedup: {panel.label}",
-                rows,
-                "layers",
-                "speedup",
-            ),
-            Chart(
-                f"charts/throughput_{panel.slug}",
-                f"Depth against tokens/s: {panel.label}",
-                rows,
-                "layers",
-                "tokens_per_second",
-            ),
-            Chart(
-                f"charts/acceptance_{panel.slug}",
-                f"Acceptance against cost: {panel.label}",
-                known,
-                "cost_ratio",
-                "alpha",
-            ),
-        ]
-    return [chart for chart in charts if chart.rows]
+        for name, title, x, y in (
+            ("depth", "Depth against speedup", "layers", "speedup"),
+            ("throughput", "Depth against tokens/s", "layers", "tokens_per_second"),
+            ("acceptance", "Acceptance against cost", "cost_ratio", "alpha"),
+        ):
+            known = [row for row in rows if row[y] is not None]
+            if known:
+                title = f"{title}: {panel.label}"
+                charts.append(Chart(f"charts/{name}_{panel.slug}", title, known, x, y))
+    return charts
 
 
 def _summary(panels: Sequence[Panel]) -> dict[str, Any]:
     """Return the manifest's metrics: the best drafter of each panel."""
+    best = {panel.label: panel.fastest[0] for panel in panels if panel.fastest}
     return {
-        panel.label: {
-            "best": panel.fastest[0].name,
-            "speedup": dataclasses.astuple(panel.fastest[0].speedup),
-        }
-        for panel in panels
-        if panel.fastest and panel.fastest[0].speedup
+        label: {"best": entry.name, "speedup": dataclasses.astuple(entry.ranked_speedup)}
+        for label, entry in best.items()
     }
-
-
-def _speed(entry: Entry) -> float:
-    assert entry.speedup is not None, "of ranked entries alone"
-    return entry.speedup.value
 
 
 if __name__ == "__main__":

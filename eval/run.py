@@ -27,7 +27,7 @@ from eval.measure.session import Session, drafting, generations, most_tokens, pr
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.report.page import Provenance, evaluation_page
 from eval.report.tables import print_evaluation
-from eval.report.traced_text import TracedText, traced_texts
+from eval.report.text import TracedText, traced_texts
 from eval.statistics.budgets import with_limits
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows

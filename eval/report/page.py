@@ -1,6 +1,6 @@
-"""report.html and comparison.html: self-contained pages, with no script, font or address outside.
+"""report.html and comparison.html: self-contained pages without scripts, fonts or addresses.
 
-Both extend templates/page.html.j2. They are made from the files of run folders alone.
+Both extend templates/page.html.j2 and are made from the files of run folders alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import VIRTUAL
 from eval.measure.records import STALL, Record
 from eval.report import plots, tables, text
-from eval.report.traced_text import TracedText
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
@@ -31,15 +30,17 @@ PAGES = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-for _filter in (text.amount, text.count_label, text.gamma_label, text.number, text.prompts_label):
-    PAGES.filters[_filter.__name__] = _filter
+PAGES.filters |= {
+    one.__name__: one
+    for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
+}
 PAGES.filters["with_interval"] = text.with_interval
 PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL, "WORDS": tables.WORDS}
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """How the numbers were obtained; shown at the end of the page."""
+    """Facts on how the numbers were obtained, shown at the end of the page."""
 
     command: str
     date: str
@@ -50,14 +51,13 @@ class Provenance:
     unmeasured: list[str] = field(default_factory=list)  # sentences
     draft_lengths: str = "given"  # how they were set
     repeats: int = 1  # of every generation
-    texts: list[TracedText] = field(default_factory=list)
+    texts: list[text.TracedText] = field(default_factory=list)
 
 
 def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance) -> str:
     """Return report.html."""
     shown = main_rows(rows)
     named = [(text.drafter_name(row), row) for row in shown]
-    again = {(r.condition, r.part, r.unit) for r in records if r.attempt > 1}
     return PAGES.get_template("evaluation.html.j2").render(
         title=f"Speculative decoding of {shown[0].target}",
         warnings=text.warnings(shown),
@@ -74,7 +74,7 @@ def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance
         categories=tables.categories_table(shown),
         legend=text.LEGEND,
         made=made,
-        stalls=len(again),
+        stalls=len({(r.condition, r.part, r.unit) for r in records if r.attempt > 1}),
     )
 
 
@@ -101,12 +101,7 @@ def comparison_page(
         differences=tables.differences_table(panels, evaluations),
         notes=[note for one in evaluations for note in one.notes],
         panels=[
-            (
-                panel,
-                tables.panel_tables(panel),
-                tables.losses_table(tables.named_rows(panel)),
-                drawn,
-            )
+            (panel, tables.panel_tables(panel), tables.panel_losses(panel), drawn)
             for panel, drawn in zip(panels, plots_by_panel, strict=True)
         ],
         everything=entries[0].prompts == ALL,
@@ -124,8 +119,10 @@ def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
     for label, rivals in tables.by_condition(models).items():
         best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
         group = [row for row in ranked if row.condition_label == label]
-        name, disturbed = text.drafter_label(best), bool(text.disturbance(shown))
-        cards.append(_card(label, name, best, len(rivals), group, disturbed=disturbed))
+        card = _card(label, text.drafter_label(best), best, len(rivals), group)
+        if card["tone"] == "good" and text.disturbance(shown):
+            card["tone"] = ""  # a win on a busy machine is not coloured
+        cards.append(card)
     return cards
 
 
@@ -135,28 +132,21 @@ def _panel_card(panel: Panel) -> dict[str, Any]:
         return {"label": panel.label, "row": None, "speed": None}
     best, group = models[0], [one.row for one in panel.fastest]
     size = f" ({text.model_size(best.row)})" if best.row.drafter_parameters else ""
-    name, everything = tables.entry_name(best) + size, best.prompts == ALL
-    return _card(panel.label, name, best.row, len(models), group, everything=everything)
+    name = tables.entry_name(best) + size
+    return _card(panel.label, name, best.row, len(models), group, best.prompts == ALL)
 
 
 def _card(
-    label: str,
-    name: str,
-    row: Row,
-    rivals: int,
-    group: Sequence[Row],
-    *,
-    everything: bool = False,
-    disturbed: bool = False,
+    label: str, name: str, row: Row, rivals: int, group: Sequence[Row], everything: bool = False
 ) -> dict[str, Any]:
-    """Return what a headline card shows of the best row of a group.
+    """Return the values that a headline card shows of the best row of a group.
 
-    everything: looping prompts count. disturbed: the machine was busy, so a win is not coloured.
+    everything: looping prompts count.
     """
     speed, tone = counted_speedup(row, everything), ""
     controls = [one for one in group if one.drafter == CONTROL and one is not row]
     if speed and speed.low is not None and speed.high is not None:
-        tone = "good" if speed.low > 1 and not disturbed else "bad" if speed.high < 1 else ""
+        tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},
@@ -169,15 +159,11 @@ def _card(
 def _plots(
     rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]
 ) -> list[plots.Plot]:
-    styles, drawn = plots.styles_of_rows(rows), []
+    styles, drawn = plots.drafter_styles({row.drafter: "" for row in rows}), []
     for label, here in tables.by_condition(rows).items():
-        best: dict[str, Row] = {}
-        for row in sorted(here, key=lambda row: -row.speedup):
-            if row in shown:
-                best.setdefault(row.drafter, row)
-        fastest = [
-            best[name] for name in dict.fromkeys(row.drafter for row in shown) if name in best
-        ]
+        main = [row for row in here if row in shown]
+        best = {row.drafter: row for row in sorted(main, key=lambda row: row.speedup)}
+        fastest = [best[name] for name in dict.fromkeys(row.drafter for row in main)]
         pairs = {row.drafter: samples_of(row, records) for row in fastest}
         drawn += [
             plots.speedup_by_gamma([r for r in here if r.part == "sweep"] or here, styles, label),

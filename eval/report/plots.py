@@ -24,7 +24,6 @@ from matplotlib.ticker import MaxNLocator
 
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES
-from eval.report.palette import INK, MUTED, SERIES, SETTINGS, Style, drafter_styles
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.panels import COSTS, Panel, chains, usual_costs
 from eval.statistics.metrics import MIN_TESTS, Interval, add_by_depth
@@ -33,14 +32,53 @@ from eval.statistics.prediction import iso_cost_ratio
 from eval.statistics.schema import Row
 from jobs.drafters import CONTROL
 
+INK, MUTED, RULE = "#1c1d1f", "#6a6c70", "#e2e1dc"
+SERIES = ["#2860a8", "#d0782a", "#2d8a68", "#9a4f96", "#8a7a1f", "#57606a"]
+MARKERS = ["o", "s", "^", "D", "v", "P"]
+SETTINGS: dict[Any, Any] = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 10, "text.color": INK},
+    **{"axes.edgecolor": RULE, "axes.labelcolor": MUTED, "axes.linewidth": 0.8},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "grid.color": RULE, "grid.linewidth": 0.5},
+    **{"xtick.color": MUTED, "xtick.major.size": 0, "ytick.color": MUTED, "ytick.major.size": 0},
+    **{"lines.linewidth": 1.6, "lines.markersize": 4.5},
+}
 DOTS_PER_INCH = 200
-Styles = Mapping[str, Style]
-# Speedups that get a curve of their own, in order of importance, and where curves are labelled.
+# Speedups that get an iso-speedup curve, in order of importance, and the place of their labels.
 LEVELS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 1.5, 2.5, 5.0, 1.25, 1.75, 3.5)
 LABELS_AT = 0.045  # share of the plot's width
 LABELS_APART = 0.07  # in alpha; curves whose labels would be closer are left out
 COST_NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens"}
+FILE_NAMES = {"parameters": "pareto", "training_tokens": "training"}
 _serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour and marker of a drafter in all plots of a page."""
+
+    colour: str = MUTED
+    marker: str = "x"
+
+
+Styles = Mapping[str, Style]
+
+
+def drafter_styles(series: Mapping[str, str]) -> dict[str, Style]:
+    """Return a style for each drafter; the drafters of a series share its colour.
+
+    series: drafter -> its series, empty if it belongs to none.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, group in series.items():
+        groups.setdefault(group or name, []).append(name)
+    styles = {}
+    for number, (group, names) in enumerate(groups.items()):
+        # Drafters without a series that share a colour get different markers.
+        first = number + number // len(SERIES) if names == [group] else 0
+        for place, name in enumerate(names, first):
+            styles[name] = Style(SERIES[number % len(SERIES)], MARKERS[place % len(MARKERS)])
+    return styles
 
 
 @dataclass(frozen=True)
@@ -58,12 +96,8 @@ class Plot:
         drawn = io.StringIO()
         with rc_context(SETTINGS):
             self.figure.savefig(drawn, format="svg", metadata={"Date": None})
-        element = drawn.getvalue()
-        element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
-        prefix = f"f{next(_serial)}-"
-        for before in ('id="', 'href="#', "url(#"):
-            element = element.replace(f'{" " * (before[0] == "i")}{before}',
-                                      f'{" " * (before[0] == "i")}{before}{prefix}')  # fmt: skip
+        element = re.sub(r"<metadata>.*?</metadata>", "", drawn.getvalue(), flags=re.S)
+        element = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>f{next(_serial)}-", element)
         box = re.search(r'viewBox="[^"]+"', element)
         assert box is not None, "matplotlib writes a viewBox"
         inside = element[element.index(">", box.start()) + 1 :]
@@ -78,7 +112,7 @@ class Plot:
         return drawn.getvalue()
 
 
-def short(name: str, most: int = 29) -> str:
+def shorten(name: str, most: int = 29) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
@@ -101,29 +135,20 @@ def _plot(axes: Axes, caption: str, name: str = "") -> Plot:
     if handles:
         columns = 2 if max(map(len, handles)) <= 29 and len(handles) > 1 else 1
         figure.set_figheight(figure.get_figheight() + 0.19 * math.ceil(len(handles) / columns))
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower left",
-            ncols=columns,
-            frameon=False,
-            fontsize=8.5,
-        )
+        look: dict[str, Any] = {"ncols": columns, "frameon": False, "fontsize": 8.5}
+        figure.legend(list(handles.values()), list(handles), loc="outside lower left", **look)
     return Plot(figure, axes.get_title("left").replace("\n", " "), caption, name)
 
 
-def _errors(speeds: Sequence[Interval]) -> np.ndarray:
-    """Return the lengths of error bars, (below, above) x speedups; 0 without an interval."""
+def _errorbar(axes: Axes, x: Sequence[float], speeds: Sequence[Interval], **look: Any) -> None:
+    """Draw speedups with error bars, of length 0 without an interval."""
     below = [one.value - (one.value if one.low is None else one.low) for one in speeds]
     above = [(one.value if one.high is None else one.high) - one.value for one in speeds]
-    return np.array([below, above]).clip(min=0)
+    lengths = np.array([below, above]).clip(min=0)
+    axes.errorbar(x, [one.value for one in speeds], lengths, elinewidth=1, **look)
 
 
-# --------------------------------------------------------------------------------- of an evaluation
-def styles_of_rows(rows: Sequence[Row]) -> Styles:
-    return drafter_styles({row.drafter: "" for row in rows})
-
-
+# ------------------------------------------------------------------------------------ an evaluation
 @rc_context(SETTINGS)
 def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
     """Plot measured and predicted speedup over the draft length."""
@@ -134,12 +159,10 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
         shift = 0.06 * (index - (len(names) - 1) / 2)  # keeps intervals apart
         gammas = [row.num_draft_tokens + shift for row in mine]
         predicted = [row.predicted_speedup or np.nan for row in mine]
+        axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), color=styles[name].colour)
         speeds = [Interval(row.speedup, row.speedup_low, row.speedup_high) for row in mine]
-        look: dict[str, Any] = {"color": styles[name].colour}
-        axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), **look)
-        look |= {"marker": styles[name].marker, "label": short(name)}
-        values = [one.value for one in speeds]
-        axes.errorbar(gammas, values, _errors(speeds), elinewidth=1, **look)
+        colour, marker = styles[name].colour, styles[name].marker
+        _errorbar(axes, gammas, speeds, color=colour, marker=marker, label=shorten(name))
     axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
     axes.grid(axis="x", visible=False)
     return _plot(
@@ -161,7 +184,7 @@ def alpha_by_depth(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
         depths = [depth for depth, tests in enumerate(tested, start=1) if tests >= MIN_TESTS]
         rates = [accepted[k - 1] / tested[k - 1] for k in depths]
         look = styles[name]
-        axes.plot(depths, rates, color=look.colour, marker=look.marker, label=short(name))
+        axes.plot(depths, rates, color=look.colour, marker=look.marker, label=shorten(name))
         deepest = max([deepest, *depths])
     axes.set_ylim(0, 1.02)
     axes.set_xticks(range(1, deepest + 1))
@@ -172,27 +195,25 @@ def alpha_by_depth(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
 @rc_context(SETTINGS)
 def time_per_token(rows: Sequence[Row], label: str) -> Plot:
     """Plot the milliseconds that an emitted token costs, by part of the round."""
-    first = rows[0]
-    t_target = first.t_target_ms[1]
-    bars = [("no drafter", 0.0, t_target, first.baseline_round_ms - t_target)]
+    t_target, baseline_ms = rows[0].t_target_ms[1], rows[0].baseline_round_ms
+    names, costs = ["no drafter"], [[0.0, t_target, baseline_ms - t_target]]
     for row in rows:
-        tokens = row.tau or 1.0
         drafting, target = row.draft_ms_per_round, row.target_ms_per_round
         if row.schedule in SCHEDULES:  # lanes overlap: only what exceeds the target's lane counts
             drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
-        rest = row.round_ms - drafting - target
-        bars.append((row.drafter, drafting / tokens, target / tokens, rest / tokens))
+        parts = (drafting, target, row.round_ms - drafting - target)
+        names.append(row.drafter)
+        costs.append([part / (row.tau or 1.0) for part in parts])
     title = f"Where the time of a token goes: {label}"
-    axes = _axes(title, "ms per emitted token", height=0.9 + 0.36 * len(bars))
-    left = np.zeros(len(bars))
-    parts = zip(("drafting", "target", "the rest"), (SERIES[1], SERIES[0], "#c9c8c2"), strict=True)
-    for part, (name, colour) in enumerate(parts, start=1):
-        widths = np.array([max(float(bar[part]), 0.0) for bar in bars])  # type: ignore[arg-type]
-        axes.barh(range(len(bars)), widths, left=left, height=0.58, color=colour, label=name)
+    axes = _axes(title, "ms per emitted token", height=0.9 + 0.36 * len(names))
+    left = np.zeros(len(names))
+    looks = (("drafting", SERIES[1]), ("target", SERIES[0]), ("the rest", "#c9c8c2"))
+    for (name, colour), widths in zip(looks, np.array(costs).clip(min=0).T, strict=True):
+        axes.barh(range(len(names)), widths, left=left, height=0.58, color=colour, label=name)
         left += widths
     for index, total in enumerate(left):
         axes.text(total, index, f" {total:.2f}", va="center", fontsize=9.5)
-    axes.set_yticks(range(len(bars)), [short(bar[0], 18) for bar in bars])
+    axes.set_yticks(range(len(names)), [shorten(name, 18) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()
     axes.set_xlim(0, float(left.max()) * 1.14)
@@ -213,7 +234,7 @@ def speed_by_prompt(
         loops = np.array([np.mean(one.distinct_4) < LOOPING_BELOW for one in samples])
         colour, marker = styles[name].colour, styles[name].marker
         look: dict[str, Any] = {"marker": marker, "s": 16, "edgecolors": colour}
-        axes.scatter(before[~loops], after[~loops], color=colour, label=short(name), **look)
+        axes.scatter(before[~loops], after[~loops], color=colour, label=shorten(name), **look)
         axes.scatter(before[loops], after[loops], facecolors="none", **look)
         ends += [before.min(), before.max()]
     axes.axline((ends[0], ends[0]), slope=1, color=MUTED, linewidth=1)
@@ -221,7 +242,7 @@ def speed_by_prompt(
     return _plot(axes, "Above the line the drafter is faster. Hollow: the target's text loops.")
 
 
-# ---------------------------------------------------------------------------------- of a comparison
+# ------------------------------------------------------------------------------------- a comparison
 def styles_of_entries(entries: Sequence[Entry]) -> Styles:
     """Return the styles of drafters; the control is grey in all plots."""
     drafters = [entry for entry in _in_order(entries) if entry.row.drafter != CONTROL]
@@ -230,7 +251,7 @@ def styles_of_entries(entries: Sequence[Entry]) -> Styles:
 
 
 def panel_plots(panel: Panel, styles: Styles) -> list[Plot]:
-    """Return the plots of a panel, each if it has something to show."""
+    """Return the plots of a panel for which it has data."""
     if not panel.fastest:
         return []
     plots = [depth(panel, styles)]
@@ -246,22 +267,16 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.series, entry.row.drafter_layers))
 
 
-def _speed(entry: Entry) -> Interval:
-    assert entry.speedup is not None, "ranked entries have a speedup"
-    return entry.speedup
-
-
 def _label(entry: Entry) -> str:
     if entry.row.drafter == CONTROL:
         return "prompt lookup, the control"
-    return f"{short(entry.name, 13)}, drafts nothing" if entry.idle else short(entry.name)
+    return f"{shorten(entry.name, 13)}, drafts nothing" if entry.idle else shorten(entry.name)
 
 
-def _point(axes: Axes, x: float, entry: Entry, look: Style, label: str, hollow: bool) -> None:
-    speed, face = _speed(entry), "white" if hollow else look.colour
-    style = {"color": look.colour, "marker": look.marker, "markersize": 6, "markerfacecolor": face}
-    lines: dict[str, Any] = {"elinewidth": 1, "linestyle": "none", "label": label, **style}
-    axes.errorbar(x, speed.value, _errors([speed]), **lines)
+def _point(axes: Axes, x: float, entry: Entry, style: Style, label: str, hollow: bool) -> None:
+    look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 6}
+    look["markerfacecolor"] = "white" if hollow else style.colour
+    _errorbar(axes, [x], [entry.ranked_speedup], linestyle="none", label=label, **look)
 
 
 @rc_context(SETTINGS)
@@ -272,23 +287,23 @@ def depth(panel: Panel, styles: Styles) -> Plot:
     """
     axes = _axes(f"Depth against speedup: {panel.label}", "drafter layers", speedup=True)
     drawn = [entry for entry in _in_order(panel.fastest) if entry.row.drafter != CONTROL]
-    controls = [_speed(entry).value for entry in panel.fastest if entry.row.drafter == CONTROL]
+    controls = [e.ranked_speedup.value for e in panel.fastest if e.row.drafter == CONTROL]
     if controls:
         look: dict[str, Any] = {"color": MUTED, "linewidth": 0.9, "dashes": (3, 2)}
         axes.axhspan(min(controls), max(controls), color=MUTED, alpha=0.15, linewidth=0)
         axes.axhline(median(controls), label="prompt lookup, the control", **look)
 
     def x(entry: Entry) -> float:
-        """Return the layers, shifted a little where several drafters have as many."""
+        """Return the layers, shifted a little where several drafters have the same number."""
         same = [e.name for e in drawn if e.row.drafter_layers == entry.row.drafter_layers]
         return entry.row.drafter_layers + 0.07 * (same.index(entry.name) - (len(same) - 1) / 2)
 
     for name in dict.fromkeys(entry.series for entry in drawn if entry.series):
         line = [entry for entry in drawn if entry.series == name and not entry.idle]
         if line:
-            speeds = [_speed(entry).value for entry in line]
+            speeds = [entry.ranked_speedup.value for entry in line]
             colour = styles[line[0].name].colour
-            axes.plot([x(entry) for entry in line], speeds, color=colour, label=short(name, 60))
+            axes.plot([x(entry) for entry in line], speeds, color=colour, label=shorten(name, 60))
     for entry in drawn:
         label = "" if entry.series and not entry.idle else _label(entry)
         _point(axes, x(entry), entry, styles[entry.name], label, entry.idle)
@@ -312,18 +327,17 @@ def acceptance(panel: Panel, styles: Styles) -> Plot:
     x = "cost ratio c: a draft step over a target step"
     axes = _axes(f"Acceptance against cost: {panel.label}", x, "acceptance rate alpha")
     widest = 1.3 * max(entry.row.cost_ratio for entry in drawn)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    text: dict[str, Any] = {"fontsize": 8.5, "color": MUTED, "va": "center", "ha": "center"}
     for level, c_A, alpha_A in iso_speedup_curves(drawn, widest):
         colour, width = (INK, 1.2) if level == 1 else (MUTED, 0.8)
         axes.plot(c_A, alpha_A, color=colour, linewidth=width, zorder=1)
-        at = LABELS_AT * widest
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        look: dict[str, Any] = {"fontsize": 8.5, "color": MUTED, "va": "center", "ha": "center"}
-        y = float(np.interp(at, c_A, alpha_A))
-        axes.text(at, y, f"{level:g}x", zorder=1.5, bbox=box, **look)
+        at, y = LABELS_AT * widest, float(np.interp(LABELS_AT * widest, c_A, alpha_A))
+        axes.text(at, y, f"{level:g}x", zorder=1.5, bbox=box, **text)
     for entry in drawn:
-        look, label = {"color": styles[entry.name].colour, "markersize": 7}, short(entry.name)
-        x_y = np.array([[entry.row.cost_ratio], [entry.alpha]], dtype=float)
-        axes.plot(*x_y, styles[entry.name].marker, label=label, **look)
+        style, at_alpha = styles[entry.name], [entry.alpha or 0.0]
+        look: dict[str, Any] = {"color": style.colour, "markersize": 7}
+        axes.plot([entry.row.cost_ratio], at_alpha, style.marker, label=shorten(entry.name), **look)
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
@@ -365,16 +379,14 @@ def pareto(panel: Panel, cost: str, styles: Styles) -> Plot:
     known = [(e, COSTS[cost](e)) for e in _in_order(panel.fastest)]
     points = [(entry, value / 1e6) for entry, value in known if value is not None]
     on_front = {id(one.entry) for one in panel.compared if one.on_front.get(cost)}
-    front = sorted((x, _speed(e).value) for e, x in points if id(e) in on_front)
+    front = sorted((x, e.ranked_speedup.value) for e, x in points if id(e) in on_front)
     axes.plot(*zip(*front, strict=True), color=INK, linewidth=0.8, drawstyle="steps-post")
     for entry, x in points:
-        hollow = id(entry) not in on_front
-        _point(axes, x, entry, styles[entry.name], _label(entry), hollow)
+        _point(axes, x, entry, styles[entry.name], _label(entry), id(entry) not in on_front)
     most = max([1e-6, *(x for _, x in points)])
     axes.set_xlim(-0.06 * most, 1.08 * most)
-    kind = {"parameters": "pareto", "training_tokens": "training"}[cost]
     return _plot(
         axes,
         f"Filled: no drafter with as few {COST_NAMES[cost]} is faster. The control needs none.",
-        f"{kind}_{panel.slug}",
+        f"{FILE_NAMES[cost]}_{panel.slug}",
     )

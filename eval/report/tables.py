@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from decoding.schedules.by_name import SCHEDULES, VIRTUAL
 from eval.measure.lengths import RULES
 from eval.measure.records import Record
 from eval.report import text
-from eval.report.text import NONE, number, times, with_interval
+from eval.report.text import NONE, number, percent, times, with_interval
 from eval.statistics.budgets import NO_LIMITS
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.evaluations import Evaluation
@@ -27,26 +28,32 @@ from eval.statistics.schema import RoundBudget, Row, main_rows
 from jobs.drafter_use import ALONE
 
 PLAIN_WIDTH = 200  # characters of a line where there is no terminal
-WIDE = 140  # terminals narrower than this show the key columns alone
+WIDE = 140  # narrower terminals show the key columns alone
 # Shares by which a prediction and a replay may differ from the measurement without a mark.
 PREDICTED_WITHIN, REPLAYED_WITHIN = 0.1, 0.05
-IDLE = "drafts nothing"
 PACE_WITHIN = 0.1  # share by which baselines of runs may differ without being listed
-# Settings of eval.run that change how a speedup is measured, not what may be compared with what.
+# Settings of eval.run that change how a speedup is measured, not what it may be compared with.
 WAYS = (
     *("max_prompts", "samples", "repeats", "stop_at_eos", "stop_strings"),
     *("sweep", "sweep_prompts", "num_draft_tokens", "max_draft_tokens"),
 )
-# Columns that hold words, aligned left, and those that narrow terminals keep.
+# Columns of words, which are aligned left.
 WORDS = {"drafter", "setting", "output", "clock", "worst prompt", "slower categories", "category"}
 WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
 WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
+# Columns that narrow terminals keep.
 KEY = {"drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"}
 KEY_OF_COMPARISON = KEY - {"tau", "V"} | {"layers", "over the best", "front"}
-OUTCOME = (  # columns of the first table of a panel; the second has the others
+# Columns of the two tables of a panel.
+OUTCOME = (
     *("drafter", "layers", "parameters", "speedup [95 %]", "not looping", "over the best"),
     *("best other", "shared prompts", "front", "tokens/s", "alone", "output"),
 )
+ACCEPTANCE_AND_COSTS = (
+    *("drafter", "gamma", "drafted", "alpha", "tau", "c", "V"),
+    *("t_draft", "bytes/step", "trained on", "overhead", "predicted"),
+)
+BASELINE = {"drafter": "none (autoregressive)"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def make_table(
     marks: Sequence[str] = (),
     key: Sequence[str] | set[str] = (),
 ) -> Table:
-    """Make a table from mappings of column to text; a `setting` shared by all rows is left out."""
+    """Make a table from mappings of column to text; omit a `setting` that all rows share."""
     columns = max((list(row) for row in rows), key=len, default=[])
     if len({row.get("setting") for row in rows}) == 1:
         columns = [name for name in columns if name != "setting"]
@@ -79,7 +86,7 @@ def by_condition(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {label: [row for row in rows if row.condition_label == label] for label in labels}
 
 
-# --------------------------------------------------------------------------------- of an evaluation
+# ------------------------------------------------------------------------------------ an evaluation
 def result_cells(row: Row) -> dict[str, str]:
     verifies = row.schedule != ALONE
     virtual = " virtual" if row.schedule in VIRTUAL else ""
@@ -94,7 +101,7 @@ def result_cells(row: Row) -> dict[str, str]:
         "tau": number(row.tau),
         "c": number(row.cost_ratio, 3),
         "V": number(row.target_ms_per_round / row.t_target_ms[1]) if verifies else NONE,
-        "overhead": f"{100 * row.overhead:.0f} %",
+        "overhead": percent(row.overhead),
         "predicted": times(row.predicted_speedup),
         "output": row.lossless,
     }
@@ -104,35 +111,31 @@ def result_tables(rows: Sequence[Row]) -> list[Table]:
     """Return one table for each condition: the baseline, then the drafters."""
     tables = []
     for label, group in by_condition(rows).items():
-        baseline = {
-            "drafter": "none (autoregressive)",
-            "speedup [95 %]": "1.00x",
-            "tokens/s": number(group[0].baseline_tokens_per_second, 1),
-            "tau": "1.00",
-        }
-        cells = [baseline, *map(result_cells, group)]
+        pace = number(group[0].baseline_tokens_per_second, 1)
+        baseline = {**BASELINE, "speedup [95 %]": "1.00x", "tokens/s": pace, "tau": "1.00"}
         marks = ["baseline", *[""] * len(group)]
+        cells = [baseline, *map(result_cells, group)]
         tables.append(make_table(label[0].upper() + label[1:], cells, marks, KEY))
     return tables
 
 
+def _place(name: str, row: Row) -> dict[str, str]:
+    return {"drafter": name, "setting": row.condition_label, "gamma": text.gamma_label(row)}
+
+
 def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
-    """Return the prompts and categories on which each drafter is slower than none."""
-    cells = []
-    for name, row in named:
-        slower = [part for part in row.categories if (part.speedup_high or 1.0) < 1]
-        cells.append(
-            {
-                "drafter": name,
-                "setting": row.condition_label,
-                "gamma": text.gamma_label(row),
-                "slower prompts": f"{row.slower_prompts} of {row.prompts}",
-                "worst prompt": row.worst_prompt,
-                "speedup there": times(row.worst_speedup),
-                "slower categories": ", ".join(part.category for part in slower) or "none",
-                "speedup with prefill": times(row.speedup_with_prefill),
-            }
-        )
+    """Return the prompts and categories on which each drafter is slower than the baseline."""
+    cells = [
+        {
+            **_place(name, row),
+            "slower prompts": f"{row.slower_prompts} of {row.prompts}",
+            "worst prompt": row.worst_prompt,
+            "speedup there": times(row.worst_speedup),
+            "slower categories": ", ".join(c.category for c in row.categories if c.loses) or "none",
+            "speedup with prefill": times(row.speedup_with_prefill),
+        }
+        for name, row in named
+    ]
     key = {"drafter", "setting", "slower prompts", "worst prompt", "speedup there"}
     return make_table("Where each drafter loses", cells, (), key)
 
@@ -147,25 +150,23 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
     overlapped = any(row.schedule in SCHEDULES for _, row in named)
     cells, marks = [], []
     for name, row in named:
-        drafts = bool(row.num_draft_tokens)
+        best, there = str(row.best_gamma) if row.helps else "none", times(row.best_gamma_speedup)
         cells.append(
             {
-                "drafter": name,
-                "setting": row.condition_label,
-                "gamma": text.gamma_label(row),
+                **_place(name, row),
                 "length set by": RULES[row.length_rule],
                 "speedup": times(row.speedup),
                 "predicted": times(row.predicted_speedup),
                 "predicted / measured": _ratio(row.predicted_speedup, row),
-                "best gamma": (str(row.best_gamma) if row.helps else "none") if drafts else NONE,
-                "predicted there": times(row.best_gamma_speedup) if drafts else NONE,
+                "best gamma": best if row.num_draft_tokens else NONE,
+                "predicted there": there if row.num_draft_tokens else NONE,
             }
         )
         if overlapped:
-            lanes = row.schedule in SCHEDULES
+            clock = "virtual" if row.schedule in VIRTUAL else "two workers"
             cells[-1] |= {
-                "clock": ("virtual" if row.schedule in VIRTUAL else "two workers") * lanes or NONE,
-                "lanes hidden": NONE if row.overlap is None else f"{100 * row.overlap:.0f} %",
+                "clock": clock if row.schedule in SCHEDULES else NONE,
+                "lanes hidden": percent(row.overlap),
                 "replay": times(row.replayed_speedup),
                 "replay / measured": _ratio(row.replayed_speedup, row),
             }
@@ -184,25 +185,22 @@ def budgets_table(rows: Sequence[Row]) -> Table:
     """Return the bytes and operations of the mean round, and the shares of the machine's limits."""
     cells, marks = [], []
     for label, group in by_condition(rows).items():
-        plain = _budget_cells(group[0].baseline_budget)
-        cells.append({"drafter": "none (autoregressive)", "setting": label, **plain})
-        cells += [{"drafter": text.drafter_label(r), "setting": label, **budget(r)} for r in group]
+        cells.append({**BASELINE, "setting": label, **budget_cells(group[0].baseline_budget)})
+        for row in group:
+            budget = budget_cells(row.budget, row.schedule in VIRTUAL)
+            cells.append({"drafter": text.drafter_label(row), "setting": label, **budget})
         marks += ["baseline", *[""] * len(group)]
     return make_table("What a round must read and compute", cells, marks)
 
 
-def budget(row: Row) -> dict[str, str]:
-    return _budget_cells(row.budget, row.schedule in VIRTUAL)
-
-
-def _budget_cells(budget: RoundBudget | None, virtual: bool = False) -> dict[str, str]:
+def budget_cells(budget: RoundBudget | None, virtual: bool = False) -> dict[str, str]:
     if budget is None:
         return dict.fromkeys(("MB read", "of bandwidth", "MFLOP", "of arithmetic"), "not known")
 
     def share(value: float | None) -> str:
         if value is None:
             return "virtual clock" if virtual else "not measured"
-        return f"{100 * value:.1f} %" + (f" ({SLOW_YARDSTICK})" if value > 1 else "")
+        return percent(value, 1) + (f" ({SLOW_YARDSTICK})" if value > 1 else "")
 
     return {
         "MB read": f"{budget.megabytes:.1f}",
@@ -231,7 +229,7 @@ def pairs_table(rows: Sequence[Row], records: Sequence[Record]) -> Table:
             "drafter": text.drafter_name(pair.row),
             "best rival": text.drafter_name(pair.rival),
             "setting": label,
-            "tokens/s over it [95 %]": with_interval(*vars(pair.ratio).values()),
+            "tokens/s over it [95 %]": with_interval(*dataclasses.astuple(pair.ratio)),
         }
         for label, group in by_condition(rows).items()
         for pair in paired_comparisons(group, records)
@@ -241,72 +239,60 @@ def pairs_table(rows: Sequence[Row], records: Sequence[Record]) -> Table:
 
 def categories_table(rows: Sequence[Row]) -> Table:
     """Return the rows by prompt category; a category whose interval lies below 1 is marked."""
-    cells, marks = [], []
-    for row in rows:
-        for part in row.categories if len(row.categories) > 1 else []:
-            cells.append(
-                {
-                    "drafter": text.drafter_name(row),
-                    "setting": row.condition_label,
-                    "category": part.category,
-                    "prompts": str(part.prompts),
-                    "alpha": number(part.alpha),
-                    "tau": number(part.tau),
-                    "speedup [95 %]": with_interval(
-                        part.speedup, part.speedup_low, part.speedup_high
-                    ),
-                }
-            )
-            marks.append("bad" if (part.speedup_high or 1.0) < 1 else "")
-    return make_table("", cells, marks)
+    parts = [(row, c) for row in rows if len(row.categories) > 1 for c in row.categories]
+    cells = [
+        {
+            "drafter": text.drafter_name(row),
+            "setting": row.condition_label,
+            "category": part.category,
+            "prompts": str(part.prompts),
+            "alpha": number(part.alpha),
+            "tau": number(part.tau),
+            "speedup [95 %]": with_interval(part.speedup, part.speedup_low, part.speedup_high),
+        }
+        for row, part in parts
+    ]
+    return make_table("", cells, ["bad" if part.loses else "" for _, part in parts])
 
 
-# ---------------------------------------------------------------------------------- of a comparison
+# ------------------------------------------------------------------------------------- a comparison
 def entry_name(entry: Entry) -> str:
     """Return the entry's name, with its own rule and with the reason why it is not ranked."""
     rule = text.own_rule(entry.row)
     name = f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
-    remark = entry.not_ranked or (IDLE if entry.idle else "")
+    remark = entry.not_ranked or ("drafts nothing" if entry.idle else "")
     return f"{name} [{remark}]" if remark else name
 
 
 def entry_cells(compared: ComparedEntry) -> dict[str, str]:
     entry, row, ratio = compared.entry, compared.entry.row, compared.ratio
-    results = result_cells(row)
-    parameters = text.amount(row.drafter_parameters) if row.drafter_parameters else "no model"
-    fronts = (cost[0].upper() for cost, on_front in compared.on_front.items() if on_front)
     return {
+        **result_cells(row),
         "drafter": entry_name(entry),
         "layers": str(row.drafter_layers or NONE),
-        "speedup [95 %]": results["speedup [95 %]"],
-        "not looping": results["not looping"],
-        "over the best": with_interval(*vars(ratio).values()) if ratio else NONE,
+        "over the best": with_interval(*dataclasses.astuple(ratio)) if ratio else NONE,
         "best other": compared.rival.name if compared.rival else NONE,
         "shared prompts": str(compared.shared or NONE),
-        **{name: results[name] for name in ("gamma", "drafted", "alpha", "tau", "c", "V")},
         "t_draft": number(row.t_draft_ms, 3),
-        "parameters": parameters,
+        "parameters": text.amount(row.drafter_parameters) if row.drafter_parameters else "no model",
         "bytes/step": text.amount(entry.bytes_per_step, "B"),
         "trained on": text.amount(entry.training_tokens),
-        "overhead": results["overhead"],
-        "predicted": results["predicted"],
-        "tokens/s": results["tokens/s"],
         "alone": number(row.baseline_tokens_per_second, 1),
-        "front": "".join(fronts),
-        "output": row.lossless,
+        "front": "".join(cost[0].upper() for cost, on_it in compared.on_front.items() if on_it),
     }
 
 
 def panel_tables(panel: Panel, title: str = "") -> list[Table]:
     """Return two tables: the outcome, and the acceptance and costs behind it."""
     rows = [entry_cells(compared) for compared in panel.compared]
-    why = ["drafter", *(name for name in rows[0] if name not in OUTCOME)]
-    parts = ([{name: row[name] for name in names} for row in rows] for names in (OUTCOME, why))
-    return [make_table(title, part, (), KEY_OF_COMPARISON) for part in parts]
+    return [
+        make_table(title, [{n: row[n] for n in names} for row in rows], (), KEY_OF_COMPARISON)
+        for names in (OUTCOME, ACCEPTANCE_AND_COSTS)
+    ]
 
 
-def named_rows(panel: Panel) -> list[tuple[str, Row]]:
-    return [(entry_name(entry), entry.row) for entry in panel.entries]
+def panel_losses(panel: Panel) -> Table:
+    return losses_table([(entry_name(entry), entry.row) for entry in panel.entries])
 
 
 def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> Table:
@@ -318,8 +304,8 @@ def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]
         for run, value in values.items():
             runs.setdefault(str(value), []).append(run)
         if len(runs) > 1:
-            said = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
-            rows.append({"differs": what, "effect": effect, "values by run": said})
+            by_run = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
+            rows.append({"differs": what, "effect": effect, "values by run": by_run})
 
     settings = list(dict.fromkeys(panel.setting for panel in panels))
     for field in distinguishing_fields(settings, "target", "target_hash"):
@@ -332,8 +318,8 @@ def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]
             add(f"prompts, {panel.label}", "only shared prompts are compared", sizes)
         paces = {e.run: e.row.baseline_tokens_per_second for e in panel.entries}
         if max(paces.values()) > (1 + PACE_WITHIN) * min(paces.values()):
-            said = {run: f"{pace:.1f}" for run, pace in paces.items()}
-            add(f"baseline tokens/s, {panel.label}", "only ratios to it are compared", said)
+            rounded = {run: f"{pace:.1f}" for run, pace in paces.items()}
+            add(f"baseline tokens/s, {panel.label}", "only ratios to it are compared", rounded)
     for way in WAYS:
         add(way, "measured in another way", {one.label: one.config.get(way) for one in evaluations})
     return make_table("How the runs differ", rows)
@@ -343,14 +329,13 @@ def runs_table(evaluations: Sequence[Evaluation]) -> Table:
     """Return when, on what and by which command each run was measured."""
     rows = []
     for one in evaluations:
-        versions, made = one.manifest["versions"], one.manifest
-        packages = f"torch {versions['torch']}, transformers {versions['transformers']}"
+        made, versions = one.manifest, one.manifest["versions"]
         rows.append(
             {
                 "run": one.label,
                 "measured": made["started"].replace("T", " "),
                 "hardware": one.rows[0].hardware,
-                "versions": packages,
+                "versions": f"torch {versions['torch']}, transformers {versions['transformers']}",
                 "code": made["git_revision"][:12],
                 "command": made["command"],
             }
@@ -358,18 +343,17 @@ def runs_table(evaluations: Sequence[Evaluation]) -> Table:
     return make_table("", rows)
 
 
-# ---------------------------------------------------------------------------------- on the terminal
+# ----------------------------------------------------------------------------------- the terminal
 def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print the tables of a run: results, losses, predictions and budgets, then the legend."""
     shown, first = main_rows(rows), rows[0]
     named = [(text.drafter_name(row), row) for row in shown]
-    title = f"{first.target} on benchmark {first.benchmark}: "
-    facts = f", {text.prompts_label(shown[0])}, {first.dtype}, "
-    facts += text.count_label(first.threads, "thread")
-    results = [
-        Table(title + label + facts, table.columns, table.rows, table.marks, table.key)
-        for label, table in zip(by_condition(shown), result_tables(shown), strict=True)
-    ]
+    threads = text.count_label(first.threads, "thread")
+    results = []
+    for label, table in zip(by_condition(shown), result_tables(shown), strict=True):
+        title = f"{first.target} on benchmark {first.benchmark}: {label}"
+        title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
+        results.append(dataclasses.replace(table, title=title))
     tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
     print_tables(tables, text.warnings(shown), [limits_note(shown[0])], text.LEGEND, console)
 
@@ -381,7 +365,7 @@ def print_comparison(
     tables = []
     for panel in panels:
         title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
-        tables += [*panel_tables(panel, title), losses_table(named_rows(panel))]
+        tables += [*panel_tables(panel, title), panel_losses(panel)]
     tables.append(differences_table(panels, evaluations))
     notes = [note for one in evaluations for note in one.notes]
     print_tables(tables, comparison_warnings(evaluations), notes, text.COMPARISON_LEGEND, console)
@@ -389,7 +373,7 @@ def print_comparison(
 
 def comparison_warnings(evaluations: Sequence[Evaluation]) -> list[str]:
     """Return the warnings of all evaluations, each after the label of its run."""
-    return [f"{one.label}: {said}" for one in evaluations for said in text.warnings(one.rows)]
+    return [f"{one.label}: {warning}" for one in evaluations for warning in text.warnings(one.rows)]
 
 
 def print_tables(
@@ -404,20 +388,20 @@ def print_tables(
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
 
-    def say(*parts: tuple[str, str]) -> None:
+    def show(*parts: tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=not console.is_terminal)
 
     for warning in warnings:
-        say((warning, "bold red"))
+        show((warning, "bold red"))
     for table in tables:
         if table.rows:
             console.print()
             console.print(_rich_table(table, console))
     for note in notes:
-        say((note, "bold"))
+        show((note, "bold"))
     console.print()
     for word, meaning in legend.items():
-        say((f"{word:>14}  ", "bold"), (meaning, "dim"))
+        show((f"{word:>14}  ", "bold"), (meaning, "dim"))
 
 
 def _rich_table(table: Table, console: Console) -> RichTable:
@@ -428,16 +412,13 @@ def _rich_table(table: Table, console: Console) -> RichTable:
         title_style="bold",
         pad_edge=False,
     )
-    chosen = [
-        index
-        for index, name in enumerate(table.columns)
-        if console.width >= WIDE or not table.key or name in table.key
-    ]
-    for name in (table.columns[index] for index in chosen):
+    everything = console.width >= WIDE or not table.key
+    kept = [i for i, name in enumerate(table.columns) if everything or name in table.key]
+    for name in (table.columns[index] for index in kept):
         words, fixed = name in WORDS, name in ("speedup [95 %]", "over the best")
         shown.add_column(name, justify="left" if words else "right", no_wrap=fixed, overflow="fold")
     styles = {"": "", "baseline": "dim", "bad": "yellow"}
     for cells, mark in zip(table.rows, table.marks, strict=True):
         # brackets are text here, not markup
-        shown.add_row(*(escape(cells[index]) for index in chosen), style=styles[mark])
+        shown.add_row(*(escape(cells[index]) for index in kept), style=styles[mark])
     return shown

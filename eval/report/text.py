@@ -1,8 +1,9 @@
-"""Text of the reports: formatted numbers, labels of drafters, the legend and the warnings."""
+"""Text of the reports: numbers, labels of drafters, the legend, warnings and marked texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from decoding.schedules.by_name import VIRTUAL, WALL
 from decoding.stopping.policies import EAGER
 from eval.measure.lengths import CAPPED
+from eval.measure.records import Record
 from eval.statistics.lossless import DIFFERS
 from eval.statistics.schema import Row
 
@@ -29,6 +31,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def times(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:
@@ -63,7 +69,7 @@ def drafter_name(row: Row) -> str:
 
 
 def own_rule(row: Row) -> str:
-    """Return the drafter's own verification rule, empty if it uses that of the run."""
+    """Return the drafter's verification rule if it differs from that of the run, else ""."""
     return row.verify if row.verify != row.shared_verify else ""
 
 
@@ -96,7 +102,7 @@ def prompts_label(row: Row) -> str:
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """Return what a reader must know before any number: a busy machine, outputs that differ."""
+    """Return the warnings that precede all numbers: a busy machine, and outputs that differ."""
     differing = [row for row in rows if row.lossless == DIFFERS]
     broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in differing]
     return [text for text in (disturbance(rows), *broken) if text]
@@ -106,13 +112,52 @@ def disturbance(rows: Sequence[Row]) -> str:
     """Return a warning if other processes used the CPU during decoding, else an empty text."""
     if rows[0].device != "cpu" or rows[0].backend.endswith("processes)"):
         return ""
-    # With a drafter or a target in another process, waiting for it is expected.
+    # Waiting for a drafter or a target in another process is expected.
     share = min((row.cpu_share for row in rows if row.schedule not in WALL), default=1.0)
     if share >= UNDISTURBED:
         return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (
         f"Other processes used this machine: decoding had its processors for only "
-        f"{100 * share:.0f} % of the time. Times and speedups are unreliable, above all with many "
+        f"{percent(share)} of the time. Times and speedups are unreliable, above all with many "
         f"threads. Measure again on an idle machine{remedy}."
     )
+
+
+@dataclass(frozen=True)
+class TracedText:
+    """A generation as pairs of a token's text and its mark (see Generation.trace)."""
+
+    drafter: str
+    prompt_id: str
+    rounds: int
+    pieces: list[tuple[str, str]]
+
+    @property
+    def drafted(self) -> int:
+        return sum(mark == "1" for _, mark in self.pieces)
+
+
+def traced_texts(
+    records: Sequence[Record],
+    drafters: Sequence[str],
+    text_of: Callable[[Sequence[int]], str],
+    prompts: int,
+) -> list[TracedText]:
+    """Return the first `prompts` texts of the main part's first condition, with each drafter."""
+    main = [record for record in records if record.part == "main" and record.drafter in drafters]
+    main = [r for r in main if r.condition == main[0].condition and (r.sample, r.turn) == (0, 0)]
+    ids = list(dict.fromkeys(record.prompt_id for record in main))[:prompts]
+    shown = sorted((r for r in main if r.prompt_id in ids), key=lambda r: ids.index(r.prompt_id))
+    return [TracedText(r.drafter, r.prompt_id, r.rounds, _pieces(r, text_of)) for r in shown]
+
+
+def _pieces(record: Record, text_of: Callable[[Sequence[int]], str]) -> list[tuple[str, str]]:
+    shown, pieces = "", []
+    for end, mark in enumerate(record.trace, start=1):
+        text = text_of(record.tokens[:end])
+        if end < len(record.tokens) and text.endswith("\ufffd"):  # a character of several tokens
+            text = shown
+        pieces.append((text[len(shown) :], mark))
+        shown = text
+    return pieces

@@ -89,6 +89,11 @@ class Category:
     speedup_low: float | None
     speedup_high: float | None
 
+    @property
+    def loses(self) -> bool:
+        """Whether the 95 % interval of the speedup lies below 1."""
+        return self.speedup_high is not None and self.speedup_high < 1
+
 
 @dataclass(frozen=True)
 class RoundBudget:

@@ -15,8 +15,7 @@ from eval.report.plots import styles_of_entries
 from eval.report.tables import (
     differences_table,
     entry_cells,
-    losses_table,
-    named_rows,
+    panel_losses,
     print_comparison,
 )
 from eval.statistics.comparison.entries import entries_of
@@ -147,7 +146,7 @@ def test_a_cap_is_told_from_a_length(runs):
     ]
     for found, gamma in ((entries, "4"), (capped, "<= 4")):
         panel = panels_of(found, 50, 0)[0]
-        table = losses_table(named_rows(panel))
+        table = panel_losses(panel)
         assert {cells[table.columns.index("gamma")] for cells in table.rows} == {gamma}
         assert ("gamma &lt;= 4, alpha" in page_of([panel])) == (gamma == "<= 4")
 

@@ -75,6 +75,12 @@ class Entry:
         return counted_speedup(self.row, self.prompts == ALL)
 
     @property
+    def ranked_speedup(self) -> Interval:
+        """Speedup of an entry that is ranked, and so has one."""
+        assert self.speedup is not None, self.not_ranked
+        return self.speedup
+
+    @property
     def alpha(self) -> float | None:
         """Acceptance rate on the prompts that count."""
         return self.row.alpha if self.prompts == ALL else self.row.headline_alpha

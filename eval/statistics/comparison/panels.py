@@ -128,17 +128,11 @@ def _said(name: str, value: Any) -> str:
 
 def _fastest(entries: Sequence[Entry]) -> list[Entry]:
     fastest: dict[str, Entry] = {}
-    for entry in sorted(
-        (entry for entry in entries if not entry.not_ranked), key=_speed, reverse=True
-    ):
+    ranked = [entry for entry in entries if not entry.not_ranked]
+    for entry in sorted(ranked, key=lambda entry: -entry.ranked_speedup.value):
         fastest.setdefault(entry.name, entry)
-    # whose speed is plain decoding's, and no drafter's
+    # last those whose speed is that of plain decoding
     return sorted(fastest.values(), key=lambda entry: entry.idle)
-
-
-def _speed(entry: Entry) -> float:
-    assert entry.speedup is not None, "of ranked entries alone"
-    return entry.speedup.value
 
 
 def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[ComparedEntry]:
@@ -151,7 +145,7 @@ def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[Compar
         points = [
             (entry, value) for entry, value in weighed if value is not None and not entry.idle
         ]
-        front = pareto_front([(value, _speed(entry)) for entry, value in points])
+        front = pareto_front([(value, entry.ranked_speedup.value) for entry, value in points])
         marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
         found = [
             replace(one, on_front={**one.on_front, cost: marks[id(one.entry)]})
