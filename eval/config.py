@@ -1,4 +1,4 @@
-"""Settings of `python -m eval.run` and `python -m eval.compare`, one line a field."""
+"""Settings of `python -m eval.run` and `python -m eval.compare`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from jobs.config import JobConfig, TargetConfig, TrackerConfig
 
 @dataclass
 class BenchmarkConfig:
-    """The prompts and how they are read."""
+    """Prompts of an evaluation, and how they are selected and rendered."""
 
-    name: str = ""  # the name in the tables; empty: the file's name
+    name: str = ""  # name in the tables; empty: the name of the file
     # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, or a ShareGPT file (its first human
     # turns)
     path: str = MISSING
-    # such a file for the sweep alone (none of what is measured); empty: it takes some of these
+    # prompt file of the sweep; prompts that are measured are left out; empty: the sweep takes some
+    # prompts of `path`
     sweep_path: str = ""
-    category: str = ""  # keep the prompts of this category alone; empty: all
-    # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
+    category: str = ""  # keep only the prompts of this category; empty: all
+    # JSON file of the prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     ids: str = ""
-    first: int = 0  # keep only the first N of these, as some published tables do; 0: all
-    # where max_prompts keeps some of these, take them from all over, not the first: of every
-    # category or language
+    # keep only the first N of the selected prompts, as some published tables do; 0: all
+    first: int = 0
+    # spread the max_prompts prompts over the file, to keep all categories and languages; false: the
+    # first ones
     spread: bool = False
-    # chat: by the chat template; text: the turn as it stands (base models); auto: text where there
-    # is no template
+    # chat: by the chat template; text: the turn alone (base models); auto: text if there is no
+    # template
     render: str = "chat"
-    # auto (the tokenizer's own) or the name of one of ours, such as vicuna
+    # auto (the tokenizer's own) or the name of a template of this project, such as vicuna
     chat_template: str = "auto"
-    strip: bool = False  # without the white space around a turn
-    template: str = "{turn}"  # with render=text: what stands around a turn, such as "Q: {turn}\nA:"
-    turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
-    # error | skip (counted): a prompt that leaves no room for max_new_tokens
+    strip: bool = False  # remove the white space around a turn
+    template: str = "{turn}"  # text around a turn with render=text, such as "Q: {turn}\nA:"
+    # first | all; all: later turns follow the target's answers to the earlier ones
+    turns: str = "first"
+    # error | skip (counted): for a prompt that leaves no room for max_new_tokens
     too_long: str = "error"
 
 
@@ -47,65 +50,67 @@ class EvalConfig(JobConfig):
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or
     # mappings: {use: FOLDER or NAME, folder:, name:, stopping:, schedule:, lookup:, verify:,
-    # max_draft_tokens:, and what the drafter takes}, or with _target_. lookup=6 copies what
-    # followed where the text's last 6 tokens stood before, ahead of any model.
+    # max_draft_tokens:, and the drafter's options}, or with _target_. lookup=6 proposes the
+    # continuation of an earlier occurrence of the last 6 tokens before the drafter is asked.
     drafters: list[Any] = field(default_factory=list)
-    draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
-    # where an experiment's stages find their prompt files, as ${benchmark_folder}
+    draft_model: str = ""  # model folder that an experiment's drafters name as ${draft_model}
+    # folder of the prompt files of an experiment's stages, as ${benchmark_folder}
     benchmark_folder: str = ""
-    # what an experiment's skip search runs on; none of the benchmark
+    # prompts of an experiment's skip search; none of the benchmark
     search_prompts: str = "embedded:chats"
-    prompt_lookup_control: bool = True  # adds the prompt-lookup row where the list does not name it
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
-    # function of the tokenizer, as package.module.name, that gives
-    # decoding.sampling.logits_processors.Allowed;
-    # empty: any token
+    prompt_lookup_control: bool = True  # add the prompt-lookup row if the list does not name it
+    # sampling temperatures; 0: greedy
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_k: int = 0  # sample from the top_k likeliest tokens; 0: off
+    top_p: float = 1.0  # sample from the likeliest tokens that sum to this probability; 1: off
+    min_p: float = 0.0  # drop tokens below this share of the highest probability; 0: off
+    # penalty on tokens of the prompt and of the answer so far; 1: off
+    repetition_penalty: float = 1.0
+    # package.module.function that takes the tokenizer and returns a
+    # decoding.sampling.logits_processors.Allowed; empty: any token is allowed
     allowed: str = ""
     # texts that end an answer, besides stop tokens
     stop_strings: list[str] = field(default_factory=list)
-    # token | block | coupled: the rule where temperature > 0; a drafter's mapping may say
+    # token | block | coupled | typical: verification rule where temperature > 0; a drafter's
+    # mapping may override it
     verify: str = "token"
-    # When a draft ends: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or
-    # cost_ratio; null: cost_ratio for a model's chains, else fixed; a drafter's mapping may say.
+    # rule that ends a draft: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or
+    # cost_ratio; null: cost_ratio for a model's chains, else fixed; a drafter's mapping may
+    # override it
     stopping: str | None = None
-    stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
-    # serial; pearl_virtual, pearl_wall (both _wo_pre, _wo_post too), pearl_plus_virtual or
-    # pearl_plus_wall: draft while the target verifies, on a virtual clock or in two workers; alone:
-    # the drafter's own text. A drafter's mapping may say.
+    # threshold of the rules that have one; null: the default of the rule
+    stopping_threshold: float | None = None
+    # serial; pearl_virtual, pearl_wall (both also _wo_pre, _wo_post), pearl_plus_virtual or
+    # pearl_plus_wall: draft during the verification, on a virtual clock or in two workers; alone:
+    # the drafter decodes by itself. A drafter's mapping may override it.
     schedule: str = "serial"
-    # gammas; empty: each drafter's best of the sweep
+    # draft lengths of the main part; empty: the best length of each drafter in the sweep
     num_draft_tokens: list[int] = field(default_factory=list)
-    # gammas tried on the sweep's prompts
+    # draft lengths tried in the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    # The most tokens of a draft that its stopping rule ends by itself (confidence, assisted,
-    # adaptive_confidence, entropy, thompson), whatever gammas are given or swept for the others; a
-    # drafter's mapping may say, for cost_ratio too. Targets that record their steps go by gammas.
+    # Longest draft under a stopping rule that sets the lengths itself (confidence, assisted,
+    # adaptive_confidence, entropy, thompson); given and swept lengths do not apply to it. A
+    # drafter's mapping may override it, for cost_ratio too. Targets with recorded steps ignore it.
     max_draft_tokens: int = 16
-    # For the sweep alone, spread over all prompts taken, so that the best gamma is not chosen on
-    # its test.
+    # prompts of the sweep, spread over all prompts; the main part measures the others, so the best
+    # length is not chosen on its test
     sweep_prompts: int = 8
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
-    # prompts taken from the benchmark, the sweep's included unless it has its own file; 0: all
+    # prompts of the benchmark, including those of the sweep unless it has its own file; 0: all
     max_prompts: int = 64
-    # Seconds of measuring at most, what is timed beforehand and resumed runs included; 0: all
-    # prompts. Of the prompts, in an order shuffled by `seed`, as many are measured as fit, each
-    # under every condition and by every drafter: 2 of the sweep and 5 of the rest at least.
+    # Bound on the seconds of measurement, timing and resumed runs included; 0: all prompts are
+    # measured. Prompts are measured in an order shuffled by `seed` until the time is over, each
+    # under every condition and by every drafter: at least 2 of the sweep and 5 of the main part.
     max_seconds: float = 0.0
-    # generations of every prompt where temperature > 0, each with noise of its own
-    samples: int = 1
-    repeats: int = 1  # times that every generation is run; the fastest counts, for noisy machines
-    max_new_tokens: int = 128  # a generation ends here or at a stop token
-    stop_at_eos: bool = True  # false: always max_new_tokens, for timing alone
-    # times that each part is timed in a slice, between units all through the run
-    timing_repeats: int = 3
-    # prompts whose texts the report shows, token by token: drafted, or the target's own
+    samples: int = 1  # generations of each prompt where temperature > 0, each with different noise
+    repeats: int = 1  # runs of each generation, of which the fastest counts; for noisy machines
+    max_new_tokens: int = 128  # maximum tokens of a generation, which ends earlier at a stop token
+    stop_at_eos: bool = True  # false: always generate max_new_tokens, for timing alone
+    timing_repeats: int = 3  # timings of each part in a slice; slices are spread over the run
+    # prompts whose texts the report shows, with a mark on each token: drafted or the target's own
     show_texts: int = 0
-    bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
-    # ends with an error, after the report, when an output differs from the target's
+    bootstrap_resamples: int = 2000  # resamples of the 95 % interval of the speedup
+    # end with an error, after the report, if an output differs from the target's
     require_lossless: bool = True
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
@@ -114,15 +119,14 @@ class EvalConfig(JobConfig):
 class CompareConfig(JobConfig):
     """Comparison of any number of evaluated drafters in one report."""
 
-    # Finished run folders of eval.run, or globs: runs=[runs/one,"runs/sweep/*/eval.run"].
+    # finished run folders of eval.run, or globs: runs=[runs/one,"runs/sweep/*/eval.run"]
     runs: list[str] = field(default_factory=list)
-    # Drafter (as the table names it), run or run folder -> its series, whose points are joined:
-    # labels={runs/one: wide, runs/two: wide}.
+    # drafter (its name in the table), run or run folder -> its series, whose points are joined:
+    # labels={runs/one: wide, runs/two: wide}
     labels: dict[str, str] | None = None
-    # Or by what drafters share: bytes_per_step, training_tokens (each within 3 %), or fields of the
-    # card, such as shape.hidden_size.
+    # join drafters that share these values instead: bytes_per_step, training_tokens (each within
+    # 3 %), or fields of the card, such as shape.hidden_size
     group_by: list[str] = field(default_factory=list)
-    # which prompts count: headline (those whose text does not loop) | all
-    prompts: str = "headline"
-    bootstrap_resamples: int = 2000  # of the 95 % interval of one speedup over another
+    prompts: str = "headline"  # prompts that count: headline (those whose text does not loop) | all
+    bootstrap_resamples: int = 2000  # resamples of the 95 % interval of one speedup over another
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -27,7 +27,7 @@ from eval.measure.session import Session, drafting, generations, most_tokens, pr
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.report.page import Provenance, evaluation_page
 from eval.report.tables import print_evaluation
-from eval.report.text import TracedText, traced_texts
+from eval.report.text import traced_texts
 from eval.statistics.budgets import with_limits
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
@@ -38,12 +38,8 @@ from jobs.tracker import TrackedRun, Tracker
 from training.models.build import target_is_here
 
 TRACKED = (
-    "speedup",
-    "tau",
-    "alpha",
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "cost_ratio",
+    *("speedup", "tau", "alpha"),
+    *("tokens_per_second", "baseline_tokens_per_second", "cost_ratio"),
 )
 NOT_MEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
@@ -64,64 +60,62 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
             "autoregressive decoding"
         )
     if cfg.dry_run:
-        if target_is_here(cfg.target):
-            loaded = load(cfg)
-            check_plan(cfg, loaded)
-            _say_plan(cfg, loaded)
-        else:
-            _say_intent(cfg)
+        _print_plan(cfg)
         return Path(cfg.output_dir)
     folder = RunFolder(cfg)
-    results = folder.path / "results.jsonl"
-    report = folder.path / "report.html"
-    if folder.finished(
-        results,
-        report,
-        also=[folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)],
-    ):
+    results, report = folder.path / "results.jsonl", folder.path / "report.html"
+    also = [folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)]
+    if folder.finished(results, report, also=also):
         rows = read_rows(results)
         print(
             f"{folder.path} is finished; nothing is measured again. Delete it, or give another "
             f"output_dir=, to do so."
         )
     else:
-        loaded = load(cfg)
-        check_plan(cfg, loaded)
-        folder.write_manifest(loaded.inputs, {}, finished=False)
-        write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
-        deadline = Deadline(cfg.max_seconds, folder.path, clock)
-        shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
-        session = Session(cfg, loaded, folder.path, deadline)
-        session.measure()
-        rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
-        rows = with_asked(rows, cfg, loaded)
-        write_rows(results, rows)
-        made = _provenance(cfg, folder, loaded, rows, session.records)
-        write_text(report, evaluation_page(rows, session.records, made))
-        # Not before: what a tracker does beside the decoding would be measured too.
-        with TrackedRun(folder, cfg, loaded.inputs, is_main=True) as tracker:
-            assert tracker is not None, "this is the only process"
-            record_rows(tracker, rows)
-        folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
+        rows = _measure(cfg, folder, results, report, clock)
     print_evaluation(rows)
     print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
         raise UserError(
-            f"the output with {', '.join(broken)} is not the target's own; the report says where. "
-            f"This is a fault of "
-            "the decoding, not of the drafter: please report it. require_lossless=false ends "
-            "without this error."
+            f"the output with {', '.join(broken)} differs from the target's; the report shows "
+            f"where. This is a fault of the decoding, not of the drafter: please report it. "
+            f"require_lossless=false ends without this error."
         )
     return folder.path
 
 
+def _measure(
+    cfg: EvalConfig, folder: RunFolder, results: Path, report: Path, clock: Callable[[], float]
+) -> list[Row]:
+    """Measure what is missing, write all files of the run folder and return the rows."""
+    loaded = load(cfg)
+    check_plan(cfg, loaded)
+    folder.write_manifest(loaded.inputs, {}, finished=False)
+    write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
+    deadline = Deadline(cfg.max_seconds, folder.path, clock)
+    shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
+    session = Session(cfg, loaded, folder.path, deadline)
+    session.measure()
+    rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
+    rows = with_asked(rows, cfg, loaded)
+    write_rows(results, rows)
+    made = _provenance(cfg, folder, loaded, rows, session.records)
+    write_text(report, evaluation_page(rows, session.records, made))
+    # Started last: the work of a tracker during the decoding would be measured too.
+    with TrackedRun(folder, cfg, loaded.inputs, is_main=True) as tracker:
+        assert tracker is not None, "this is the only process"
+        record_rows(tracker, rows)
+    folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
+    return rows
+
+
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """Raise UserError for what would fail only after time was spent.
+    """Raise UserError for a plan that would fail only after time was spent.
 
     This covers parts without prompts and schedules that do not fit a drafter, rule or batch. It
-    runs before the run folder is tied to this configuration, so that the corrected command can use
-    the same folder.
+    runs before the run folder is tied to this configuration: the corrected command can use the same
+    folder.
     """
     generations(cfg, loaded)
     for name, use in loaded.bench.uses.items():
@@ -133,47 +127,36 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
         check_rule(rule, max(cfg.temperatures), drafter.capabilities, name)
 
 
-def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """Print what the run would do and the most tokens it would emit."""
-    batches = generations(cfg, loaded)
-    drafters = ", ".join(loaded.facts)
-    prompts = ", ".join(
-        f"{number} {name.replace('_', ' ')}"
-        for name, number in loaded.bench.benchmark.counts.items()
-    )
-    print(
-        f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, "
-        f"{loaded.run.device})"
-    )
-    print(f"drafters: {drafters}")
-    print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
+def _print_plan(cfg: EvalConfig) -> None:
+    """Print what the run would do, as far as it is known without the target's folder."""
+    within = f", as many of them as fit into {cfg.max_seconds:g} s" if cfg.max_seconds else ""
+    labels = ", ".join(condition.label for condition in conditions(cfg))
+    if not target_is_here(cfg.target):
+        prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
+        print(
+            f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of "
+            f"{cfg.benchmark.path}, {cfg.max_new_tokens} tokens each{within}; {labels}"
+        )
+        _hint_prompts(cfg)
+        print(
+            f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts "
+            f"fit is not known yet"
+        )
+        return
+    loaded = load(cfg)
+    check_plan(cfg, loaded)
+    target, benchmark = loaded.run, loaded.bench.benchmark
+    counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in benchmark.counts.items())
+    print(f"target: {target.target} ({target.backend}, {target.dtype}, {target.device})")
+    print(f"drafters: {', '.join(loaded.facts)}")
+    print(f"prompts of {benchmark.name}: {counts}")
     _hint_prompts(cfg)
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
-    print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
+    print(f"conditions: {labels}")
     print(
-        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} "
-        f"tokens{_within(cfg)}, into {cfg.output_dir}"
+        f"would decode {sum(generations(cfg, loaded).values())} batches, at most "
+        f"{most_tokens(cfg, loaded)} tokens{within}, into {cfg.output_dir}"
     )
-
-
-def _say_intent(cfg: EvalConfig) -> None:
-    """Print the plan as far as the configuration gives it, if the target's folder is missing."""
-    told = ", ".join(condition.label for condition in conditions(cfg))
-    prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
-    print(
-        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of "
-        f"{cfg.benchmark.path}, {cfg.max_new_tokens} tokens each"
-        f"{_within(cfg)}; {told}"
-    )
-    _hint_prompts(cfg)
-    print(
-        f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit "
-        f"is not known yet"
-    )
-
-
-def _within(cfg: EvalConfig) -> str:
-    return f", as many of them as fit into {cfg.max_seconds:g} s" if cfg.max_seconds else ""
 
 
 def _hint_prompts(cfg: EvalConfig) -> None:
@@ -181,19 +164,16 @@ def _hint_prompts(cfg: EvalConfig) -> None:
     if cfg.benchmark.path.startswith(EMBEDDED) and not cfg.target.path.startswith(EMBEDDED):
         print(
             f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the "
-            f"kind that will be served: benchmark=file "
-            "benchmark.path=PROMPTS.jsonl (of a recipe: benchmark_prompts=PROMPTS.jsonl)"
+            f"kind that will be served: benchmark=file benchmark.path=PROMPTS.jsonl (of a recipe: "
+            f"benchmark_prompts=PROMPTS.jsonl)"
         )
 
 
 def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
-    """Add to the rows of a time-bounded run the number of prompts requested, in whole batches."""
+    """Add to the rows of a time-bounded run the number of prompts requested, in full batches."""
     if not cfg.max_seconds:
         return list(rows)
-    asked = {
-        name: len(prompts)
-        for name, prompts in zip(("sweep", "main"), prompts_by_part(cfg, loaded), strict=True)
-    }
+    asked = dict(zip(("sweep", "main"), map(len, prompts_by_part(cfg, loaded)), strict=True))
     return [
         dataclasses.replace(
             row,
@@ -207,8 +187,7 @@ def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
     """Return the manifest's metrics: speedups of the main rows and prompt counts."""
     speedups = {
-        _label(row): [row.speedup, row.speedup_low, row.speedup_high]
-        for row in main_rows(list(rows))
+        _label(row): [row.speedup, row.speedup_low, row.speedup_high] for row in main_rows(rows)
     }
     return {"speedup": speedups, "prompts": loaded.bench.benchmark.counts}
 
@@ -219,11 +198,9 @@ def _label(row: Row) -> str:
 
 def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
     """Record the main rows' figures by drafter and condition, and all rows as a table."""
-    tracker.rewind(-1)  # of a report that was made before
+    tracker.rewind(-1)  # removes the figures of an earlier report
     figures = {
-        f"{name}/{_label(row)}": vars(row)[name]
-        for row in main_rows(list(rows))
-        for name in TRACKED
+        f"{name}/{_label(row)}": vars(row)[name] for row in main_rows(rows) for name in TRACKED
     }
     tracker.log(0, {name: value for name, value in figures.items() if value is not None})
     tracker.show({"rows": [flat(row) for row in rows]}, [], {})
@@ -245,51 +222,47 @@ def _provenance(
     records: Sequence[Record],
 ) -> Provenance:
     manifest = folder.manifest
-    versions = {
-        name: version for name, version in manifest["versions"].items() if version != "absent"
-    }
-    missing = list(NOT_MEASURED)
-    if all(row.temperature == 0 for row in rows):
-        missing.insert(0, "Temperatures above 0.")
-    if all(row.temperature > 0 for row in rows):
-        missing.insert(0, "Greedy decoding.")
-    for name, count in (
-        ("too_long", "too long for the context"),
-        ("over_limit", "over the limit of max_prompts"),
-    ):
-        if loaded.bench.benchmark.counts[name]:
-            missing.append(f"{loaded.bench.benchmark.counts[name]} prompts: {count}.")
-    missing += [text for row in main_rows(list(rows))[:1] if (text := _over_time(row))]
-    for batch in {row.batch_size for row in rows}:
-        left = sum(len(part) % batch for part in prompts_by_part(cfg, loaded))
-        if left:
-            missing.append(f"{left} prompts at batch {batch}: they do not fill a batch.")
+    versions = manifest["versions"].items()
+    text_of = loaded.bench.settings.text_of
+    assert text_of is not None, "eval.measure.setup sets it"
     return Provenance(
         command=manifest["command"],
         date=manifest["started"].replace("T", " "),
-        versions=versions,
+        versions={name: version for name, version in versions if version != "absent"},
         prompt_counts=loaded.bench.benchmark.counts,
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
-        unmeasured=missing,
+        unmeasured=_unmeasured(cfg, loaded, rows),
         draft_lengths=_draft_lengths(
             cfg, loaded, len({record.prompt_id for record in records if record.part == "sweep"})
         ),
         repeats=cfg.repeats,
-        texts=_texts(cfg, loaded, records),
+        texts=traced_texts(records, drafting(loaded), text_of, cfg.show_texts),
     )
 
 
-def _over_time(row: Row) -> str:
-    """Describe the prompts that did not fit into max_seconds; empty if all were measured."""
-    left = row.prompts_asked - row.prompts
-    if left <= 0:
-        return ""
-    return (
-        f"{left} of {row.prompts_asked} prompts: max_seconds={row.max_seconds:g} ended before they "
-        f"were measured. "
-        "The prompts are measured in an order shuffled by the seed."
-    )
+def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[str]:
+    """Return sentences on the conditions and prompts that were not measured."""
+    counts, found = loaded.bench.benchmark.counts, []
+    if all(row.temperature > 0 for row in rows):
+        found.append("Greedy decoding.")
+    if all(row.temperature == 0 for row in rows):
+        found.append("Temperatures above 0.")
+    found += NOT_MEASURED
+    if counts["too_long"]:
+        found.append(f"{counts['too_long']} prompts: too long for the context.")
+    if counts["over_limit"]:
+        found.append(f"{counts['over_limit']} prompts: over the limit of max_prompts.")
+    first = main_rows(rows)[0]
+    if (left := first.prompts_asked - first.prompts) > 0:
+        found.append(
+            f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} ended "
+            f"before they were measured. The prompts are measured in an order shuffled by the seed."
+        )
+    for batch in {row.batch_size for row in rows}:
+        if left := sum(len(part) % batch for part in prompts_by_part(cfg, loaded)):
+            found.append(f"{left} prompts at batch {batch}: they do not fill a batch.")
+    return found
 
 
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
@@ -297,33 +270,23 @@ def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None)
 
     measured: number of sweep prompts that were measured, if not all.
     """
+    lengths, count = cfg.num_draft_tokens, len(prompts_by_part(cfg, loaded)[0])
+    set_by = [f"given: {', '.join(map(str, lengths))}"] if lengths or not count else []
+    if count:
+        file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
+        some = f"{measured} of " if measured is not None and measured < count else ""
+        set_by.append(
+            f"{'a' if lengths else 'chosen for each drafter in a'} sweep on {some}{count} prompts "
+            f"from all over {file}, none of which is measured"
+        )
     caps: dict[int, list[str]] = {}
     for name, facts in loaded.facts.items():
         if facts.own_cap is not None:
             caps.setdefault(facts.own_cap, []).append(name)
-    own = [f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()]
-    return "; ".join([_given_or_swept(cfg, loaded, measured), *own])
-
-
-def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> str:
-    lengths = ", ".join(map(str, cfg.num_draft_tokens))
-    count = len(prompts_by_part(cfg, loaded)[0])
-    if not count:
-        return f"given: {lengths}"
-    file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
-    some = f"{measured} of " if measured is not None and measured < count else ""
-    swept = f"{some}{count} prompts from all over {file}, none of which is measured"
-    return (
-        f"given: {lengths}; a sweep on {swept}"
-        if lengths
-        else f"chosen for each drafter in a sweep on {swept}"
-    )
-
-
-def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[TracedText]:
-    text_of = loaded.bench.settings.text_of
-    assert text_of is not None, "eval.measure.setup gives it"
-    return traced_texts(records, drafting(loaded), text_of, cfg.show_texts)
+    set_by += [
+        f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()
+    ]
+    return "; ".join(set_by)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measure: the prompts, the interleaved generations, their records, the time they may take."""
+"""Measurement: prompts, interleaved generations, their records and the time limit."""

@@ -1,7 +1,7 @@
-"""Evaluation prompts: read, selected, rendered to token ids and split; exclusions are counted.
+"""Prompts of an evaluation: reading, selection, rendering to token ids and splitting.
 
-A prompt has one or several user turns. With `turns: all`, later turns follow the target's own
-earlier answers, so all drafters continue the same text.
+A prompt has one or several user turns. With `turns: all`, later turns follow the target's answers
+to the earlier ones, so all drafters continue the same text.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Prompts in the order of the file, and counts of those left out."""
+    """Prompts in the order of the file, and the numbers of those left out."""
 
     name: str
     prompts: list[Prompt]
     render: str  # chat | text
-    chat_template: str  # of render=chat: auto (the tokenizer's own) or the name of one of ours
-    counts: dict[str, int]  # read, other_category, too_long, over_limit, measured
-    # another file's, for the sweep; empty: it takes of `prompts`
+    chat_template: str  # for render=chat: auto (the tokenizer's own) or a name
+    counts: dict[str, int]  # read, other_category, too_long, over_limit, kept
+    # prompts of the sweep's file; empty: the sweep takes some of `prompts`
     elsewhere: list[Prompt] = field(default_factory=list)
 
 
 def load_benchmark(
     cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
 ) -> Benchmark:
-    """Read the prompt file, and that of the sweep if one is given; keep what can be measured.
+    """Read the prompt file, and that of the sweep if one is given; keep prompts that fit.
 
     max_length: tokens in the target's context. limit: number of prompts to keep, the first ones or,
-    with cfg.spread, some from the entire file; 0 keeps all. Raises UserError for an unknown option,
-    a category without prompts, a first turn that leaves no room for max_new_tokens (with
+    with cfg.spread, some from all over the file; 0 keeps all. Raises UserError for an unknown
+    option, a category without prompts, a first turn that leaves no room for max_new_tokens (with
     too_long=error), and if no prompt is left.
     """
     _check_options(cfg)
@@ -79,7 +79,7 @@ def load_benchmark(
         if not others:
             raise UserError(
                 f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
-                f"that are measured. Expected a file with others."
+                f"that are measured. Expected a file with other prompts."
             )
         elsewhere, _ = _fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
     return Benchmark(
@@ -88,11 +88,11 @@ def load_benchmark(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into `count` of them from the entire file and the others, both in its order.
+    """Split prompts into `count` from all over the file and the others, both in its order.
 
-    One prompt is taken from each of `count` equal stretches, so that a file ordered by category or
-    language gives some of all. Its place in the stretch varies by multiples of the golden ratio, so
-    that a file whose categories alternate does too.
+    One prompt is taken from each of `count` equal stretches, so all categories of a sorted file are
+    represented. Its place in the stretch varies by multiples of the golden ratio, which does the
+    same for a file whose categories alternate.
     """
     count = min(count, len(prompts))
     bounds = [step * len(prompts) // count for step in range(count + 1)] if count else []
@@ -107,12 +107,12 @@ def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Pr
 
 
 def _read(cfg: BenchmarkConfig) -> list[Prompt]:
-    """Read the prompts that the options select, with their turns as they will be rendered."""
+    """Read the prompts that the options select, with their turns ready to be rendered."""
     prompts = read_prompts(cfg.path)
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     if cfg.ids:
-        prompts = _picked(prompts, cfg)
+        prompts = _select_ids(prompts, cfg)
     if cfg.first:
         prompts = prompts[: cfg.first]
     if cfg.strip:
@@ -152,19 +152,19 @@ def _fitting(
         else:
             raise UserError(
                 f"{cfg.path}: prompt {prompt.id!r} has {length} tokens; with "
-                f"max_new_tokens={max_new_tokens} that is over the target's context of "
+                f"max_new_tokens={max_new_tokens} that exceeds the target's context of "
                 f"{max_length}. Lower max_new_tokens, or set benchmark.too_long=skip to leave such "
                 f"prompts out (they are counted)."
             )
     if not kept:
         raise UserError(
             f"{cfg.path}: all {too_long} prompts are too long for the target's context of "
-            f"{max_length} tokens."
+            f"{max_length} tokens. Lower max_new_tokens, or give shorter prompts."
         )
     return kept, too_long
 
 
-def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
+def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
     """Return the prompts listed in benchmark.ids, in its order."""
     try:
         listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
@@ -219,11 +219,11 @@ def _check_options(cfg: BenchmarkConfig) -> None:
     ):
         if found not in allowed:
             raise UserError(
-                f"benchmark.{key}={found!r} is not known. Expected one of: {', '.join(allowed)}."
+                f"benchmark.{key}={found!r} is unknown, expected one of: {', '.join(allowed)}."
             )
     if cfg.first < 0:
         raise UserError(
-            f"benchmark.first={cfg.first} cannot be. Expected a number of prompts, or 0 for all."
+            f"benchmark.first is {cfg.first}, expected a number of prompts, or 0 for all."
         )
     if TURN not in cfg.template:
         raise UserError(
@@ -232,6 +232,6 @@ def _check_options(cfg: BenchmarkConfig) -> None:
         )
     if cfg.template != TURN and cfg.render != "text":
         raise UserError(
-            "benchmark.template needs benchmark.render=text; a chat is rendered by the target's "
-            "own template."
+            "benchmark.template needs benchmark.render=text: a chat is rendered by the target's "
+            "template."
         )

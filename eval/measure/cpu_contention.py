@@ -1,8 +1,8 @@
-"""CPU time that decoding had to itself, and what other processes took of it.
+"""CPU time that decoding had to itself, without the time taken by other processes.
 
-The thread's CPU time says little if several threads work: a process on another thread's processor
-delays all of them, while the measured thread waits for the others in a busy loop. So the machine's
-count of busy time is read as well, where there is one (Linux).
+The CPU time of one thread is not enough: a process on another thread's processor delays all
+threads, while the measured one waits for them in a busy loop. So the machine's count of busy time
+is read as well, where there is one (Linux).
 """
 
 import os
@@ -29,11 +29,11 @@ def machine_seconds() -> float | None:
 def undisturbed_seconds(
     own: float, elapsed: float, others: float, threads: int, processors: int
 ) -> float:
-    """Return the seconds that a decoding thread had its processors.
+    """Return the seconds in which a decoding thread had its processors.
 
     own: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit on
-    processors that decoding leaves free do not count; each thread bears a share of the rest. What
-    was taken from this thread's processor is already missing in `own` and counts once.
+    processors that decoding leaves free do not count; each thread bears a share of the rest. Time
+    taken from this thread's processor is already missing in `own` and counts once.
     """
     free = max(0, processors - threads) * elapsed
     return max(0.0, min(own, elapsed - max(0.0, others - free) / threads))
@@ -41,7 +41,7 @@ def undisturbed_seconds(
 
 @dataclass
 class UndisturbedClock:
-    """Clock of the seconds that the current thread had its processors, from its creation on."""
+    """Clock of the seconds in which the current thread had its processors since its creation."""
 
     threads: int
 
@@ -52,7 +52,7 @@ class UndisturbedClock:
         return thread_time(), perf_counter(), process_time(), machine_seconds()
 
     def seconds(self) -> float:
-        """Return the seconds that this thread had its processors so far."""
+        """Return the seconds in which this thread had its processors so far."""
         (own, clock, process, machine), began = self._now(), self._began
         others = (
             0.0

@@ -1,4 +1,4 @@
-"""Bound on the seconds of measuring, kept in the run folder.
+"""Bound on the seconds of measurement, kept in the run folder.
 
 Prompts are measured in blocks: the same ones under every condition, by every drafter and the
 baseline. A block is always finished, so that all rows have the same prompts. The prompts are
@@ -19,19 +19,17 @@ from jobs.files import write_text
 from jobs.run_files import read_object
 
 FILE = "seconds.json"
-# blocks that are measured, whatever they take: of fewer than five prompts a speedup has no interval
-LEAST = {
-    "sweep": 2,
-    "main": 5,
-}
+# Minimum of blocks, measured also beyond the bound: a speedup over fewer than five prompts has no
+# interval.
+LEAST = {"sweep": 2, "main": 5}
 UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
-COSTS = 0.1  # share of the bound in which the costs that drafters weigh are measured, beforehand
+COSTS = 0.1  # share of the bound for measuring the costs that stopping rules use
 
-_REMEDY = "Delete it: what was spent before is not counted, and the records are kept"
+_REMEDY = "Delete it: the records are kept, and the time spent before is not counted"
 
 
 def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return the seconds spent and the longest block of each part, written by `Deadline.count`."""
+    """Return the seconds spent and the longest block of each part, as `Deadline.count` wrote."""
     seconds, longest = values["seconds"], values["longest_block"]
     if not is_number(seconds) or seconds < 0:
         raise ValueError(f"seconds is {seconds!r}, expected a number from 0 up")
@@ -48,7 +46,7 @@ class Deadline:
     def __init__(
         self, max_seconds: float, folder: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read what earlier runs spent.
+        """Read the seconds that earlier runs spent.
 
         max_seconds: of all runs in this folder together; 0 sets no bound.
         """
@@ -61,7 +59,7 @@ class Deadline:
 
     @property
     def bounds(self) -> bool:
-        """Whether there is a bound."""
+        """Whether the measurement has a bound."""
         return self.max_seconds < math.inf
 
     @property

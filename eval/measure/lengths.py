@@ -1,7 +1,6 @@
-"""Rules by which a drafter gets the draft length of the main part.
+"""Rules that set the draft length of a drafter in the main part.
 
-The prediction shown with every row is made afterwards, from the row's own prompts. It chooses
-nothing.
+The prediction shown with a row is made afterwards, from the prompts of that row, and sets nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from eval.config import EvalConfig
 from eval.statistics.schema import DrafterFacts
 from jobs.drafter_use import ALONE, DrafterUse
 
-# Rule -> how the table describes it.
+# Rule -> its description in the table.
 RULES: dict[str, str] = {
     "given": "given",
     "predicted": "sweep, by the formula",
@@ -23,11 +22,11 @@ RULES: dict[str, str] = {
     "cap": "stopping rule, up to max_draft_tokens",
     "none": "–",
 }
-CAPPED = ("own", "cap")  # rules under which the row's length is an upper bound, seldom reached
+CAPPED = ("own", "cap")  # rules under which the length is an upper bound, seldom reached
 
-# Stopping rules of published systems. They have no gamma: a swept one would cut drafts short
+# Stopping rules of published systems, which have no gamma: a swept one would cut drafts short
 # (Hugging Face's schedule begins at 5). `cost_ratio` uses costs measured at the sweep's widths, so
-# it has its own cap only if its entry gives one.
+# it has a cap only if its entry gives one.
 SELF_ENDING = ("confidence", "assisted", "adaptive_confidence", "entropy", "thompson")
 
 
@@ -52,7 +51,7 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
 def own_cap_of(
     name: str, use: DrafterUse, capabilities: Capabilities, target: Target, usual: int
 ) -> int | None:
-    """Return the longest draft of a drafter whose stopping rule ends drafts itself, else None.
+    """Return the cap on the drafts of a drafter whose stopping rule sets their lengths, else None.
 
     usual: the cap of the job. A target that records its steps has one recording for each width, so
     it always takes the sweep's lengths. Raises UserError if the entry sets a cap that would have no
@@ -66,17 +65,17 @@ def own_cap_of(
     why = ""
     if recorded:
         why = (
-            "this target records its steps, one for each width, so the sweep sets the lengths "
+            "this target records one step for each width, so the sweep sets the lengths "
             "(target.execution=eager records none)"
         )
     elif whole_proposals:
-        why = "its proposals come whole, so no stopping rule runs after a token"
+        why = "it makes each proposal in one step, so no stopping rule runs between tokens"
     elif use.stopping == "fixed":
         why = "stopping=fixed ends no draft early"
     if why:
         raise UserError(
-            f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}. Leave it "
-            f"out: its length is then num_draft_tokens= or the sweep's."
+            f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}. Remove "
+            f"it: num_draft_tokens= or the sweep then sets its length."
         )
     return use.max_draft_tokens
 

@@ -27,7 +27,7 @@ from eval.statistics.lossless import is_compared
 from jobs.drafter_use import ALONE, DrafterUse
 from training.data.readers import Prompt
 
-# What a generation says of itself, and its record keeps.
+# Fields of a generation that its record keeps.
 COUNTS = tuple(
     {field.name for field in fields(Generation)} & {field.name for field in fields(Record)}
 )
@@ -45,8 +45,8 @@ class Bench:
     verify: str  # the rule where temperature > 0, of the baseline and of drafters that name none
     uses: dict[str, DrafterUse]  # how the loop uses each drafter
     samples: int = 1  # generations of a prompt where temperature > 0
-    repeats: int = 1  # times that each is run; the fastest counts
-    # of a drafter, frozen first
+    repeats: int = 1  # runs of each generation; the fastest counts
+    # costs that a drafter's stopping rule uses, measured before the run
     costs: dict[tuple[str, Condition], RoundCosts] = field(default_factory=dict)
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
@@ -56,9 +56,13 @@ class Bench:
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.rule_of(arm),
-            **self.uses.get(arm.drafter, DrafterUse()).settings,
+            **self.use_of(arm).settings,
             costs=self.costs.get((arm.drafter, condition)),
         )
+
+    def use_of(self, arm: Arm) -> DrafterUse:
+        """Return the loop options of an arm, the default ones of a baseline."""
+        return self.uses.get(arm.drafter, DrafterUse())
 
     def decode(
         self,
@@ -70,23 +74,18 @@ class Bench:
         """Decode prompts with one arm."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
-            assert isinstance(drafter, ChainDrafter), "jobs.drafters makes sure of it"
+            assert isinstance(drafter, ChainDrafter), "jobs.drafters checks it"
             target, drafter = drafter.model, None
-        return decode(
-            target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids
-        )
+        settings = self.settings_at(condition, arm)
+        return decode(target, drafter, prompts_ids, settings, request_ids=request_ids)
 
     def is_alone(self, arm: Arm) -> bool:
         """Return whether the arm is another model than the target."""
-        return self.uses.get(arm.drafter, DrafterUse()).schedule == ALONE
+        return self.use_of(arm).schedule == ALONE
 
     def rule_of(self, arm: Arm) -> str:
         """Return the rule by which an arm decodes where temperature > 0."""
-        return (
-            "coupled"
-            if arm == COUPLED
-            else self.uses.get(arm.drafter, DrafterUse()).verify or self.verify
-        )
+        return "coupled" if arm == COUPLED else self.use_of(arm).verify or self.verify
 
     def baselines(self, condition: Condition) -> list[Arm]:
         """Return the baselines of a condition: autoregressive, and a coupled one where needed.
@@ -94,24 +93,50 @@ class Bench:
         Speedups are over the first. The coupled one is added if only some drafters are coupled,
         since their text must equal it.
         """
-        some = self.verify != "coupled" and any(
-            use.verify == "coupled" for use in self.uses.values()
-        )
-        return [BASELINE, COUPLED] if some and condition.temperature > 0 else [BASELINE]
+        some = any(use.verify == "coupled" for use in self.uses.values())
+        needed = some and self.verify != "coupled" and condition.temperature > 0
+        return [BASELINE, COUPLED] if needed else [BASELINE]
 
     def reference(self, condition: Condition, arm: Arm) -> Arm:
         """Return the baseline whose text the arm's output must equal."""
         return self.baselines(condition)[-1] if self.rule_of(arm) == "coupled" else BASELINE
+
+    def samples_at(self, condition: Condition) -> int:
+        """Return the number of generations of a prompt; one if greedy, as all would be equal."""
+        return self.samples if condition.temperature > 0 else 1
+
+    def decodings(self, task: Task, arms: int) -> int:
+        """Return the maximum number of batches that a task decodes with `arms` drafters.
+
+        There are fewer if a later turn does not fit into the context.
+        """
+        sides = len(self.baselines(task.condition)) + arms
+        return self.samples_at(task.condition) * self.repeats * task.turns * sides
+
+
+@dataclass(frozen=True)
+class Task:
+    """Unit to measure under one condition."""
+
+    condition: Condition
+    part: str  # sweep | main
+    index: int  # in its part
+    unit: int  # its number in the run
+    prompts: Sequence[Prompt]
+
+    @property
+    def turns(self) -> int:
+        return max(len(prompt.turns) for prompt in self.prompts)
 
 
 def units_of(
     prompts: Sequence[Prompt], batch_size: int, first: int
 ) -> list[tuple[int, list[Prompt]]]:
     """Return (unit number, prompts) pairs; prompts that do not fill a batch are left out."""
-    whole = len(prompts) // batch_size
+    starts = range(0, len(prompts) - batch_size + 1, batch_size)
     return [
-        (first + index, list(prompts[index * batch_size : (index + 1) * batch_size]))
-        for index in range(whole)
+        (first + index, list(prompts[start : start + batch_size]))
+        for index, start in enumerate(starts)
     ]
 
 
@@ -122,13 +147,7 @@ def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
 
 
 def measure_unit(
-    bench: Bench,
-    condition: Condition,
-    part: str,
-    unit: int,
-    prompts: Sequence[Prompt],
-    arms: Sequence[Arm],
-    done: Callable[[Arm, int, float], None],
+    bench: Bench, task: Task, arms: Sequence[Arm], done: Callable[[Arm, int, float], None]
 ) -> list[Record]:
     """Decode one unit with every arm, turn by turn, and compare outputs with the baseline's.
 
@@ -136,79 +155,127 @@ def measure_unit(
     is called after every generation, between the clock readings.
     """
     records: list[Record] = []
-    for sample in range(samples_at(bench, condition)):
-        records += _measure_sample(bench, condition, part, unit, sample, prompts, arms, done)
+    for sample in range(bench.samples_at(task.condition)):
+        answers: dict[str, list[str]] = {prompt.id: [] for prompt in task.prompts}
+        for number in range(task.turns):
+            present, prompts_ids = _render(bench, task.prompts, number, answers)
+            if not present:
+                break
+            turn = _Turn(bench, task, sample, number, present, prompts_ids)
+            turn.decode(arms, done)
+            records += turn.records()
+            for prompt, row in zip(present, turn.outputs[BASELINE], strict=True):
+                answer = bench.tokenizer.decode(row.tokens, skip_special_tokens=True)
+                answers[prompt.id].append(answer)
     return records
 
 
-def samples_at(bench: Bench, condition: Condition) -> int:
-    """Return the number of generations of a prompt; one if greedy, as all would be equal."""
-    return bench.samples if condition.temperature > 0 else 1
+def _render(
+    bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
+) -> tuple[list[Prompt], list[list[int]]]:
+    """Return the prompts that have this turn, and their token ids.
 
-
-def runs_at(bench: Bench, condition: Condition) -> int:
-    """Return how many times an arm decodes a prompt, repeats included."""
-    return samples_at(bench, condition) * bench.repeats
-
-
-def decodings(bench: Bench, condition: Condition, prompts: Sequence[Prompt], arms: int) -> int:
-    """Return the most batches that a unit decodes with the baselines and a number of arms.
-
-    There are fewer if a later turn does not fit into the context.
+    A conversation ends at the turn that no longer fits into the context.
     """
-    return runs_at(bench, condition) * _turns(prompts) * (len(bench.baselines(condition)) + arms)
+    present, ids = [], []
+    render = (bench.tokenizer, bench.benchmark.render, bench.benchmark.chat_template)
+    for prompt in prompts:
+        if turn < len(prompt.turns) and len(answers[prompt.id]) == turn:
+            rendered = render_turns(prompt.turns[: turn + 1], answers[prompt.id], *render)
+            if len(rendered) + bench.settings.max_new_tokens <= bench.target.max_length:
+                present.append(prompt)
+                ids.append(rendered)
+    return present, ids
 
 
-def _turns(prompts: Sequence[Prompt]) -> int:
-    return max(len(prompt.turns) for prompt in prompts)
+@dataclass
+class _Turn:
+    """One turn of a unit's prompts, decoded by all arms."""
 
+    bench: Bench
+    task: Task
+    sample: int
+    number: int
+    prompts: list[Prompt]
+    prompts_ids: list[list[int]]
+    outputs: dict[Arm, list[Generation]] = field(default_factory=dict)
+    cpu_seconds: dict[Arm, float] = field(default_factory=dict)
 
-def _measure_sample(
-    bench: Bench,
-    condition: Condition,
-    part: str,
-    unit: int,
-    sample: int,
-    prompts: Sequence[Prompt],
-    arms: Sequence[Arm],
-    done: Callable[[Arm, int, float], None],
-) -> list[Record]:
-    answers: dict[str, list[str]] = {prompt.id: [] for prompt in prompts}
-    records: list[Record] = []
-    for turn in range(_turns(prompts)):
-        present, prompts_ids = _turn(bench, prompts, turn, answers)
-        if not present:
-            break
-        outputs: dict[Arm, list[Generation]] = {}
-        busy: dict[Arm, float] = {}
+    def request(self, row: int) -> int:
+        """Return a number unique to each generation of a run: the noise key that all arms share."""
+        return ((self.sample * 1_000_000 + self.task.unit) * 1_000 + self.number) * 1_000 + row
+
+    def decode(self, arms: Sequence[Arm], done: Callable[[Arm, int, float], None]) -> None:
+        """Decode with the baselines and all arms; keep the fastest of the repeats."""
+        bench, condition = self.bench, self.task.condition
+        everyone = [*bench.baselines(condition), *arms]
+        requests = [self.request(row) for row in range(len(self.prompts))]
         differing: dict[Arm, list[Generation]] = {}
-        requests = [_request(sample, unit, turn, row) for row in range(len(present))]
         for again in range(bench.repeats):
-            for arm in rotate([*bench.baselines(condition), *arms], unit + turn + sample + again):
+            for arm in rotate(everyone, self.task.unit + self.number + self.sample + again):
                 watch = UndisturbedClock(torch.get_num_threads())
-                rows = bench.decode(condition, arm, prompts_ids, requests)
+                rows = bench.decode(condition, arm, self.prompts_ids, requests)
                 spent = watch.seconds()
-                done(
-                    arm,
-                    sum(len(row.tokens) for row in rows),
-                    rows[0].prefill_seconds + _seconds(rows),
-                )
-                if arm not in outputs or _faster(rows, outputs[arm]):
-                    outputs[arm], busy[arm] = rows, spent
-                elif _texts(rows) != _texts(outputs[arm]) and is_compared(
-                    condition.temperature, bench.rule_of(arm)
-                ):
+                seconds = rows[0].prefill_seconds + _seconds(rows)
+                done(arm, sum(len(row.tokens) for row in rows), seconds)
+                before = self.outputs.get(arm)
+                if before is None or _faster(rows, before):
+                    self.outputs[arm], self.cpu_seconds[arm] = rows, spent
+                elif _texts(rows) != _texts(before) and self._is_compared(arm):
                     differing[arm] = rows
-        # An arm that says two things is wrong in one of them: that one is kept, and told.
+        # An arm with two outputs has a wrong one, which is kept and reported.
         for arm, rows in differing.items():
-            if _texts(outputs[arm]) == _texts(outputs[bench.reference(condition, arm)]):
-                outputs[arm] = rows
-        records += _records(
-            bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy
-        )
-        for prompt, row in zip(present, outputs[BASELINE], strict=True):
-            answers[prompt.id].append(bench.tokenizer.decode(row.tokens, skip_special_tokens=True))
-    return records
+            if _texts(self.outputs[arm]) == _texts(self._reference(arm)):
+                self.outputs[arm] = rows
+
+    def _is_compared(self, arm: Arm) -> bool:
+        return is_compared(self.task.condition.temperature, self.bench.rule_of(arm))
+
+    def _reference(self, arm: Arm) -> list[Generation]:
+        return self.outputs[self.bench.reference(self.task.condition, arm)]
+
+    def records(self) -> list[Record]:
+        """Return a record for each row of each arm, compared with the row that it must equal."""
+        records = []
+        for arm, rows in self.outputs.items():
+            for index, (row, base) in enumerate(zip(rows, self._reference(arm), strict=True)):
+                differs_at, gap = self._difference(arm, index, row, base)
+                records.append(
+                    Record(
+                        part=self.task.part,
+                        temperature=self.task.condition.temperature,
+                        batch_size=self.task.condition.batch_size,
+                        drafter=arm.drafter,
+                        num_draft_tokens=arm.num_draft_tokens,
+                        unit=self.task.unit,
+                        prompt_id=self.prompts[index].id,
+                        category=self.prompts[index].category,
+                        turn=self.number,
+                        prompt_tokens=len(self.prompts_ids[index]),
+                        sample=self.sample,
+                        cpu_seconds=self.cpu_seconds[arm],
+                        differs_at=differs_at,
+                        gap=gap,
+                        draft_beams=row.draft_frontiers,
+                        **{name: vars(row)[name] for name in COUNTS},
+                    )
+                )
+        return records
+
+    def _difference(
+        self, arm: Arm, index: int, row: Generation, base: Generation
+    ) -> tuple[int | None, float | None]:
+        """Return the first token that differs from the baseline's, and the score gap there.
+
+        The gap is between the target's two best tokens. (None, None) if equal or not compared.
+        """
+        bench = self.bench
+        at = first_difference(row.tokens, base.tokens)
+        if bench.is_alone(arm) or not self._is_compared(arm) or at is None:
+            return None, None
+        before = [*self.prompts_ids[index], *base.tokens[:at]]
+        settings = bench.settings_at(self.task.condition, arm)
+        return at, top_two_gap(choice_scores(bench.target, before, settings, self.request(index)))
 
 
 def _seconds(rows: Sequence[Generation]) -> float:
@@ -222,98 +289,3 @@ def _texts(rows: Sequence[Generation]) -> list[list[int]]:
 def _faster(rows: Sequence[Generation], before: Sequence[Generation]) -> bool:
     """Return whether the same text took less time; another text is no better measurement of it."""
     return _texts(rows) == _texts(before) and _seconds(rows) < _seconds(before)
-
-
-def _request(sample: int, unit: int, turn: int, row: int) -> int:
-    """Return a unique number for each generation of a run; all arms share it as the noise key."""
-    return ((sample * 1_000_000 + unit) * 1_000 + turn) * 1_000 + row
-
-
-def _turn(
-    bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
-) -> tuple[list[Prompt], list[list[int]]]:
-    """Return the prompts that have this turn, and their token ids.
-
-    A conversation ends at the turn that no longer fits into the context.
-    """
-    present, ids = [], []
-    for prompt in prompts:
-        if turn < len(prompt.turns) and len(answers[prompt.id]) == turn:
-            rendered = render_turns(
-                prompt.turns[: turn + 1],
-                answers[prompt.id],
-                bench.tokenizer,
-                bench.benchmark.render,
-                bench.benchmark.chat_template,
-            )
-            if len(rendered) + bench.settings.max_new_tokens <= bench.target.max_length:
-                present.append(prompt)
-                ids.append(rendered)
-    return present, ids
-
-
-def _records(
-    bench: Bench,
-    condition: Condition,
-    part: str,
-    unit: int,
-    sample: int,
-    turn: int,
-    present: Sequence[Prompt],
-    prompts_ids: Sequence[list[int]],
-    outputs: dict[Arm, list[Generation]],
-    busy: dict[Arm, float],
-) -> list[Record]:
-    """Return a record for each row of each arm, compared with the row that it must equal."""
-    records = []
-    for arm, rows in outputs.items():
-        for number, (row, base, prompt, ids) in enumerate(
-            zip(rows, outputs[bench.reference(condition, arm)], present, prompts_ids, strict=True)
-        ):
-            request = _request(sample, unit, turn, number)
-            differs_at, gap = _difference(bench, condition, arm, row, base, ids, request)
-            records.append(
-                Record(
-                    part=part,
-                    temperature=condition.temperature,
-                    batch_size=condition.batch_size,
-                    drafter=arm.drafter,
-                    num_draft_tokens=arm.num_draft_tokens,
-                    unit=unit,
-                    prompt_id=prompt.id,
-                    category=prompt.category,
-                    turn=turn,
-                    prompt_tokens=len(ids),
-                    sample=sample,
-                    cpu_seconds=busy[arm],
-                    differs_at=differs_at,
-                    gap=gap,
-                    draft_beams=row.draft_frontiers,
-                    **{name: vars(row)[name] for name in COUNTS},
-                )
-            )
-    return records
-
-
-def _difference(
-    bench: Bench,
-    condition: Condition,
-    arm: Arm,
-    row: Generation,
-    base: Generation,
-    ids: list[int],
-    request: int,
-) -> tuple[int | None, float | None]:
-    """Return the first token that differs from the baseline's, and the score gap there.
-
-    The gap is between the target's two best tokens. (None, None) if equal or not compared.
-    """
-    if bench.is_alone(arm) or not is_compared(condition.temperature, bench.rule_of(arm)):
-        return None, None
-    at = first_difference(row.tokens, base.tokens)
-    if at is None:
-        return None, None
-    before = [*ids, *base.tokens[:at]]
-    return at, top_two_gap(
-        choice_scores(bench.target, before, bench.settings_at(condition, arm), request)
-    )

@@ -1,8 +1,8 @@
 """Provenance of an evaluation's drafters, kept with the results.
 
-A drafter may be moved or retrained after its evaluation, and its path is relative to the folder in
-which the evaluation was started. So eval.run writes what eval.compare needs to drafters.json in the
-run folder.
+A drafter may be moved or retrained after its evaluation, and its path may be relative to the
+working folder of the evaluation. So eval.run writes the facts that eval.compare needs to
+drafters.json in the run folder.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parame
 
 @dataclass(frozen=True)
 class Origin:
-    """Content of a drafter's folder when it was evaluated."""
+    """Facts on a drafter from its folder at the time of its evaluation."""
 
     folder: str
     card: dict[str, Any]  # drafter_card.json; empty where there is none
-    # parameters of the input embedding, of which a step reads one row; 0: it is the lm_head too
+    # parameters of the input embedding, of which a step reads one row; 0: tied to the lm_head
     embedding: int | None
-    dtype: str  # in which it was run
-    note: str = ""  # why the card was left out, as a sentence
+    dtype: str  # of the evaluation
+    note: str = ""  # the reason why the card was left out
 
     def bytes_per_step(self, row: Row) -> int | None:
         """Return the bytes of weights that a draft step reads: the layers and the lm_head.
@@ -56,13 +56,13 @@ def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
     Ignores cards whose hash does not match, and cards written by dry runs.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
-    told = card.get("drafter_hash")
+    card_hash = card.get("drafter_hash")
     note = ""
-    if told and told != drafter_hash:
-        note = f"the card in {folder} is of other weights than the folder holds: left out"
-    return Origin(
-        str(folder), card if told == drafter_hash else {}, _embedding(folder), dtype, note
-    )
+    if card_hash != drafter_hash:
+        if card_hash:
+            note = f"the card in {folder} is of other weights than the folder holds: left out"
+        card = {}
+    return Origin(str(folder), card, _embedding(folder), dtype, note)
 
 
 def write_origins(run_folder: Path, origins: Mapping[str, Origin]) -> None:
@@ -87,9 +87,9 @@ def _origins_of(values: dict[str, Any]) -> dict[str, Origin]:
 
 
 def _embedding(folder: Path) -> int | None:
-    """Return the parameters of the input embedding that a step does not read.
+    """Return the parameters of the input embedding that a step does not read; 0 for a head.
 
-    None if config.json does not give them. A head has none.
+    None if config.json does not give the shape.
     """
     if head_of(folder):
         return 0
@@ -98,8 +98,5 @@ def _embedding(folder: Path) -> int | None:
     config = read_json(folder / "config.json")
     if not {"vocab_size", "hidden_size"} <= config.keys():
         return None
-    return (
-        0
-        if config.get("tie_word_embeddings")
-        else int(config["vocab_size"]) * int(config["hidden_size"])
-    )
+    tied = config.get("tie_word_embeddings")
+    return 0 if tied else int(config["vocab_size"]) * int(config["hidden_size"])

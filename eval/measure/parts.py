@@ -1,9 +1,9 @@
 """Costs of the parts of a round, timed in slices between the generations that they explain.
 
-A machine's speed varies over minutes, so parts timed once at the start explain little. A slice
-times each part a few times before every few units; a row takes the medians over the slices of its
-condition. The draft length is chosen from the slices of the sweep alone, which are in the run
-folder before the main part starts, so that a resumed run chooses the same.
+The speed of a machine varies over minutes, so part times from the start of a run explain little. A
+slice times each part a few times before every few units; a row takes the medians over the slices of
+its condition. The draft length is chosen from the slices of the sweep alone. They are in the run
+folder before the main part starts, so a resumed run chooses the same length.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from decoding.costs.measure import measure_costs, own_cores, weighed_widths
-from decoding.costs.timing import Parts, time_parts
-from decoding.interfaces import Drafter, RoundCosts
+from decoding.costs.timing import time_parts
+from decoding.interfaces import RoundCosts
 from decoding.schedules.by_name import WALL, weighs_costs
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
@@ -30,13 +30,13 @@ from jobs.run_files import journal_bytes, read_journal_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
-MOST_REPEATS = 4  # times the usual, of a target that many drafters share
+MOST_REPEATS = 4  # factor on the repeats of a target that many drafters share
 COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Part times of one drafter, measured once between two units."""
+    """Part times of one drafter, measured between two units."""
 
     part: str  # sweep | main: the part of the run in which it was timed
     temperature: float
@@ -45,10 +45,14 @@ class Slice:
     t_draft_ms: float
     t_target_ms: dict[int, float]
     context: int
-    # the target ran as it does without this drafter; not where the two have cores of their own
+    # whether the target ran on the same cores as without this drafter
     shared: bool = True
-    # empty where all steps are alike
+    # beams that a step starts from -> its time; empty: all steps take t_draft_ms
     t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def condition(self) -> Condition:
+        return Condition(self.temperature, self.batch_size)
 
 
 def time_slice(
@@ -65,51 +69,35 @@ def time_slice(
     there are several. Every drafter is then timed in the same way, alternating with a target step,
     so that one model under two names has the same cost.
     """
+    timing: dict[str, Any] = {
+        "context": len(prompt) + bench.settings.max_new_tokens // 2,
+        "batch_size": condition.batch_size,
+        "warmup": WARM_UP,
+    }
     slices: list[Slice] = []
     sharing = sum(use.schedule not in WALL for use in bench.uses.values())
     for name, drafter in bench.drafters.items():
         shared = bench.uses[name].schedule not in WALL
         often = repeats * min(sharing, MOST_REPEATS) if shared else repeats
         with own_cores(bench.target, drafter, bench.uses[name].schedule):
-            step = _time(bench, drafter, condition.batch_size, prompt, (1,), repeats)
-            target_ms = step.t_target_ms
+            step = time_parts(bench.target, drafter, prompt, widths=(1,), repeats=repeats, **timing)
+            target = step
             if not shared or not any(one.shared for one in slices):
-                target_ms = _time(
-                    bench, None, condition.batch_size, prompt, widths, often
-                ).t_target_ms
+                target = time_parts(
+                    bench.target, None, prompt, widths=widths, repeats=often, **timing
+                )
         assert step.t_draft_ms is not None, "a drafter was timed"
-        place = (part, condition.temperature, condition.batch_size, name)
         slices.append(
             Slice(
-                *place,
+                *(part, condition.temperature, condition.batch_size, name),
                 step.t_draft_ms,
-                target_ms,
+                target.t_target_ms,
                 step.context,
                 shared,
                 step.t_draft_by_frontier_ms,
             )
         )
     return slices
-
-
-def _time(
-    bench: Bench,
-    drafter: Drafter | None,
-    batch_size: int,
-    prompt: Sequence[int],
-    widths: Iterable[int],
-    repeats: int,
-) -> Parts:
-    return time_parts(
-        bench.target,
-        drafter,
-        prompt,
-        widths=widths,
-        context=len(prompt) + bench.settings.max_new_tokens // 2,
-        batch_size=batch_size,
-        repeats=repeats,
-        warmup=WARM_UP,
-    )
 
 
 def frozen_costs(
@@ -120,7 +108,7 @@ def frozen_costs(
     path: Path,
     seconds: float = math.inf,
 ) -> None:
-    """Fill bench.costs from the run folder; measure and write missing costs first.
+    """Fill bench.costs from the run folder, after missing costs were measured and written there.
 
     So a resumed run decides as before. deepest: the longest draft of each drafter. seconds: for all
     measurements together.
@@ -130,11 +118,9 @@ def frozen_costs(
         for name, use in bench.uses.items()
         if weighs_costs(bench.drafters[name].capabilities, use.schedule, use.stopping)
     ]
-    measured = (
-        read_object(path, "Delete it: the costs are measured again", _costs_of)
-        if path.is_file()
-        else {}
-    )
+    measured: dict[str, RoundCosts] = {}
+    if path.is_file():
+        measured = read_object(path, "Delete it: the costs are measured again", _costs_of)
     for condition in conditions:
         for name in weighing:
             drafter = bench.drafters[name]
@@ -170,19 +156,16 @@ def median_parts(
     The step is that of this drafter's slices, the target that of all drafters that share it. Raises
     ValueError if this drafter has no slice under this condition.
     """
-    place = (part, condition.temperature, condition.batch_size)
-    here = [s for s in slices if (s.part, s.temperature, s.batch_size) == place]
+    here = [s for s in slices if (s.part, s.condition) == (part, condition)]
     own = [s for s in here if s.drafter == drafter]
     if not own:
         raise ValueError(f"{drafter} was not timed at {condition.label}")
-    target = (
-        [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
-    )
+    timed = [s for s in here if s.shared] if own[0].shared else own
+    target = [s.t_target_ms for s in timed]
     widths = sorted({n for times in target for n in times})
     t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
-    by_beams = {
-        n: median(s.t_draft_by_beams_ms[n] for s in own) for n in own[0].t_draft_by_beams_ms
-    }
+    beams = own[0].t_draft_by_beams_ms
+    by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in own) for n in beams}
     return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context, by_beams)
 
 

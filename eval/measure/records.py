@@ -13,7 +13,7 @@ from decoding.errors import UserError
 from jobs.run_files import journal_bytes, read_journal_lines
 
 STALL = 3.0
-AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
+AUTOREGRESSIVE = "autoregressive"  # name of the baseline in place of a drafter's
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Arm:
-    """Drafter at a draft length, or the baseline (gamma 0), run on every prompt."""
+    """A drafter at a draft length, or the baseline (gamma 0), run on every prompt."""
 
     drafter: str
     num_draft_tokens: int
 
 
 BASELINE = Arm(AUTOREGRESSIVE, 0)
-# The same under coupled sampling, where some drafters alone are coupled: their text has to be this
-# one's. Its time counts nowhere.
+# Baseline with coupled sampling, used if only some drafters are coupled: their text must equal its
+# text. Its time does not count.
 COUPLED = Arm(f"{AUTOREGRESSIVE}, coupled", 0)
 
 
@@ -63,26 +63,27 @@ class Record:
     tested_by_depth: list[int]
     accepted_by_depth: list[int]
     drafted: int
-    draft_steps: int  # the drafter's model's forwards, of the batch
-    verified: int  # nodes of the target's forwards besides the tips, of one row, padding included
+    draft_steps: int  # forwards of the drafter's model, of the batch
+    # nodes in the target's forwards besides the tips, in one row, padding included
+    verified: int
     prefill_seconds: float  # of the batch
-    # wall time from the end of the prefill to this row's last token, of the whole batch
+    # wall time of the batch from the end of the prefill to this row's last token
     decode_seconds: float
-    draft_seconds: float  # the drafter's part of it
-    # that decoding had its processors, over prefill and decoding of the batch
-    # (eval/measure/cpu_contention.py)
+    draft_seconds: float  # of these, the drafter's
+    # in which decoding had its processors, during prefill and decoding of the batch
+    # (see eval.measure.cpu_contention)
     cpu_seconds: float
-    differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
-    gap: float | None  # there, the target's best score minus its second best
-    # under an overlapped schedule: the longer lane of every round, part of decode_seconds
+    # index of the first token that differs from the baseline's; None: equal, or not compared
+    differs_at: int | None
+    gap: float | None  # at differs_at, the target's best score minus the second best
+    # overlapped schedules: the longer lane of each round, part of decode_seconds
     lanes_seconds: float = 0.0
-    target_seconds: float = 0.0  # there, the target's lane
-    shorter_seconds: float = 0.0  # there, the shorter lane of every round
-    sample: int = 0  # of several generations of one prompt
-    # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
-    trace: str = ""
-    draft_beams: int = 0  # that the draft steps started from, summed; 0: one each
-    attempt: int = 1  # times its unit was measured, stalls of the machine included
+    target_seconds: float = 0.0  # of these, the target's lane
+    shorter_seconds: float = 0.0  # of these, the shorter lane of each round
+    sample: int = 0  # number of the generation, of several of one prompt
+    trace: str = ""  # see Generation.trace
+    draft_beams: int = 0  # sum over draft steps of the beams they started from; 0: one each
+    attempt: int = 1  # number of times that its unit was measured, after stalls of the machine
 
     @property
     def condition(self) -> Condition:
@@ -92,25 +93,24 @@ class Record:
     def arm(self) -> Arm:
         return Arm(self.drafter, self.num_draft_tokens)
 
+    @property
+    def round_seconds(self) -> float:
+        return self.decode_seconds / self.rounds
+
 
 def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
     """Return whether the machine stalled during a unit: a round took STALL times its usual time.
 
     The usual time is the median over the units `before` of the same part; with fewer than three of
-    them the result is False. All arms are judged alike. A prompt that is merely slow does not come
-    near, since the cost of a round hardly depends on the text.
+    them the result is False. All arms are judged alike. A slow prompt is no stall, since the cost
+    of a round hardly depends on the text.
     """
     for arm in {record.arm for record in unit}:
-        usual = [_round_seconds(record) for record in before if record.arm == arm]
-        if len(usual) >= 3 and max(
-            _round_seconds(record) for record in unit if record.arm == arm
-        ) > STALL * median(usual):
+        usual = [record.round_seconds for record in before if record.arm == arm]
+        slowest = max(record.round_seconds for record in unit if record.arm == arm)
+        if len(usual) >= 3 and slowest > STALL * median(usual):
             return True
     return False
-
-
-def _round_seconds(record: Record) -> float:
-    return record.decode_seconds / record.rounds
 
 
 def record_from(values: dict[str, Any]) -> Record:

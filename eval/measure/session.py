@@ -1,7 +1,7 @@
-"""Measurement of a run: sweep, choice of lengths and main part, saved unit by unit.
+"""Measurement of a run: sweep, choice of draft lengths and main part, saved unit by unit.
 
-What the run folder already holds is not measured again, so an interrupted run continues with the
-next unit. Under a bound in seconds (max_seconds) the conditions alternate, prompt by prompt in a
+Units that the run folder holds are not measured again, so an interrupted run continues with the
+next one. Under a bound in seconds (max_seconds) the conditions alternate, prompt by prompt in a
 shuffled order, until no other prompt fits (eval/measure/deadline.py).
 """
 
@@ -12,7 +12,6 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
@@ -20,7 +19,7 @@ from eval.config import EvalConfig
 from eval.measure.benchmarks import spread
 from eval.measure.deadline import Deadline
 from eval.measure.lengths import longest, swept
-from eval.measure.measurement import decodings, measure_unit, units_of
+from eval.measure.measurement import Task, measure_unit, units_of
 from eval.measure.parts import (
     UNITS_A_SLICE,
     Slice,
@@ -46,19 +45,7 @@ from jobs.progress import ProgressBar
 from jobs.run_files import read_journal_lines
 from training.data.readers import Prompt
 
-ATTEMPTS = 3  # at a unit during which the machine stands still
-Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
-
-
-@dataclass(frozen=True)
-class Task:
-    """Unit to measure under one condition."""
-
-    condition: Condition
-    part: str  # sweep | main
-    index: int  # in its part
-    unit: int
-    prompts: list[Prompt]
+ATTEMPTS = 3  # at a unit during which the machine stalls
 
 
 class Session:
@@ -72,7 +59,7 @@ class Session:
         found.report(self.records_file, "its unit is measured again")
         self.records: list[Record] = found.records
         self.slices: list[Slice] = read_slices(self.slices_file)
-        # Whole lines again, should some be torn or damaged.
+        # Rewrite both files without torn and damaged lines.
         write_records(self.records_file, self.records)
         self.slices_file.unlink(missing_ok=True)
         append_slices(self.slices_file, self.slices)
@@ -84,7 +71,7 @@ class Session:
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
         deepest = {name: longest(facts, cfg) for name, facts in self.loaded.facts.items()}
-        # minutes, with many drafters
+        # takes minutes with many drafters
         print("eval: timing the steps that drafters weigh, and warming up", file=sys.stderr)
         seconds = self.deadline.costs_seconds
         frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
@@ -93,10 +80,8 @@ class Session:
             progress = _Progress(bar, total, self.deadline)
             measured = dict.fromkeys(("sweep", "main"), 0)
             for tasks in blocks(cfg, self.loaded):
-                part, missing = (
-                    tasks[0].part,
-                    [task for task in tasks if not self._records_of(task)],
-                )
+                part = tasks[0].part
+                missing = [task for task in tasks if not self._records_of(task)]
                 # A block that was begun is finished: all conditions have the same prompts.
                 if len(missing) == len(tasks) and not self.deadline.has_room(part, measured[part]):
                     continue
@@ -112,119 +97,94 @@ class Session:
         """Return the arms of a part besides the baselines; the main part needs a finished sweep."""
         place = (condition, part)
         if place not in self._known_arms:
-            everyone = self.loaded.facts.items()
-            swept_arms = [
-                Arm(name, gamma) for name, facts in everyone for gamma in swept(facts, self.cfg)
+            self._known_arms[place] = [
+                Arm(name, gamma)
+                for name, facts in self.loaded.facts.items()
+                for gamma in (
+                    swept(facts, self.cfg) if part == "sweep" else self._lengths(name, condition)
+                )
             ]
-            self._known_arms[place] = (
-                swept_arms if part == "sweep" else self._chosen_arms(condition)
-            )
         return self._known_arms[place]
 
     def _records_of(self, task: Task) -> list[Record]:
         place = (task.condition, task.part, task.unit)
-        return [
-            record
-            for record in self.records
-            if (record.condition, record.part, record.unit) == place
-        ]
+        return [r for r in self.records if (r.condition, r.part, r.unit) == place]
 
     def _measure_unit(self, task: Task, progress: _Progress) -> None:
         bench, condition, part = self.loaded.bench, task.condition, task.part
         arms, have = self._arms(condition, part), self._records_of(task)
+        decodings = bench.decodings(task, len(arms))
         if _complete(have, [*bench.baselines(condition), *arms]):
-            # Damage may have taken all that were timed.
+            # All slices of the part may have been lost to damage.
             if not self._timed(condition, part):
                 self._time_parts(condition, part)
-            progress.skip(decodings(bench, condition, task.prompts, len(arms)))
+            progress.skip(decodings)
             return
-        # A unit that a killed run wrote in part is measured again as a whole: its pairs must be
-        # neighbours in time.
+        # All of a partly written unit is measured again: its pairs must be neighbours in time.
         if have:
             self.records = [record for record in self.records if record not in have]
             write_records(self.records_file, self.records)
         if task.index % UNITS_A_SLICE == 0:
             self._time_parts(condition, part)
-        before = [
-            record
-            for record in self.records
-            if (record.condition, record.part) == (condition, part)
-        ]
+        before = [r for r in self.records if (r.condition, r.part) == (condition, part)]
         for attempt in range(1, ATTEMPTS + 1):
-            new = measure_unit(bench, condition, part, task.unit, task.prompts, arms, progress.done)
+            new = measure_unit(bench, task, arms, progress.done)
             new = [dataclasses.replace(record, attempt=attempt) for record in new]
             if attempt == ATTEMPTS or not stalled(new, before):
                 break
-            progress.skip(-decodings(bench, condition, task.prompts, len(arms)))
+            progress.skip(-decodings)
         self.records += new
         append_records(self.records_file, new)
 
     def _timed(self, condition: Condition, part: str) -> bool:
         """Return whether the run folder holds a slice of every drafter."""
-        place = (part, *dataclasses.astuple(condition))
-        timed = {
-            one.drafter
-            for one in self.slices
-            if (one.part, one.temperature, one.batch_size) == place
-        }
-        return timed >= self.loaded.bench.drafters.keys()
+        here = (one for one in self.slices if (one.part, one.condition) == (part, condition))
+        return {one.drafter for one in here} >= self.loaded.bench.drafters.keys()
 
     def _time_parts(self, condition: Condition, part: str) -> None:
         bench, repeats = self.loaded.bench, self.cfg.timing_repeats
-        new = time_slice(
-            bench, condition, part, self._prompt, widths(self.cfg, self.loaded), repeats
-        )
+        timed = widths(self.cfg, self.loaded)
+        new = time_slice(bench, condition, part, self._prompt, timed, repeats)
         self.slices += new
         append_slices(self.slices_file, new)
 
-    def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """Return the arms of the main part: each drafter at the lengths set by its rule."""
-        facts = self.loaded.facts
-        names = drafting(self.loaded)
-        arms = [Arm(name, 0) for name in facts if name not in names]
-        return arms + [
-            Arm(name, gamma) for name in names for gamma in self._lengths(name, condition)
-        ]
-
     def _lengths(self, name: str, condition: Condition) -> list[int]:
-        rule, own_cap = self.loaded.facts[name].length_rule, self.loaded.facts[name].own_cap
-        if own_cap is not None:
-            return [own_cap]
-        if rule == "given":
-            return self.cfg.num_draft_tokens
-        if rule == "own":
-            return [max(self.cfg.sweep)]
-        return [
-            self._fastest(name, condition)
-            if rule == "fastest"
-            else self._promising(name, condition)
-        ]
-
-    def _promising(self, name: str, condition: Condition) -> int:
-        """Return the draft length with the highest speedup predicted from the sweep."""
+        """Return a drafter's draft lengths in the main part, as its rule sets them."""
         facts = self.loaded.facts[name]
-        pool = pool_of(
-            name, condition, "sweep", facts, self.slices, self.records, self.cfg.max_new_tokens
-        )
-        speedups = {
+        if facts.own_cap is not None:
+            return [facts.own_cap]
+        if facts.length_rule == "given":
+            return self.cfg.num_draft_tokens
+        if facts.length_rule == "own":
+            return [max(self.cfg.sweep)]
+        if facts.length_rule == "none":
+            return [0]
+        fastest = facts.length_rule == "fastest"
+        speeds = (self._measured if fastest else self._predicted)(name, condition)
+        return [max(speeds, key=lambda gamma: speeds[gamma])]
+
+    def _predicted(self, name: str, condition: Condition) -> dict[int, float]:
+        """Return draft length -> the speedup predicted from the sweep."""
+        facts, limit = self.loaded.facts[name], self.cfg.max_new_tokens
+        pool = pool_of(name, condition, "sweep", facts, self.slices, self.records, limit)
+        return {
             gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in self.cfg.sweep
         }
-        return max(speedups, key=lambda gamma: speedups[gamma])
 
-    def _fastest(self, name: str, condition: Condition) -> int:
-        """Return the draft length with the most tokens/s in the sweep."""
+    def _measured(self, name: str, condition: Condition) -> dict[int, float]:
+        """Return draft length -> tokens/s in the sweep."""
         tokens: dict[int, int] = defaultdict(int)
         seconds: dict[int, float] = defaultdict(float)
         for record in self.records:
             if (record.part, record.condition, record.drafter) == ("sweep", condition, name):
                 tokens[record.num_draft_tokens] += len(record.tokens)
                 seconds[record.num_draft_tokens] += record.decode_seconds
-        return max(tokens, key=lambda gamma: tokens[gamma] / seconds[gamma])
+        return {gamma: tokens[gamma] / seconds[gamma] for gamma in tokens}
 
 
 def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
-    counts = {arm: sum(record.arm == arm for record in have) for arm in arms}
-    return min(counts.values()) > 0 and len(set(counts.values())) == 1
+    counts = [sum(record.arm == arm for record in have) for arm in arms]
+    return min(counts) > 0 and len(set(counts)) == 1
 
 
 def drafting(loaded: Loaded) -> list[str]:
@@ -246,10 +206,10 @@ def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list
     return order.sample(for_sweep, len(for_sweep)), order.sample(for_main, len(for_main))
 
 
-def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[Group], list[Group]]:
-    """Return the units of the sweep and those of the main part.
+def tasks_of(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> dict[str, list[Task]]:
+    """Return the tasks of the sweep and those of the main part under a condition.
 
-    Raises UserError if one of them has no prompt.
+    Raises UserError if one of the parts has no prompt.
     """
     for_sweep, for_main = prompts_by_part(cfg, loaded)
     sweep = units_of(for_sweep, condition.batch_size, 0)
@@ -258,15 +218,18 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
         raise UserError(
             f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the "
             f"sweep over gamma, and each part needs at least one batch of {condition.batch_size}. "
-            f"Lower sweep_prompts or batch_sizes, raise max_prompts, give the sweep a file of its "
-            f"own (benchmark.sweep_path), or leave it out and say the draft length (sweep=[] "
+            f"Lower sweep_prompts or batch_sizes, raise max_prompts, give the sweep a separate "
+            f"file (benchmark.sweep_path), or give the draft length instead (sweep=[] "
             f"num_draft_tokens=[4])."
         )
-    return sweep, main
+    return {
+        part: [Task(condition, part, index, *unit) for index, unit in enumerate(units)]
+        for part, units in (("sweep", sweep), ("main", main))
+    }
 
 
 def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
-    """Return all units, grouped by what is measured together, in the order of measuring.
+    """Return all tasks, grouped by what is measured together, in the order of measurement.
 
     Without a bound in seconds: the sweep and the main part of each condition in turn. With one: the
     sweep of all conditions, then their main part, in blocks of as many prompts as the largest batch
@@ -275,42 +238,35 @@ def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
     found: dict[tuple[int, int], list[Task]] = defaultdict(list)
     largest = max(cfg.batch_sizes)
     for number, condition in enumerate(conditions(cfg)):
-        for place, (part, units) in enumerate(
-            zip(("sweep", "main"), split(cfg, loaded, condition), strict=True)
-        ):
-            for index, (unit, prompts) in enumerate(units):
-                order = (
-                    (place, index * condition.batch_size // largest)
-                    if cfg.max_seconds
-                    else (number, place)
-                )
-                found[order].append(Task(condition, part, index, unit, prompts))
+        for place, tasks in enumerate(tasks_of(cfg, loaded, condition).values()):
+            for task in tasks:
+                block = task.index * condition.batch_size // largest
+                found[(place, block) if cfg.max_seconds else (number, place)].append(task)
     return [found[order] for order in sorted(found)]
 
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
     """Return the number of batches decoded under each condition."""
     everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
-    arms = (
-        sum(len(swept(facts, cfg)) for facts in everyone),
-        sum(given if facts.length_rule == "given" else 1 for facts in everyone),
-    )
+    arms = {
+        "sweep": sum(len(swept(facts, cfg)) for facts in everyone),
+        "main": sum(given if facts.length_rule == "given" else 1 for facts in everyone),
+    }
     return {
         condition: sum(
-            decodings(loaded.bench, condition, prompts, count)
-            for units, count in zip(split(cfg, loaded, condition), arms, strict=True)
-            for _, prompts in units
+            loaded.bench.decodings(task, arms[part])
+            for part, tasks in tasks_of(cfg, loaded, condition).items()
+            for task in tasks
         )
         for condition in conditions(cfg)
     }
 
 
 def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
-    """Return the most tokens that the run can emit."""
+    """Return the maximum number of tokens that the run can emit."""
     batches = generations(cfg, loaded)
-    return cfg.max_new_tokens * sum(
-        count * condition.batch_size for condition, count in batches.items()
-    )
+    rows = sum(count * condition.batch_size for condition, count in batches.items())
+    return cfg.max_new_tokens * rows
 
 
 class _Progress:
@@ -326,24 +282,20 @@ class _Progress:
         self._update("already measured" if generations > 0 else "the machine stalled: once more")
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
-        self.count, self.tokens, self.seconds = (
-            self.count + 1,
-            self.tokens + tokens,
-            self.seconds + seconds,
-        )
+        self.count += 1
+        self.tokens += tokens
+        self.seconds += seconds
         self._update(f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
 
     def end(self) -> None:
         """Show the final count if not all generations were measured."""
         if self.count < self.total:
-            self.bar.update(
-                self.count, f"as many as fit into {self.deadline.max_seconds:g} s", self.count
-            )
+            note = f"as many as fit into {self.deadline.max_seconds:g} s"
+            self.bar.update(self.count, note, self.count)
 
     def _update(self, note: str) -> None:
         total = self.total
         if self.deadline.bounds and (spent := self.deadline.seconds):
-            total = min(
-                total, max(self.count + 1, int(self.count * self.deadline.max_seconds / spent))
-            )
+            expected = int(self.count * self.deadline.max_seconds / spent)
+            total = min(total, max(self.count + 1, expected))
         self.bar.update(self.count, note, total)

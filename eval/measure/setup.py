@@ -1,10 +1,11 @@
-"""Models and prompts loaded from the configuration, after checks that need no model."""
+"""Load models and prompts as the configuration names them, and check it without them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from decoding.devices import device_of
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.interfaces import Target
+from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.load import load_target
 from decoding.models.native.model import EXECUTIONS
@@ -36,7 +37,11 @@ from jobs.paths import resolve
 from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24
-EMBEDDED = "embedded:"  # how a configuration names what ships with the project
+EMBEDDED = "embedded:"  # prefix of a path that names a file shipped with the project
+SETTINGS = (  # checked as for all jobs
+    *("top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "stopping_threshold"),
+    "seed",
+)
 
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
@@ -54,74 +59,29 @@ def _one_of(names: Sequence[str]) -> str:
 
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
-    check_settings(
-        cfg,
-        (
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "stop_strings",
-            "stopping_threshold",
-            "seed",
-        ),
-    )
-    temperature = RULES["temperature"]
-    for key, found, fine, expected in (
-        (
-            "temperatures",
-            cfg.temperatures,
-            bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures)),
-            f"one or more of these: {temperature.expected}",
-        ),
-        (
-            "batch_sizes",
-            cfg.batch_sizes,
-            min(cfg.batch_sizes, default=0) >= 1,
-            "one or more whole numbers from 1 up",
-        ),
-        (
-            "num_draft_tokens",
-            cfg.num_draft_tokens,
-            min(cfg.num_draft_tokens, default=1) >= 1,
-            "numbers from 1 up",
-        ),
-        (
-            "sweep",
-            cfg.sweep,
-            min(cfg.sweep, default=1) >= 1,
-            "numbers from 1 up, or [] for no sweep",
-        ),
-        (
-            "max_draft_tokens",
-            cfg.max_draft_tokens,
-            cfg.max_draft_tokens >= 1,
-            "a whole number from 1 up",
-        ),
-        ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
-        ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
-        (
-            "max_seconds",
-            cfg.max_seconds,
-            0 <= cfg.max_seconds < math.inf,
-            "seconds, or 0 for all prompts",
-        ),
+    check_settings(cfg, SETTINGS)
+    temperature, length = RULES["temperature"], RULES["max_new_tokens"]
+    hot = bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures))
+    numbers = "numbers from 1 up"
+    for key, fits, expected in (
+        ("temperatures", hot, f"one or more of these: {temperature.expected}"),
+        ("batch_sizes", min(cfg.batch_sizes, default=0) >= 1, f"one or more whole {numbers}"),
+        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, numbers),
+        ("sweep", min(cfg.sweep, default=1) >= 1, f"{numbers}, or [] for no sweep"),
+        ("max_draft_tokens", cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
+        ("samples", cfg.samples >= 1, "1 or more"),
+        ("repeats", cfg.repeats >= 1, "1 or more"),
+        ("max_seconds", 0 <= cfg.max_seconds < math.inf, "seconds, or 0 for all prompts"),
         (
             "max_new_tokens",
-            cfg.max_new_tokens,
-            cfg.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(cfg.max_new_tokens),
+            cfg.max_new_tokens >= 2 and length.fits(cfg.max_new_tokens),
             "2 or more: one token leaves nothing to draft",
         ),
-        ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
-        (
-            "target.execution",
-            cfg.target.execution,
-            cfg.target.execution in ("", *EXECUTIONS),
-            _one_of(EXECUTIONS),
-        ),
+        ("verify", cfg.verify in SAMPLING, _one_of(SAMPLING)),
+        ("target.execution", cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
-        if not fine:
-            raise UserError(f"{key} is {found}, expected {expected}.")
+        if not fits:
+            raise UserError(f"{key} is {attrgetter(key)(cfg)}, expected {expected}.")
     drafter_list.check_entries(cfg.drafters)
     processes_of(
         cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device)
@@ -144,16 +104,14 @@ class Loaded:
     facts: dict[str, DrafterFacts]
     prompt_file: Path
     inputs: list[Path]  # for the manifest
-    shapes: Shapes  # what its models read and compute
-    # drafter -> its folder, if it has one, and the dtype that it runs in
+    shapes: Shapes  # bytes and operations of the models' forwards
+    # drafter -> its folder and the dtype of its model; absent: it has no folder
     folders: dict[str, tuple[Path, str]]
 
 
 def load(cfg: EvalConfig) -> Loaded:
     """Load target, drafters, tokenizer and prompts. Raises UserError for what does not fit."""
-    folder = resolve(cfg.target.path)
-    device = device_of(cfg.target.device)
-    largest = max(cfg.batch_sizes)
+    folder, device = resolve(cfg.target.path), device_of(cfg.target.device)
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
@@ -167,15 +125,14 @@ def load(cfg: EvalConfig) -> Loaded:
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,
-        batch_size=largest,
+        batch_size=max(cfg.batch_sizes),
         parallel=cfg.target.parallel,
         processes=cfg.target.processes,
         trust_remote_code=cfg.target.trust_remote_code,
     )
     _check_lengths(cfg, target)
-    drafters = drafter_list.build(
-        mappings, uses, folder, {device: _worker_device(target, uses.values())}
-    )
+    worker_devices = {device: _worker_device(target, uses.values())}
+    drafters = drafter_list.build(mappings, uses, folder, worker_devices)
     uses = {
         name: use.with_default_stopping(drafters[name].capabilities) for name, use in uses.items()
     }
@@ -190,25 +147,13 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    own_caps = {
-        name: own_cap_of(name, uses[name], drafter.capabilities, target, cfg.max_draft_tokens)
-        for name, drafter in drafters.items()
-    }
     folders = {
         name: (Path(mapping["folder"]), mapping.get("dtype") or cfg.target.dtype)
         for name, mapping in mappings.items()
         if "folder" in mapping
     }
-    dtypes = {name: dtype for name, (_, dtype) in folders.items()}
     facts = {
-        name: facts_of(
-            name,
-            drafter,
-            uses[name],
-            bool(cfg.num_draft_tokens),
-            own_caps[name],
-            dtypes.get(name, ""),
-        )
+        name: _facts_of(cfg, name, drafter, uses[name], target, folders.get(name, ("", ""))[1])
         for name, drafter in drafters.items()
     }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
@@ -218,15 +163,8 @@ def load(cfg: EvalConfig) -> Loaded:
         target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats
     )
     shapes = shapes_of(folder, target, mappings, drafters)
-    return Loaded(
-        bench,
-        run_facts(cfg, target, benchmark.name, device),
-        facts,
-        prompt_file,
-        inputs,
-        shapes,
-        folders,
-    )
+    run = run_facts(cfg, target, benchmark.name, device)
+    return Loaded(bench, run, facts, prompt_file, inputs, shapes, folders)
 
 
 def _check_lengths(cfg: EvalConfig, target: Target) -> None:
@@ -245,22 +183,16 @@ def _check_lengths(cfg: EvalConfig, target: Target) -> None:
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:
     """Return the prompt file of the sweep, if the sweep runs and has one."""
-    return (
-        resolve(cfg.benchmark.sweep_path)
-        if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
-        else None
-    )
+    used = cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
+    return resolve(cfg.benchmark.sweep_path) if used else None
 
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:
-    """Return the device for drafters in workers; note it if it is the target's own card."""
+    """Return the device for drafters in workers; print a note if it is the target's card."""
     device = device_for_drafter(target)
     overlapping = any(use.schedule in WALL for use in uses)
     if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
-        print(
-            f"note: no card is free beside the target's, so drafters in workers share {device} "
-            f"with it"
-        )
+        print(f"note: no other card is free, so drafters in workers share {device} with the target")
     return device
 
 
@@ -281,57 +213,52 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
 
 
 def _allowed(name: str) -> Callable[[Any], Allowed]:
-    """Import the function of the tokenizer. Raises UserError if there is none of that name."""
+    """Import the function that `allowed` names. Raises UserError if it cannot be imported."""
     try:
         return imported(name)  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be imported: {error}. Expected package.module.function, a "
-            f"function that takes the tokenizer and returns a function from the ids of a text to "
-            f"the ids that may follow."
+            f"allowed={name} cannot be imported: {error}. Expected package.module.function: it "
+            f"takes the tokenizer and returns a function from the ids of a text to the ids that "
+            f"may follow."
         ) from error
 
 
 def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
     """Return the facts that all rows of the run share."""
     machine = hardware()
+    embedded = cfg.target.path.startswith(EMBEDDED)
+    shared = (
+        *("verify", "top_k", "top_p", "min_p", "repetition_penalty", "allowed"),
+        *("max_new_tokens", "seed", "bootstrap_resamples"),
+    )
     return RunFacts(
-        target=cfg.target.path.replace(":", " ")
-        if cfg.target.path.startswith(EMBEDDED)
-        else target.name,
+        target=cfg.target.path.replace(":", " ") if embedded else target.name,
         target_layers=target.num_layers,
         target_parameters=target.num_parameters,
         benchmark=benchmark,
-        verify=cfg.verify,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        repetition_penalty=cfg.repetition_penalty,
-        allowed=cfg.allowed,
-        max_new_tokens=cfg.max_new_tokens,
         backend=target.backend,
         dtype=cfg.target.dtype,
         device=device,
         threads=torch.get_num_threads(),
         hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
-        seed=cfg.seed,
-        bootstrap_resamples=cfg.bootstrap_resamples,
+        **{name: vars(cfg)[name] for name in shared},
     )
 
 
-def facts_of(
+def _facts_of(
+    cfg: EvalConfig,
     name: str,
-    drafter: Any,
+    drafter: Drafter,
     use: drafter_list.DrafterUse,
-    lengths_given: bool,
-    own_cap: int | None,
+    target: Target,
     dtype: str,
 ) -> DrafterFacts:
     """Return the facts that rows state about a drafter.
 
-    lengths_given: the user gave the draft lengths. own_cap: see eval.measure.lengths. dtype: of the
-    drafter's own model.
+    dtype: of the drafter's model, empty if it has none. Raises UserError for a cap without effect.
     """
+    own_cap = own_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -339,7 +266,7 @@ def facts_of(
         one_pass=drafter.capabilities.steps == "round",
         stopping=use.stopping or "fixed",
         schedule=use.schedule,
-        length_rule=rule_of(use.schedule, lengths_given, own_cap),
+        length_rule=rule_of(use.schedule, bool(cfg.num_draft_tokens), own_cap),
         verify=use.verify,
         dtype=dtype,
         own_cap=own_cap,
@@ -349,16 +276,14 @@ def facts_of(
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
     """Return the numbers of new tokens at which the target is timed.
 
-    These are one and the width of every proposal with the token before it. For wide trees, and
+    These are one, and the width of every proposal with the token before it. For wide trees, and
     chains longer than those of the sweep, only some are timed; V is interpolated between them.
     """
-    drafters, deepest = loaded.bench.drafters, max([*cfg.num_draft_tokens, *cfg.sweep])
+    drafters, facts = loaded.bench.drafters, loaded.facts
+    deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
     chain = range(1, deepest + 2)
-    capped = max((facts.own_cap or 0 for facts in loaded.facts.values()), default=0)
-    widest = (
-        max(drafter.width(longest(loaded.facts[name], cfg)) for name, drafter in drafters.items())
-        + 1
-    )
+    capped = max((one.own_cap or 0 for one in facts.values()), default=0)
+    widest = 1 + max(one.width(longest(facts[name], cfg)) for name, one in drafters.items())
     further = {*range(deepest + 5, capped + 1, 4), *range(16, widest, 16), capped + 1, widest}
     return [*chain, *sorted(n for n in further if n > deepest + 1)]
 
@@ -376,13 +301,10 @@ def middle_prompt(bench: Bench) -> list[int]:
 def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
     """Run every arm once, so that no measured generation is the first of its shape."""
     ids = middle_prompt(loaded.bench)
-    brief = dataclasses.replace(
-        loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
-    )
+    tokens = min(WARM_UP_TOKENS, cfg.max_new_tokens)
+    brief = dataclasses.replace(loaded.bench.settings, max_new_tokens=tokens)
     short = dataclasses.replace(loaded.bench, settings=brief)
+    arms = [Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)]
     for condition in conditions(cfg):
-        arms = [
-            Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)
-        ]
         for arm in [*loaded.bench.baselines(condition), *arms]:
             short.decode(condition, arm, [ids] * condition.batch_size)

@@ -1,1 +1,1 @@
-"""What a run shows: tables, plots and the page."""
+"""Report of an evaluation or a comparison: tables, plots and pages."""

@@ -1,9 +1,9 @@
 """Roofline of a row's mean round: bytes and operations needed, and shares of the machine's limits.
 
-They show what is left to gain. Where bytes are the limit, more tokens per forward cost nothing;
-where neither is near its limit, the calls of single operations are, as in small models. Only what
-no implementation can avoid is counted (decoding/costs/roofline.py): for a drafter one token per row
-and step, although a tree's steps run over more.
+The shares show the possible gain. If bytes are the limit, more tokens per forward cost nothing. If
+neither is near its limit, the time goes into the calls of operations, as in small models. Only work
+that no implementation can avoid is counted (decoding/costs/roofline.py): for a drafter one token
+per row and step, although the steps of a tree run over more.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from jobs.drafter_use import ALONE
 from jobs.files import write_text
 from jobs.run_files import read_object
 
-# Measuring a yardstick takes two seconds, which only runs of minutes justify. A step that reads
-# fewer bytes than this fits in a core's cache.
+# Measuring a limit takes two seconds, which only runs of minutes justify. A step that reads fewer
+# bytes than LEAST_BYTES fits into a core's cache.
 LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
 NO_LIMITS = (
     "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several "
     "processes, or of a family that is not native, has no single limit"
 )
 
-# (tokens a row, committed tokens a row, rows) -> what a forward needs.
+# (tokens a row, committed tokens a row, rows) -> budget of a forward.
 Forward = Callable[[float, int, float], ForwardBudget]
 NOTHING = ForwardBudget(0, 0, 0)
 
@@ -53,7 +53,7 @@ class Shapes:
     """Bytes and operations of the forwards of a run's models."""
 
     target: Forward | None = None  # None: its family is not known
-    # drafter -> a step of its model; None: not known
+    # drafter -> the budget of a step of its model; None: its family is not known
     drafts: Mapping[str, Forward | None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32  # of the target
     device: str = "cpu"
@@ -101,9 +101,9 @@ def _forward(
 def _step(
     mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
 ) -> Forward | None:
-    """Return a step of a drafter's model.
+    """Return the budget of a step of a drafter's model.
 
-    The model is that of a folder, a head, the target with sub-layers skipped, or none.
+    The model is that of a folder, a head, the target without some sub-layers, or none.
     """
     if isinstance(drafter, SelfSpeculation):
         return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
@@ -112,7 +112,7 @@ def _step(
     own = DTYPES[mapping["dtype"]] if "dtype" in mapping else dtype
     if not head_of(mapping["folder"]):
         return _forward(_config(mapping["folder"]), own)
-    # a head reads the target's embeddings and all of its own, and keeps no cache
+    # a head reads all its parameters and keeps no cache
     parameters = drafter.num_parameters
     return lambda tokens, _, rows: ForwardBudget(
         parameters * own.itemsize, 0, round(2 * parameters * tokens * rows)
@@ -130,10 +130,10 @@ def _limits_of(values: dict[str, Any]) -> Limits:
 
 
 def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
-    """Add the machine's limits: read from the run folder, or measured now and written there.
+    """Add the machine's limits, from the run folder or measured now and written there.
 
-    No limits are added to trials and targets for which they would explain nothing. tokens: the most
-    that the run decodes.
+    Short runs and small targets get none, as their limits explain nothing. tokens: the maximum
+    number that the run decodes.
     """
     if shapes.target is None or not shapes.whole or tokens <= LEAST_TOKENS:
         return shapes

@@ -1,4 +1,4 @@
-"""Equality of a drafter's outputs with the target's own, by comparison or by proof.
+"""Equality of a drafter's outputs with those of the target, by comparison or by proof.
 
 Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token
 verification gives the same *distribution*, so single outputs differ and are not compared;
@@ -16,23 +16,19 @@ from decoding.rounds.ties import TIE_GAP
 from decoding.sampling.token_chooser import LOSSY as LOSSY_RULES
 from eval.measure.records import Record
 
-TOKENS_PER_TIE = 10_000  # more ties than one in so many tokens are not accepted as chance
+TOKENS_PER_TIE = 10_000  # more frequent ties are not accepted as rounding
 
 EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"
-LOSSY = "lossy"  # of a rule that changes the distribution
-OTHER = "another model"  # of a row that is not the target at all
+LOSSY = "lossy"  # a rule that changes the distribution
+OTHER = "another model"  # a drafter that decodes alone
 
 
 @dataclass(frozen=True)
 class Equality:
-    """One of the words above, and a sentence with the counts."""
+    """Result of the comparison: one of the words above, and a sentence with the counts."""
 
     word: str
     detail: str
-
-    @property
-    def broken(self) -> bool:
-        return self.word == DIFFERS
 
 
 def is_compared(temperature: float, verify: str) -> bool:
@@ -41,7 +37,7 @@ def is_compared(temperature: float, verify: str) -> bool:
 
 
 def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
-    """Sum up one drafter's records under one condition; verify is the rule if temperature > 0."""
+    """Judge the records of a drafter under one condition; verify: the rule if temperature > 0."""
     if verify in LOSSY_RULES and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
     if not is_compared(records[0].temperature, verify):

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-# A depth that was tested fewer times than this is not used to predict (a 95 % interval of alpha
-# wider than +-0.22).
+# A depth with fewer tests is not used to predict: its 95 % interval of alpha is wider than +-0.22.
 MIN_TESTS = 20
-# Of fewer prompts no interval is given: resampling them shows a spread that is far too small.
+# Fewer prompts have no interval: resampling them shows a spread that is far too small.
 MIN_PROMPTS = 5
 
 
@@ -36,8 +35,8 @@ def alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> float | None:
 def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
     """Return alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
 
-    Raises ValueError if a depth accepts more than it tests, or tests more than the depth before it
-    accepted: such counts are not those of a chain.
+    Raises ValueError for counts that are not those of a chain: a depth that accepts more than it
+    tests, or tests more than the depth before it accepted.
     """
     if len(tested_D) != len(accepted_D):
         raise ValueError(f"{len(tested_D)} tested counts but {len(accepted_D)} accepted counts")
@@ -136,9 +135,9 @@ def paired_bootstrap(
 ) -> Interval:
     """Return the speedup with a percentile 95 % interval; prompts are resampled in pairs.
 
-    There is no interval for fewer than MIN_PROMPTS. A prompt keeps its pair: slow prompts are slow
-    on both sides, and that part of the noise cancels. Few prompts vary less under resampling than
-    new ones would, so the percentiles are moved out to those of Student's t.
+    There is no interval for fewer than MIN_PROMPTS. Slow prompts are slow on both sides, and
+    pairing cancels that part of the noise. Few prompts vary less under resampling than new ones
+    would, so the percentiles are moved outwards to those of Student's t.
 
     Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg
     (2015), "What Teachers Should Know About the Bootstrap", section 5.2, the expanded percentile

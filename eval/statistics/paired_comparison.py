@@ -1,4 +1,4 @@
-"""Paired comparison of drafters within a run: surer than the intervals of two separate speedups."""
+"""Paired comparison of drafters within a run, which is tighter than two separate intervals."""
 
 from __future__ import annotations
 

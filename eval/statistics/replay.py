@@ -1,12 +1,12 @@
 """Replay of PEARL's state machine over logged accept/reject traces.
 
-The closed form (eval.statistics.prediction.pearl_round) assumes uniform acceptance; real acceptance
-comes in bursts, which a trace keeps. Each turn costs its longer lane, at the run's mean cost of a
-drafted token and of a forward, so the machine's speed cancels. If measurement and replay agree, the
-schedule works as it should; if they differ, the lanes did not overlap.
+The closed form (eval.statistics.prediction.pearl_round) assumes uniform acceptance; a trace keeps
+the bursts of real acceptance. Each turn costs its longer lane, at the run's mean cost of a drafted
+token and of a forward, so the machine's speed cancels. If measurement and replay agree, the
+schedule works; if they differ, the lanes did not overlap.
 
-A trace has a character for each emitted token: `1` an accepted draft, `0` the target's own in place
-of a rejected one, `.` the target's own where nothing was drafted.
+A trace has a character for each emitted token: `1` for an accepted draft, `0` for the target's
+token in place of a rejected draft, `.` for the target's token where nothing was drafted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Turn:
     """One round of the schedule."""
 
     drafted: int  # tokens of the new chunk
-    width: int  # tokens that the target's forward runs over; 0: it rests
+    width: int  # tokens of the target's forward; 0: no forward
     gained: int  # tokens emitted
 
 
@@ -48,14 +48,14 @@ def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
             assumed = drafted
             continue
         window = assumed + (drafted > 0)
-        passed = _run(trace, done, window)
+        passed = _accepted_from(trace, done, window)
         gained = passed if passed == window and drafted else passed + 1
         yield Turn(drafted, 1 + assumed, min(gained, len(trace) - done))
         done += gained
         assumed = drafted - 1 if passed == window and drafted else 0
 
 
-def _run(trace: str, start: int, window: int) -> int:
+def _accepted_from(trace: str, start: int, window: int) -> int:
     """Return the number of consecutive accepted tokens from `start` on, at most `window`.
 
     Tokens behind the text's end count as accepted; they change nothing.

@@ -1,4 +1,4 @@
-"""Fields of a row of results.jsonl, and the facts that it is made from."""
+"""Rows of results.jsonl and the facts from which they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jobs.run_files import WRONG, reason_of
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """Facts about a drafter, and how its proposals cost."""
+    """Facts about a drafter and its use that rows state."""
 
     name: str
     layers: int
@@ -27,10 +27,10 @@ class DrafterFacts:
     one_pass: bool  # a proposal costs the same whatever its length
     stopping: str = "fixed"  # the policy that ends a draft early
     schedule: str = "serial"
-    length_rule: str = "predicted"  # by which it got its draft length: see eval.measure.lengths
-    verify: str | None = None  # its own rule where temperature > 0; None: the run's
-    dtype: str = ""  # of its own model; empty: it has none
-    # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
+    length_rule: str = "predicted"  # that set its draft length: see eval.measure.lengths
+    verify: str | None = None  # its rule where temperature > 0; None: that of the run
+    dtype: str = ""  # of its model; empty: it has none
+    # cap on the lengths that its stopping rule sets (length_rule "cap"), else None
     own_cap: int | None = None
 
 
@@ -41,7 +41,7 @@ class PartTimes:
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward
     context: int  # committed tokens in the caches while timing
-    # beams that a step starts from; empty: all alike
+    # beams that a step starts from -> its time; empty: all steps take t_draft_ms
     t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
 
     def at(self, beams: float) -> PartTimes:
@@ -66,7 +66,7 @@ class RunFacts:
     top_p: float
     min_p: float
     repetition_penalty: float
-    allowed: str  # the function that says which tokens may follow; empty: all
+    allowed: str  # function that restricts the tokens; empty: any token
     max_new_tokens: int
     backend: str
     dtype: str
@@ -79,7 +79,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Category:
-    """Part of a row: the prompts of one category."""
+    """Figures of a row on the prompts of one category."""
 
     category: str
     prompts: int
@@ -97,7 +97,7 @@ class Category:
 
 @dataclass(frozen=True)
 class RoundBudget:
-    """Least bytes and operations of a batch's mean round, and shares of the machine's limits."""
+    """Bytes and operations that a batch's mean round needs, and shares of the machine's limits."""
 
     megabytes: float  # weights, and keys and values of the committed tokens
     megaflop: float  # a multiplication and an addition are two
@@ -128,15 +128,12 @@ class Row:
     repetition_penalty: float
     allowed: str
     max_new_tokens: int
-    num_draft_tokens: (
-        # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths
-        # itself
-        int
-    )
-    length_rule: str  # which of these, and by what it was found: see eval.measure.lengths
+    # maximum of a round: a given or chosen length, or the cap of a rule that sets the lengths
+    num_draft_tokens: int
+    length_rule: str  # the rule that set it: see eval.measure.lengths
     schedule: str
     stopping: str
-    verify: str  # the row's own rule
+    verify: str  # the verification rule of the row
     lossless: str  # see eval.statistics.lossless
     lossless_detail: str
     alpha: float | None
@@ -145,7 +142,7 @@ class Row:
     accepted_by_depth: list[int]
     tau: float | None
     drafted: float  # tokens a round of one row
-    t_draft_ms: float  # of beams, at the mean number that a step of this row started from
+    t_draft_ms: float  # with beams: at the mean number of this row
     t_target_ms: dict[int, float]
     V: dict[int, float]
     cost_ratio: float
@@ -153,8 +150,7 @@ class Row:
     target_ms_per_round: float
     round_ms: float
     overhead: float
-    # of an overlapped schedule's lanes: share of the shorter one that the longer one hides;
-    # virtual: 1 by definition
+    # overlapped schedules: share of the shorter lane that the longer one hides; virtual clock: 1
     overlap: float | None
     baseline_round_ms: float
     prefill_ms: float  # mean of a batch, drafter's prefill included
@@ -166,7 +162,7 @@ class Row:
     speedup_high: float | None
     speedup_with_prefill: float
     predicted_speedup: float | None  # None: no closed form for this schedule
-    # of overlapped schedules, one prompt at a time: see eval.statistics.replay
+    # overlapped schedules at batch size 1: see eval.statistics.replay
     replayed_speedup: float | None
     headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
     headline_alpha: float | None
@@ -175,14 +171,14 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    # share of wall time in which decoding had its processors (eval/measure/cpu_contention.py); well
-    # below 1 on a CPU: other processes used the machine
+    # share of wall time in which decoding had its processors (see eval.measure.cpu_contention);
+    # well below 1 on a CPU: other processes used the machine
     cpu_share: float
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
     worst_speedup: float
     categories: list[Category]
-    best_gamma: int  # by the formula, from the row's own prompts: nothing was chosen by it
+    best_gamma: int  # by the formula, on the prompts of this row; it sets nothing
     best_gamma_speedup: float  # predicted there
     helps: bool
     verdict: str
@@ -193,15 +189,16 @@ class Row:
     context: int
     seed: int
     hardware: str
-    drafter_dtype: str = ""  # of its own model; empty: it has none
-    # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    drafter_dtype: str = ""  # of its model; empty: it has none
+    # verification rule of the run and its baseline; `verify` may be another rule, of the drafter
     run_verify: str = ""
-    budget: RoundBudget | None = None  # None: what a step reads is not known
+    budget: RoundBudget | None = None  # None: the shape of a model is unknown
     baseline_budget: RoundBudget | None = None  # of an autoregressive step
-    reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
-    product_gigaflop_per_second: float | None = None  # plain, on this machine; None: not measured
-    max_seconds: float = 0.0  # that the run's measuring was bounded by; 0: nothing
-    prompts_asked: int = 0  # of the part, where there was a bound: `prompts` of them were measured
+    # limits of this machine for plain reading and a plain product; None: not measured
+    reading_gigabytes_per_second: float | None = None
+    product_gigaflop_per_second: float | None = None
+    max_seconds: float = 0.0  # bound on the measurement; 0: none
+    prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound
 
     @property
     def condition(self) -> Condition:
@@ -230,7 +227,7 @@ def main_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row, or of a line made of one, that go into a cell."""
+    """Return the fields of a row, or of a line with its fields, whose values fit into a cell."""
     fields = record if isinstance(record, Mapping) else vars(record)
     return {
         key: value for key, value in fields.items() if isinstance(value, str | int | float | None)
@@ -238,7 +235,7 @@ def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write results.jsonl atomically."""
+    """Write results.jsonl, under a temporary name until it is complete."""
     write_text(path, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
 
 
@@ -262,14 +259,14 @@ def read_rows(path: Path) -> list[Row]:
 
 def _row(values: dict[str, Any]) -> Row:
     if unknown := values.keys() - {one.name for one in dataclasses.fields(Row)}:
-        raise ValueError(f"found {', '.join(sorted(unknown))}, which no row has")
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
     needed = {
         one.name
         for one in dataclasses.fields(Row)
         if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
     }
     if missing := needed - values.keys():
-        raise ValueError(f"a row lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"a row lacks the fields {', '.join(sorted(missing))}")
     for key in ("t_target_ms", "V"):  # JSON has no integer keys
         values[key] = {int(n): value for n, value in values[key].items()}
     values["categories"] = [Category(**part) for part in values["categories"]]

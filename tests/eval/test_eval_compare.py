@@ -234,7 +234,7 @@ def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
         (
             {},
             ["shape.depth"],
-            "group_by: 'shape.depth' is known of none of these drafters; expected one of "
+            "group_by: no drafter of this comparison has 'shape.depth'; expected one of "
             "bytes_per_step, training_tokens, .*data.tokens_seen",
         ),
     ],
@@ -260,7 +260,8 @@ def test_what_cards_say_is_kept_with_the_results(tmp_path, monkeypatch):
     (evaluation,) = evaluations_of(folder)
     assert evaluation.origins == {} and "has no drafters.json" in evaluation.notes[0]
     with pytest.raises(
-        UserError, match=r"known of none of these drafters; their folders had no drafter_card\.json"
+        UserError,
+        match=r"no drafter of this comparison has .*; their folders had no drafter_card\.json",
     ):
         with_series(entries_of([evaluation], "headline"), {}, ["training_tokens"])
 

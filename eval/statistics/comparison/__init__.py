@@ -1,1 +1,1 @@
-"""Rows of several evaluations put next to each other: what may be compared, and who is ahead."""
+"""Comparison of several evaluations: rows that may be compared, and their ranking."""

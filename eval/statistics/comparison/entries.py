@@ -1,4 +1,4 @@
-"""Entries of a comparison: rows of evaluations with their setting, work and drafter."""
+"""Entries of a comparison: rows of evaluations with their setting, workload and drafter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from eval.statistics.schema import Row
 from jobs.drafter_use import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
-# draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
+# Draft tokens of a mean round. Below this the stopping rule has found that no draft pays.
 IDLE_BELOW = 0.05
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Conditions that speeds must share to be compared, besides the work."""
+    """Target, machine and backend that speeds must share to be compared."""
 
     target: str
     target_hash: str
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how they are decoded."""
+    """Prompts and decoding settings that speeds must share to be compared."""
 
     benchmark: str
     prompts_hash: str
@@ -54,15 +54,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Entry:
-    """Row of an evaluation with what the comparison adds to it."""
+    """Row of an evaluation with its setting, workload, paired samples and drafter card."""
 
     run: str
     folder: str
-    name: str  # of the drafter, and of the run where several have one of that name
+    name: str  # of the drafter, with the run if several runs have it
     row: Row
     setting: Setting
     workload: Workload
-    units: list[PairedSample]  # the pairs behind the row
+    units: list[PairedSample]  # the paired samples of the row
     card: dict[str, Any]
     bytes_per_step: int | None
     training_tokens: int | None
@@ -144,10 +144,10 @@ def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
     target_hash, prompts_hash = evaluation.hashes
     values = {**dataclasses.asdict(row), "target_hash": target_hash, "prompts_hash": prompts_hash}
     values["execution"] = evaluation.execution
-    # a drafter with a rule of its own stands among those of its run
+    # a drafter with another rule belongs to the panel of its run
     values["verify"] = row.shared_verify
     origin = evaluation.origins.get(row.drafter)
-    modelless = 0 if row.drafter_parameters == 0 else None  # there is nothing to read or to train
+    modelless = 0 if row.drafter_parameters == 0 else None  # no weights to read or train
     return Entry(
         run=evaluation.label,
         folder=str(evaluation.folder),

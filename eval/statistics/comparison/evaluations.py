@@ -28,13 +28,13 @@ class Evaluation:
     """Rows, generations and drafter origins of a finished run of eval.run."""
 
     folder: Path
-    label: str  # what tells it from the others of the comparison
+    label: str  # short name, unique in the comparison
     config: dict[str, Any]
     manifest: dict[str, Any]
-    rows: list[Row]  # those that count: of the main part
+    rows: list[Row]  # of the main part
     records: list[Record]
-    origins: dict[str, Origin]  # drafter -> what its folder says; those without one are absent
-    notes: list[str]  # what could not be known, in sentences
+    origins: dict[str, Origin]  # by drafter; absent: it has no folder
+    notes: list[str]  # sentences on facts that are not known
 
     @property
     def hashes(self) -> tuple[str, str]:
@@ -88,7 +88,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         if not folders:
             raise UserError(
                 f"runs: {pattern} finds no folder (working folder: {Path.cwd()}); expected a "
-                f"finished run folder of eval.run, or a glob that finds some"
+                f"finished run folder of eval.run, or a glob of such folders."
             )
         for folder in folders:
             found.setdefault(folder.resolve(), folder)
@@ -111,7 +111,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _describe_damage(manifest: dict[str, Any]) -> str:
-    """Return what a manifest lacks that a comparison shows; empty if it is complete."""
+    """Return the first fault of a manifest that a comparison needs; empty if there is none."""
     if len(manifest["inputs"]) < 2:
         return "inputs names no target and prompts"
     for key in ("command", "started", "git_revision"):
@@ -137,7 +137,7 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
     if missing:
         raise UserError(
             f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the "
-            f"folder that eval.run printed, or a glob of such"
+            f"folder that eval.run printed, or a glob of such folders."
         )
     if damage := _describe_damage(manifest):
         raise UserError(f"{folder / 'manifest.json'} is damaged: {damage}. {AGAIN}")
@@ -152,7 +152,7 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
     ]
     if origins is None:
         notes.append(
-            f"{label} has no {ORIGINS}: bytes a step and training of its drafters are not known. "
-            f"Evaluate again to know them"
+            f"{label} has no {ORIGINS}: bytes/step and training of its drafters are unknown. "
+            f"Evaluate again to record them"
         )
     return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)

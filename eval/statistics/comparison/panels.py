@@ -1,8 +1,8 @@
 """Panels: entries of several evaluations whose speedups may be compared, ranked.
 
-Runs measured at different times are not compared by speed. Speedups are compared, each a ratio to
-the baseline interleaved in its own run, and only if target, machine, threads, dtype and backend
-(`Setting`) and the work (`Workload`) are the same.
+Runs measured at different times are not compared by speed but by speedup, the ratio to the baseline
+interleaved in the same run. Setting (target, machine, threads, dtype and backend) and workload must
+be the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eval.statistics.prediction import Costs
 from eval.statistics.schema import Row
 from jobs.drafters import CONTROL
 
-# What a drafter may cost, for the Pareto front: less is better.
+# Costs of a drafter for the Pareto fronts; less is better.
 COSTS: dict[str, Callable[[Entry], int | None]] = {
     "parameters": lambda entry: entry.row.drafter_parameters,
     "training_tokens": lambda entry: entry.training_tokens,
@@ -33,11 +33,11 @@ class ComparedEntry:
     """Entry with its ratio to the best other one and its place on the Pareto fronts."""
 
     entry: Entry
-    rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
-    # its speedup over the rival's on prompts that both ran; None where they share none
+    rival: Entry | None = None  # the best other one; None: not ranked, or no other
+    # speedup over that of the rival on shared prompts; None: no shared prompts
     ratio: Interval | None = None
-    shared: int = 0  # prompts that both ran
-    # cost -> non-dominated; absent: unknown, or idle
+    shared: int = 0  # number of shared prompts
+    # cost -> whether no other entry dominates; absent: unknown, or drafts nothing
     on_front: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
@@ -111,14 +111,14 @@ def distinguishing_fields(objects: Sequence[Any], name: str, hashed: str) -> lis
 
 
 def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) -> str:
-    """Return temperature, rule and batch, and what else distinguishes this panel."""
+    """Return temperature, rule and batch size, and the other fields that distinguish this panel."""
     values = {**vars(key[0]), **vars(key[1])}
-    said = {"temperature", "batch_size", "verify"}
-    more = [_said(name, values[name]) for name in differing if name not in said]
+    named = {"temperature", "batch_size", "verify"}
+    more = [_describe(name, values[name]) for name in differing if name not in named]
     return ", ".join([row.condition_label, *more])
 
 
-def _said(name: str, value: Any) -> str:
+def _describe(name: str, value: Any) -> str:
     if name in ("target", "benchmark", "hardware", "device", "dtype", "execution"):
         return str(value)
     if name.endswith("_hash"):
@@ -140,7 +140,7 @@ def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[Compar
     found = [_against(entry, ranked, resamples, seed) for entry in entries]
     for cost, value_of in COSTS.items():
         weighed = [(entry, value_of(entry)) for entry in ranked]
-        if not any(value for _, value in weighed):  # that nothing costs nothing is no news
+        if not any(value for _, value in weighed):  # no front if all costs are 0
             continue
         points = [
             (entry, value) for entry, value in weighed if value is not None and not entry.idle
@@ -158,7 +158,7 @@ def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[Compar
 
 def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> ComparedEntry:
     """Compare the entry with the fastest other drafter, paired by prompt."""
-    controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
+    controls = entry.row.drafter == CONTROL  # the controls of two runs are one drafter
     others = [
         one
         for one in ranked

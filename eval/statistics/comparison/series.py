@@ -1,4 +1,4 @@
-"""Series of drafters in a comparison: those meant to differ in depth alone, joined in plots."""
+"""Series of drafters in a comparison, which differ in depth alone and are joined in plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_series(
     grouped = {}
     for field in group_by:
         found = [_value(entry, field) for entry in entries]
-        if not any(found):  # drafters without a model have 0 in some
+        if not any(found):  # 0 is the value of drafters without a model
             raise UserError(_unknown_field(field, entries))
         grouped[field] = rounded(found)
     made = []
@@ -93,10 +93,10 @@ def _unknown_field(field: str, entries: Sequence[Entry]) -> str:
         for key, value in entry.card.items():
             if isinstance(value, dict) and key != "versions":
                 known.update(dict.fromkeys(f"{key}.{name}" for name in value))
-    message = f"group_by: '{field}' is known of none of these drafters"
+    message = f"group_by: no drafter of this comparison has '{field}'"
     if known:
-        return f"{message}; expected one of {', '.join(known)}"
+        return f"{message}; expected one of {', '.join(known)}."
     return (
         f"{message}; their folders had no drafter_card.json and no shape. Leave group_by out, or "
-        f"name series by labels="
+        f"name series by labels=."
     )
