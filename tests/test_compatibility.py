@@ -31,6 +31,12 @@ INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 RENAMED = {
     "test_the_chat_model_keeps_law_1": "test_the_chat_model_keeps_laws_1_and_2",
     "test_the_chat_model_keeps_law_1[ranked_tree]": "chains_and_a_tree",
+    "test_the_control_of_one_run_is_no_rival_of_that_of_another": (
+        "test_controls_of_different_runs_are_no_rivals"
+    ),
+    "test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out": (
+        "test_the_pareto_front_holds_exactly_the_undominated_points"
+    ),
     "draws": "children",
     "plain-drawn": "plain-sampled",
     "plain-picked": "plain-top_k",

@@ -1,6 +1,4 @@
-"""A target, a drafter cut from it and prompts, on the disk; SIMULATED runs, records and their rows;
-one thread for all.
-"""
+"""Fixtures: a target, its drafter and prompts on disk; SIMULATED runs, records and rows."""
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """SIMULATED: three depths, each evaluated by itself."""
+    """Write SIMULATED runs of three depths, each evaluated by itself."""
     home = tmp_path_factory.mktemp("simulated")
     for number, (label, drafters) in enumerate({"one": SHALLOW, "four": DEEP, "six": SLOW}.items()):
         simulated_runs.write(

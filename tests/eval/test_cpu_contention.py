@@ -1,4 +1,4 @@
-"""What other processes took of the machine counts where decoding wanted it, and nowhere else."""
+"""CPU time of other processes counts only on the processors that decoding uses."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from eval.measure import cpu_contention
 from eval.measure.cpu_contention import UndisturbedClock, machine_seconds, undisturbed_seconds
 
 
-def test_neighbours_count_where_decoding_wanted_their_processors():
+def test_other_processes_count_only_on_the_processors_of_decoding():
     assert undisturbed_seconds(own=10.0, elapsed=10.0, others=0.0, threads=2, processors=2) == 10.0
     assert (
         undisturbed_seconds(own=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0
@@ -18,18 +18,18 @@ def test_neighbours_count_where_decoding_wanted_their_processors():
     ), "the other one was free"
     assert undisturbed_seconds(own=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
     assert undisturbed_seconds(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, (
-        "it had none itself"
+        "it used none itself"
     )
     assert (
         undisturbed_seconds(own=6.5, elapsed=10.0, others=13.5, threads=1, processors=2) == 6.5
-    ), "what was taken of its own processor counts once"
+    ), "time taken from its processor counts once"
     assert undisturbed_seconds(own=0.5, elapsed=10.0, others=19.5, threads=2, processors=2) == 0.25
     assert (
         undisturbed_seconds(own=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0
-    ), "no more than there was"
+    ), "at most the elapsed time"
 
 
-def test_the_machine_counts_all_but_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_machine_count_excludes_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 20 30 9000 500 4 5 6 7 8\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
     monkeypatch.setattr(cpu_contention, "STAT", stat)
@@ -40,10 +40,10 @@ def test_the_machine_counts_all_but_idling(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("taken", "expected"), [(0.0, 3.0), (1.0, 2.5)])
-def test_a_watch_takes_this_process_from_the_machines_count(
+def test_the_clock_excludes_its_process_from_the_machine_count(
     taken: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ):
-    """Three seconds of two threads, with and without a neighbour."""
+    """Measure three seconds of two threads, with and without another process."""
     for name, start, end in (
         ("thread_time", 5.0, 8.0),
         ("perf_counter", 1.0, 4.0),
@@ -57,7 +57,7 @@ def test_a_watch_takes_this_process_from_the_machines_count(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_without_the_machines_count_the_threads_own_time_stands(
+def test_without_the_machine_count_the_thread_time_is_used(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cpu_contention, "machine_seconds", lambda: 0.0 if known else None)
@@ -65,6 +65,6 @@ def test_without_the_machines_count_the_threads_own_time_stands(
         times = iter((0.0, 2.0))
         monkeypatch.setattr(cpu_contention, name, lambda times=times: next(times))
     monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
-    # A count that stands still, as some containers have it, says that others took less than
+    # A constant count, as in some containers, means that other processes took less than
     # nothing: no disturbance.
     assert UndisturbedClock(threads=2).seconds() == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""Prompts: what is read, what is left out and counted, and how turns become token ids."""
+"""Prompts: reading, exclusions and their counts, and the rendering of turns to token ids."""
 
 import json
 from pathlib import Path
@@ -44,13 +44,13 @@ def test_every_prompt_is_accounted_for(tmp_path):
     assert left_out == found.counts["read"]
 
 
-def test_first_turn_alone_unless_asked(tmp_path):
+def test_only_the_first_turn_is_read_by_default(tmp_path):
     path = tiny.prompts(tmp_path / "two.jsonl", turns=2)
     assert {len(prompt.turns) for prompt in load(path).prompts} == {1}
     assert {len(prompt.turns) for prompt in load(path, turns="all").prompts} == {2}
 
 
-def test_a_later_turn_stands_after_the_answers_before_it():
+def test_a_later_turn_follows_the_earlier_answers():
     tokenizer = tiny.tokenizer()
     first = render_turns(["Hi?"], [], tokenizer, "chat")
     second = render_turns(["Hi?", "And?"], ["Yes."], tokenizer, "chat")
@@ -65,10 +65,8 @@ def test_plain_text_is_not_wrapped():
     assert tokenizer.decode(render_turns(["Once"], [], tokenizer, "text")) == "Once"
 
 
-def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(
-    tmp_path, shared_data, llama_tokenizer
-):
-    """Vicuna's published tokenizer has none."""
+def test_a_named_chat_template_renders_both_turns(tmp_path, shared_data, llama_tokenizer):
+    """Render for a tokenizer without a template, such as Vicuna's published one."""
     words = AutoTokenizer.from_pretrained(llama_tokenizer)
     options = {"max_length": 2048, "max_new_tokens": 32, "limit": 1}
     path = str(shared_data / "eval" / "mt_bench.jsonl")
@@ -92,20 +90,18 @@ def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(
 
 
 @pytest.mark.parametrize(("render", "shown"), [("auto", "text"), ("text", "text")])
-def test_a_base_model_is_shown_prompts_as_they_stand(
-    tmp_path, llama_tokenizer, capsys, render, shown
-):
+def test_a_base_model_gets_unchanged_prompts(tmp_path, llama_tokenizer, capsys, render, shown):
     words = AutoTokenizer.from_pretrained(llama_tokenizer)
     cfg = BenchmarkConfig(path=str(tiny.prompts(tmp_path / "mine.jsonl")), render=render)
     found = load_benchmark(cfg, words, max_length=256, max_new_tokens=32, limit=1)
     assert found.render == shown
     assert ("given as plain text" in capsys.readouterr().out) == (render == "auto")
     assert load(Path(cfg.path), render="auto").render == "chat", (
-        "control: of a tokenizer with a template"
+        "control: the template of the tokenizer"
     )
 
 
-def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counted(tmp_path):
+def test_a_prompt_beyond_the_context_is_refused_or_counted(tmp_path):
     path = tmp_path / "long.jsonl"
     lines = [
         {"id": "short", "category": "", "turns": ["Hi"]},
@@ -121,7 +117,7 @@ def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counte
         load(path, too_long="skip", max_length=8, max_new_tokens=8)
 
 
-def test_a_limit_reached_before_a_long_prompt_never_meets_it(tmp_path):
+def test_a_long_prompt_beyond_the_limit_is_ignored(tmp_path):
     path = tmp_path / "long.jsonl"
     lines = [
         {"id": "short", "category": "", "turns": ["Hi"]},
@@ -138,7 +134,7 @@ def test_an_unknown_category_names_those_that_exist(tmp_path):
 
 @pytest.mark.parametrize("key", ["render", "chat_template", "turns", "too_long"])
 def test_unknown_options_name_the_known_ones(tmp_path, key):
-    with pytest.raises(UserError, match=f"benchmark.{key}='x'.*one of"):
+    with pytest.raises(UserError, match=f"benchmark.{key} 'x'.*one of"):
         load(tiny.prompts(tmp_path / "mine.jsonl"), **{key: "x"})
 
 
@@ -152,7 +148,7 @@ def test_a_sharegpt_file_is_a_benchmark_too(tmp_path):
     assert [prompt.turns for prompt in load(path).prompts] == [["Hi"]]
 
 
-def test_a_template_stands_around_every_turn(tmp_path):
+def test_a_template_surrounds_every_turn(tmp_path):
     path = tiny.prompts(tmp_path / "two.jsonl", turns=2)
     plain, framed = (
         load(path, turns="all", render="text"),
@@ -167,7 +163,7 @@ def test_a_template_stands_around_every_turn(tmp_path):
         load(path, template="Q: {turn}")
 
 
-def test_ids_pick_prompts_in_their_order(tmp_path):
+def test_ids_select_prompts_in_their_order(tmp_path):
     path = tiny.prompts(tmp_path / "mine.jsonl", count=9)
     listed = tmp_path / "ids.json"
     listed.write_text('{"ids": ["p7", "p2"]}')
@@ -190,9 +186,9 @@ def prompts_of(categories: list[str]) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("order", ["by category", "in turn"])
-def test_the_sweeps_prompts_come_from_all_over_a_file(order):
-    """Whether its categories stand one behind the other, as in MT-bench and MGSM, or take turns;
-    the first few have one of eight at most.
+def test_prompts_of_the_sweep_are_spread_over_the_file(order):
+    """Check files whose categories follow one another (MT-bench, MGSM) and files whose categories
+    alternate. Control: the first few prompts have at most one of eight categories.
     """
     kinds = (
         [kind for kind in "abcdefgh" for _ in range(10)]
@@ -202,28 +198,28 @@ def test_the_sweeps_prompts_come_from_all_over_a_file(order):
     prompts = prompts_of(kinds)
     chosen, others = spread(prompts, 8)
     assert len(chosen) == 8 and sorted(chosen + others, key=lambda one: int(one.id)) == prompts
-    assert spread(prompts, 8) == (chosen, others), "nothing is drawn"
+    assert spread(prompts, 8) == (chosen, others), "the choice is not random"
     seen = len({prompt.category for prompt in chosen})
     assert seen == 8 if order == "by category" else seen >= 4
     middles = [prompts[5 + 10 * step].category for step in range(8)]
     assert order == "by category" or len(set(middles)) <= 4, (
-        "control: equal steps meet the same few of them"
+        "control: equal steps take the same few categories"
     )
     if order == "by category":
         assert len({prompt.category for prompt in prompts[:8]}) == 1, (
-            "control: the first ones are all alike"
+            "control: the first ones are of one category"
         )
 
 
 @pytest.mark.parametrize(("count", "of"), [(0, 5), (1, 5), (4, 5), (5, 5), (9, 5), (7, 11), (3, 0)])
-def test_spreading_takes_as_many_as_there_are_and_none_twice(count, of):
+def test_spreading_takes_each_prompt_at_most_once(count, of):
     chosen, others = spread(prompts_of(["x"] * of), count)
     assert len(chosen) == min(count, of)
     assert len({prompt.id for prompt in chosen + others}) == of == len(chosen + others)
 
 
-def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
-    """As many as without, of every category, and each of the others is counted."""
+def test_a_limit_can_spread_prompts_over_the_file(tmp_path):
+    """Take the same number with and without spread, of every category, and count the others."""
     lines = [
         {"id": f"{kind}{n}", "category": kind, "turns": [f"{kind} {n}"]}
         for kind in "abcd"
@@ -238,22 +234,20 @@ def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
         counts = found.counts
         assert (counts["kept"], sum(counts.values()) - counts["read"]) == (4, 20)
     assert len(load(path, too_long="skip", spread=True).prompts) == 19, (
-        "without a limit there are all that fit"
+        "without a limit all that fit are kept"
     )
 
 
-def test_white_space_around_a_turn_may_go(tmp_path):
+def test_white_space_around_a_turn_can_be_removed(tmp_path):
     path = tmp_path / "code.jsonl"
     path.write_text(json.dumps({"id": "one", "category": "", "turns": ["\n\ndef f():\n  x\n"]}))
-    told = {"render": "text", "template": "Q: {turn}\nA:"}
-    assert load(path, strip=True, **told).prompts[0].turns == ["Q: def f():\n  x\nA:"]
-    assert load(path, **told).prompts[0].turns == ["Q: \n\ndef f():\n  x\n\nA:"]
+    printed = {"render": "text", "template": "Q: {turn}\nA:"}
+    assert load(path, strip=True, **printed).prompts[0].turns == ["Q: def f():\n  x\nA:"]
+    assert load(path, **printed).prompts[0].turns == ["Q: \n\ndef f():\n  x\n\nA:"]
 
 
-def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
-    """Then everything asked for is measured, and what is measured is none of the sweep's, whatever
-    it is called there.
-    """
+def test_the_sweep_can_use_another_file(tmp_path):
+    """Measure all requested prompts, and none of those of the sweep, whatever their ids are."""
     path, more = (
         tiny.prompts(tmp_path / "mine.jsonl", count=4),
         tiny.prompts(tmp_path / "more.jsonl", count=9),
@@ -262,10 +256,10 @@ def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
     framed = {"render": "text", "template": "Q: {turn}"}
     found = load(path, sweep_path=str(more), first=3, **framed)
     assert [prompt.id for prompt in found.prompts] == ["p0", "p1", "p2"]
-    assert [prompt.id for prompt in found.elsewhere] == [f"q{n}" for n in range(3, 9)]
-    assert found.elsewhere[0].turns == ["Q: Question 3, part 0?"]
+    assert [prompt.id for prompt in found.for_sweep] == [f"q{n}" for n in range(3, 9)]
+    assert found.for_sweep[0].turns == ["Q: Question 3, part 0?"]
     assert found.counts["kept"] == 3
-    assert load(path).elsewhere == []
+    assert load(path).for_sweep == []
     with pytest.raises(UserError, match="holds no prompt besides the 4 that are measured"):
         load(path, sweep_path=str(path))
     with pytest.raises(UserError, match="benchmark.first=-1 cannot be"):

@@ -1,6 +1,4 @@
-"""Both budgets of a row, and the shares reached: conserved, added up from the models' own, and told
-to be missing where they are.
-"""
+"""Budgets of a row: sums of the models' budgets, shares of the limits, and explicit gaps."""
 
 import dataclasses
 import io
@@ -63,8 +61,8 @@ def facts(name, **changes):
     return DrafterFacts(name, 1, 1, False, **changes)
 
 
-# ----------------------------------------------------------------------------------- what is needed
-def test_a_round_needs_its_draft_steps_and_one_forward_over_what_they_drew(home):
+# ----------------------------------------------------------------------------- bytes and operations
+def test_a_round_needs_its_draft_steps_and_one_target_forward(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
     found = row_budgets(shapes(home), facts("chain"), unit, 50)
     target, drafter = native(home / "target"), native(home / "shallow")
@@ -79,12 +77,12 @@ def test_a_round_needs_its_draft_steps_and_one_forward_over_what_they_drew(home)
         one.bytes_read / 1e6, one.operations / 1e6, None, None
     )
     lookup = row_budgets(shapes(home), facts("lookup"), unit, 50)["budget"]
-    assert lookup.megabytes == pytest.approx(wide.bytes_read / 1e6), "nothing is read for a look-up"
+    assert lookup.megabytes == pytest.approx(wide.bytes_read / 1e6), "a lookup reads nothing"
 
 
-def test_rows_that_ended_read_no_cache(home):
-    """Of two rows one ends after half of the rounds: three quarters of both caches are read, and
-    the weights once a round.
+def test_finished_rows_read_no_cache(home):
+    """End one of two rows after half of the rounds: three quarters of both caches are read, and the
+    weights once a round.
     """
     whole = dataclasses.replace(ONE_PASS, rounds=20)
     ragged = dataclasses.replace(ONE_PASS, rounds=15)
@@ -97,7 +95,7 @@ def test_rows_that_ended_read_no_cache(home):
     assert of[1] - of[0] > cache / 1e6, "a cache and an embedded token more"
 
 
-def test_a_layer_without_both_of_its_halves_is_no_layer(home):
+def test_a_layer_without_both_sublayers_costs_nothing(home):
     whole = native(home / "target")
     shallower = dataclasses.replace(whole, num_layers=whole.num_layers - 1)
     skipped = forward_budget(whole, torch.float32, 3, 40, 2, (1, 1))
@@ -111,7 +109,7 @@ def test_a_layer_without_both_of_its_halves_is_no_layer(home):
     )
 
 
-def test_a_drafter_alone_needs_its_own_step_and_no_target(home):
+def test_a_drafter_alone_needs_its_step_and_no_target(home):
     found = row_budgets(shapes(home), facts("chain", schedule="alone"), ONE_PASS, 50)["budget"]
     assert (
         found.megabytes
@@ -119,8 +117,8 @@ def test_a_drafter_alone_needs_its_own_step_and_no_target(home):
     )
 
 
-# ---------------------------------------------------------------------------------- what is reached
-def test_what_was_read_is_the_share_of_the_limit_over_the_time(home):
+# ----------------------------------------------------------------------------- shares of the limits
+def test_a_share_is_the_rate_over_the_limit(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
     found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), unit, 50)
     for budget, seconds in ((found["budget"], 0.02 / 10), (found["baseline_budget"], 0.03 / 30)):
@@ -136,7 +134,7 @@ def test_what_was_read_is_the_share_of_the_limit_over_the_time(home):
     )
 
 
-def test_a_virtual_clock_reaches_no_share_of_a_machine(home):
+def test_a_virtual_clock_has_no_shares(home):
     found = row_budgets(
         shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), ONE_PASS, 50
     )
@@ -144,7 +142,7 @@ def test_a_virtual_clock_reaches_no_share_of_a_machine(home):
     assert found["baseline_budget"].bandwidth_share is not None
 
 
-def test_of_a_yardstick_the_best_round_counts(monkeypatch):
+def test_a_limit_is_the_best_of_its_rounds(monkeypatch):
     rates = iter([1.0, 4.0, 9.0, 2.0])
     clock = iter([0.0, 0.1, 0.2, 0.3, 9.0])
     monkeypatch.setattr(machine_limits, "per_second", lambda *_: next(rates))
@@ -152,11 +150,11 @@ def test_of_a_yardstick_the_best_round_counts(monkeypatch):
     assert machine_limits._best(lambda: None, "cpu", 0.5) == 9.0
 
 
-def test_limits_are_the_machines_and_take_no_more_memory_than_allowed(monkeypatch):
+def test_limits_are_measured_within_the_allowed_memory(monkeypatch):
     held = []
-    honest = machine_limits.readers
+    valid = machine_limits.readers
     monkeypatch.setattr(
-        machine_limits, "readers", lambda size, *more: held.append(size) or honest(1 << 16, *more)
+        machine_limits, "readers", lambda size, *more: held.append(size) or valid(1 << 16, *more)
     )
     found = measure_limits(1 << 40, torch.float32, "cpu", seconds=0.01)
     assert held == [machine_limits.MOST_BYTES]
@@ -173,9 +171,9 @@ def test_limits_are_measured_once_a_run_and_not_for_toys(home, tmp_path, monkeyp
     assert with_limits(UNKNOWN, many, path).limits is None
     monkeypatch.setattr(budgets, "LEAST_BYTES", 1)
     assert with_limits(small, budgets.LEAST_TOKENS, path).limits is None, "a trial"
-    assert with_limits(dataclasses.replace(small, whole=False), many, path).limits is None, (
-        "several processes"
-    )
+    assert (
+        with_limits(dataclasses.replace(small, in_one_process=False), many, path).limits is None
+    ), "several processes"
     assert not calls
     assert with_limits(small, many, path).limits == with_limits(small, many, path).limits == LIMITS
     for wrong in ('{"a": 1.0}', '{"bytes_a_second": "x", "operations_a_second": 1.0}', "{}"):
@@ -185,11 +183,11 @@ def test_limits_are_measured_once_a_run_and_not_for_toys(home, tmp_path, monkeyp
             match="is damaged: expected the numbers bytes_a_second and operations_a_second",
         ):
             with_limits(small, many, path)
-    assert len(calls) == 1, "a run that is taken up again has those of its folder"
+    assert len(calls) == 1, "a resumed run reads those of its folder"
 
 
-# ------------------------------------------------------------------------------------- what is said
-def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, capsys):
+# ----------------------------------------------------------------------------------------- messages
+def test_a_run_reports_budgets_and_no_shares_for_toys(home, capsys):
     shallow = str(home / "shallow")
     ways = [
         shallow,
@@ -197,11 +195,11 @@ def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, caps
         {"use": shallow, "schedule": "alone", "name": "small"},
     ]
     folder = run(config(home, "budgets", drafters=ways, sweep=[2], temperatures=[0.0]))
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert "the machine's limits were not measured (a run of at most 5,000 tokens" in " ".join(
-        said.split()
+        printed.split()
     )
-    assert "not measured" in said and "MB read" in said
+    assert "not measured" in printed and "MB read" in printed
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "What a round must read and compute" in page and "not measured" in page
     rows = read_rows(folder / "results.jsonl")
@@ -224,7 +222,7 @@ def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, caps
 
 
 def simulated_rows(limits):
-    """SIMULATED rows whose models read the same whatever they do."""
+    """Return SIMULATED rows of models whose forwards always read the same bytes."""
     step = forward_budget(native_llama(), torch.float32, 1, 100)
     named = dict.fromkeys(simulated.DRAFTERS, lambda *_: step)
     made = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}
@@ -238,12 +236,12 @@ def native_llama():
     return NativeConfig("llama", 1000, 512, 1024, 8, 8, 8, 64, 256, 1e-5, False, {})
 
 
-def test_shares_that_no_limit_allows_are_told_to_be_none():
+def test_shares_above_one_are_marked_invalid():
     rows = [row for row in simulated_rows(Limits(1e9, 1e9)) if row.part == "main"]
     console = Console(file=io.StringIO(), width=160)
     print_evaluation(rows, console)
-    said = " ".join(console.file.getvalue().split())
-    assert "plain reading (1.0 GB/s)" in said and "plain product (1 GFLOP/s)" in said
+    printed = " ".join(console.file.getvalue().split())
+    assert "plain reading (1.0 GB/s)" in printed and "plain product (1 GFLOP/s)" in printed
     good, slow = (
         next(row for row in rows if row.drafter == f"simulated-{name}") for name in ("good", "slow")
     )
@@ -252,17 +250,17 @@ def test_shares_that_no_limit_allows_are_told_to_be_none():
         "% (yardstick read slowly: not valid)"
     )
     assert slow.budget is None and set(tables.budget_cells(slow.budget).values()) >= {"not known"}
-    honest = next(
+    valid = next(
         row for row in simulated_rows(Limits(1e12, 1e13)) if row.drafter == "simulated-good"
     )
-    assert "not valid" not in "".join(tables.budget_cells(honest.budget).values())
+    assert "not valid" not in "".join(tables.budget_cells(valid.budget).values())
     virtual = dataclasses.replace(
-        honest, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None)
+        valid, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None)
     )
     assert "virtual clock" in tables.budgets_table([virtual]).rows[1]
 
 
-def test_rows_with_budgets_and_rows_of_before_survive_their_file(tmp_path):
+def test_rows_with_and_without_budgets_survive_their_file(tmp_path):
     rows = simulated_rows(LIMITS)
     write_rows(tmp_path / "results.jsonl", rows)
     assert read_rows(tmp_path / "results.jsonl") == rows

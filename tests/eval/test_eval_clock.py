@@ -1,7 +1,7 @@
-"""The clock of PEARL's schedules on lanes whose times are known to the bit: what the replay says is
-what the decoder charges, on both clocks.
+"""Clocks of PEARL's schedules on lanes with exact times: the decoder takes the time that the replay
+predicts, on both clocks.
 
-All times are sums of eighths, so nothing is rounded.
+All times are multiples of 1/8, so nothing is rounded.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tests.decoding.test_laws import models
 from tests.support.tiny_targets import random_prompts
 
 GAMMA, LIMIT = 4, 40
-DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of a round beside its lanes
+DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of the rest of a round
 V = {n: 1 + 0.125 * (n - 1) for n in range(1, GAMMA + 2)}  # seconds of a forward over n tokens
 COSTS = Costs(DRAFT, V, overhead=REST)
 SCHEDULES = [
@@ -35,7 +35,7 @@ SCHEDULES = [
 
 
 class Clock:
-    """Goes on only where it is told to."""
+    """A clock that advances only when the test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Worker(RemoteChain):
-    """A drafter at the other end of no pipe: it begins when it is asked, and is awaited."""
+    """A drafter in a worker without a pipe, which starts on request and is awaited."""
 
     def __init__(self, model: Target, clock: Clock, overlaps: bool) -> None:
         self._chain, self._clock, self._overlaps = ChainDrafter(model=model), clock, overlaps
@@ -86,7 +86,7 @@ class Worker(RemoteChain):
 def decoded(
     schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = True
 ) -> list[Generation]:
-    """Texts under this schedule, by a clock that only the lanes and the rule move."""
+    """Return texts decoded under a schedule, by a clock of the lanes and the rule."""
     clock = Clock()
     target, _, draft_model = models()
     with monkeypatch.context() as context:
@@ -119,14 +119,14 @@ def decoded(
 
 @pytest.fixture(scope="module")
 def traces() -> list[str]:
-    """Of the texts, which all schedules share."""
+    """Return the traces of the texts, which all schedules share."""
     found = [generation.trace for generation in decoded("pearl_virtual", pytest.MonkeyPatch())]
     assert any("0" in trace for trace in found) and any("1111" in trace for trace in found)
     return found
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_replay_is_the_schedules_clock(
+def test_the_replay_equals_the_schedules_clock(
     schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for trace, done in zip(traces, decoded(schedule, monkeypatch), strict=True):
@@ -138,12 +138,10 @@ def test_the_replay_is_the_schedules_clock(
         assert done.draft_seconds == sum(turn.drafted * DRAFT for turn in taken)
 
 
-def test_lanes_that_wait_for_each_other_depart(
+def test_lanes_that_wait_differ_from_the_replay(
     traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: with a worker that drafts only once the target is done, the clock is behind its
-    replay.
-    """
+    """Control: a worker that drafts only after the target is slower than its replay."""
     for trace, done in zip(traces, decoded("pearl_wall", monkeypatch, overlaps=False), strict=True):
         taken = list(turns(trace, GAMMA, LIMIT, "pearl_wall"))
         assert replayed_speedup(taken, COSTS) > 1.05 * len(done.tokens) / done.decode_seconds

@@ -1,6 +1,4 @@
-"""`eval.compare`: what is put side by side and what is not, on SIMULATED runs whose right answers
-are known.
-"""
+"""`eval.compare`: grouping, ranking, tables and series, on SIMULATED runs with known results."""
 
 import dataclasses
 import shutil
@@ -27,9 +25,9 @@ from tests.support import simulated_runs
 from tests.support.simulated_comparisons import DEEP, SHALLOW, evaluations_of, panels, three
 
 
-# ----------------------------------------------------------------------------- what may be compared
+# ------------------------------------------------------------------------------------------- panels
 @pytest.mark.parametrize("field", ["dtype", "threads", "hardware", "backend"])
-def test_other_settings_are_kept_apart_and_named(runs, tmp_path, field):
+def test_different_settings_are_separated_and_named(runs, tmp_path, field):
     other = {
         "dtype": "bfloat16",
         "threads": 8,
@@ -48,16 +46,16 @@ def test_other_settings_are_kept_apart_and_named(runs, tmp_path, field):
     (differing,) = [cells for cells in differences_table(found, []).rows if cells[0] == field]
     assert differing[1] == "speeds are not compared" and str(other) in differing[2]
     assert all(differing[2].count(entry.run) == 1 for panel in found for entry in panel.entries), (
-        "each run once"
+        "each run is named once"
     )
     assert len({panel.label for panel in found}) == 4
     assert differences_table(panels(*three(runs)), []).rows == [], (
-        "control: like runs are not kept apart"
+        "control: equal runs are not separated"
     )
     assert len(panels(*three(runs))) == 2
 
 
-def test_other_weights_and_prompts_of_one_name_are_kept_apart_by_their_hashes(runs, tmp_path):
+def test_weights_and_prompts_of_one_name_are_separated_by_hash(runs, tmp_path):
     weights = simulated_runs.write(
         tmp_path / "weights", DEEP, inputs={"simulated target": "a" * 64}
     )
@@ -71,7 +69,7 @@ def test_other_weights_and_prompts_of_one_name_are_kept_apart_by_their_hashes(ru
     assert "greedy, prompts bbbbbbbb" in [panel.label for panel in panels(three(runs)[0], prompts)]
 
 
-def test_headlines_leave_loops_out_and_all_prompts_can_be_asked_for(runs):
+def test_headlines_exclude_loops_unless_all_prompts_are_requested(runs):
     (greedy, _), (everything, _) = panels(three(runs)[0]), panels(three(runs)[0], prompts="all")
     entry, other = greedy.entries[0], everything.entries[0]
     assert (
@@ -105,7 +103,7 @@ def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
             assert entry_cells(compared)["drafter"].endswith(f"[{why}]")
 
 
-def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
+def test_controls_of_different_runs_are_no_rivals(runs):
     for panel in panels(*three(runs)):
         rivals = [
             compared.rival
@@ -116,7 +114,7 @@ def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
         assert all(rival.row.drafter_parameters for rival in rivals)
 
 
-# -------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------- tables and page
 def page_of(found):
     return comparison_page(found, [[] for _ in found], [], Provenance("", "", ""))
 
@@ -138,7 +136,7 @@ def test_the_best_is_shown_with_its_interval_and_its_number_of_rivals(runs):
     assert cells["simulated-1"]["shared prompts"] == str(compared.shared)
 
 
-def test_a_cap_is_told_from_a_length(runs):
+def test_a_cap_is_distinguished_from_a_length(runs):
     entries = entries_of(evaluations_of(*three(runs)), "headline")
     capped = [
         dataclasses.replace(entry, row=dataclasses.replace(entry.row, length_rule="cap"))
@@ -151,7 +149,7 @@ def test_a_cap_is_told_from_a_length(runs):
         assert ("gamma &lt;= 4, alpha" in page_of([panel])) == (gamma == "<= 4")
 
 
-def test_training_and_cost_of_drafters_stand_in_the_table(runs, tmp_path):
+def test_the_table_shows_training_and_cost_of_drafters(runs, tmp_path):
     for panel in panels(*three(runs)):
         cells = {one.entry.name: entry_cells(one) for one in panel.compared}
         models = [cells[f"simulated-{layers}"] for layers in (1, 4, 6)]
@@ -161,7 +159,7 @@ def test_training_and_cost_of_drafters_stand_in_the_table(runs, tmp_path):
     assert entry_cells(panels(unknown)[0].compared[0])["trained on"] == "–"
 
 
-def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):
+def test_a_changed_pace_of_the_machine_is_named(runs, tmp_path):
     folders = [
         three(runs)[0],
         simulated_runs.write(tmp_path / "slower" / "eval.run", DEEP, slower=1.5),
@@ -172,14 +170,14 @@ def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):
     assert differences_table(panels(*like), evaluations_of(*like)).rows == []
 
 
-def test_drafters_of_one_name_are_told_apart_by_their_runs(runs, tmp_path):
+def test_drafters_of_one_name_are_distinguished_by_their_runs(runs, tmp_path):
     again = simulated_runs.write(tmp_path / "again" / "eval.run", SHALLOW, seed=9)
     names = [entry.name for entry in panels(three(runs)[0], again)[0].entries]
     assert len(set(names)) == len(names) == 4
     assert all(name.startswith(("simulated-1 (", "prompt_lookup (")) for name in names)
 
 
-def test_labels_are_what_differs_between_paths(tmp_path):
+def test_labels_are_the_parts_of_paths_that_differ(tmp_path):
     made = [tmp_path / "sweep" / name / "eval.run" for name in ("a", "b/c")] + [
         tmp_path / "sweep" / "eval.run"
     ]
@@ -190,7 +188,7 @@ def test_labels_are_what_differs_between_paths(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- series
-def test_series_are_labels_or_what_cards_share(runs):
+def test_series_come_from_labels_or_shared_card_values(runs):
     entries = entries_of(evaluations_of(*three(runs)), "headline")
     by_label = with_series(
         entries, {"one": "wide", str(three(runs)[1]): "wide", "simulated-6": "deep"}, []
@@ -210,7 +208,7 @@ def test_series_are_labels_or_what_cards_share(runs):
     assert len({entry.series for entry in apart if entry.row.drafter_parameters}) == 3
 
 
-def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
+def test_bytes_per_step_are_equal_within_three_per_cent(tmp_path):
     width = simulated_runs.WIDTH * simulated_runs.VOCABULARY
     sizes = {"simulated-a": 9_000_000, "simulated-b": 9_200_000, "simulated-c": 9_500_000}
     folder = simulated_runs.write(
@@ -239,14 +237,14 @@ def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
         ),
     ],
 )
-def test_labels_and_fields_that_name_nothing_are_refused(runs, labels, group_by, message):
+def test_unknown_labels_and_fields_are_refused(runs, labels, group_by, message):
     entries = entries_of(evaluations_of(*three(runs)), "headline")
     with pytest.raises(UserError, match=message):
         with_series(entries, labels, group_by)
 
 
-def test_what_cards_say_is_kept_with_the_results(tmp_path, monkeypatch):
-    """However paths are told, and whatever becomes of the drafter's folder."""
+def test_cards_are_kept_with_the_results(tmp_path, monkeypatch):
+    """Read the cards after the drafter's folder is gone, from another working folder."""
     folder = simulated_runs.write(tmp_path / "run", SHALLOW, tokens_seen=1000)
     shutil.rmtree(tmp_path / "run.drafters")
     (tmp_path / "elsewhere").mkdir()
@@ -266,7 +264,7 @@ def test_what_cards_say_is_kept_with_the_results(tmp_path, monkeypatch):
         with_series(entries_of([evaluation], "headline"), {}, ["training_tokens"])
 
 
-def test_a_card_of_other_weights_is_left_out(tmp_path):
+def test_a_card_of_other_weights_is_ignored(tmp_path):
     simulated_runs.write(tmp_path / "run", SHALLOW, tokens_seen=1000)
     home = tmp_path / "run.drafters" / "simulated-1"
     assert origin_of(home, "2" * 64, "float32").training_tokens == 1000
@@ -276,11 +274,9 @@ def test_a_card_of_other_weights_is_left_out(tmp_path):
     assert "simulated-1: the card in" in evaluations_of(tmp_path / "run")[0].notes[0]
 
 
-# ------------------------------------------------------------------------------ what drafts nothing
-def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path, capsys):
-    """Its speed is plain decoding's: it lies on no front, is joined to no point, and the words say
-    so.
-    """
+# --------------------------------------------------------------------------------- drafting nothing
+def test_a_drafter_that_drafts_nothing_is_named(tmp_path, capsys):
+    """Keep such a drafter off the fronts and name it: its speed is that of plain decoding."""
     folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
     for panel in panels(folder):
         assert not any(entry.idle for entry in panel.entries), "control"

@@ -1,6 +1,4 @@
-"""`eval.compare` as a job: the page, the table, Weights & Biases, errors, and real tiny
-evaluations.
-"""
+"""`eval.compare` as a job: page, tables, Weights & Biases, errors, and tiny real evaluations."""
 
 import dataclasses
 import io
@@ -40,7 +38,7 @@ VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
 
 
 class Checker(HTMLParser):
-    """Collects addresses and checks that elements nest."""
+    """A parser that collects addresses and checks that elements nest."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +58,7 @@ class Checker(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_page_stands_alone_with_its_plots_inside(compared):
+def test_the_page_is_self_contained_with_its_plots(compared):
     html = (compared / "comparison.html").read_text()
     checker = Checker()
     checker.feed(html)
@@ -74,7 +72,7 @@ def test_the_page_stands_alone_with_its_plots_inside(compared):
     assert not re.search(r"https?:|@import|url\((?!#)|<script", without_namespaces)
 
 
-def test_the_page_says_what_matters(compared):
+def test_the_page_shows_the_results(compared):
     text = re.sub(
         r"<[^>]+>", " ", re.sub(r'"data:[^"]*"', "", (compared / "comparison.html").read_text())
     )
@@ -101,7 +99,7 @@ def test_the_page_says_what_matters(compared):
         assert needed in text, needed
 
 
-def test_one_run_makes_a_report_too(runs):
+def test_a_single_run_makes_a_report(runs):
     folder = run(configured(runs, "alone", three(runs)[:1]))
     assert len(lines(folder)) == 4
     assert {line["run"] for line in lines(folder)} == {"eval.run"}
@@ -120,7 +118,7 @@ def test_names_from_outside_cannot_break_the_page(tmp_path):
     assert "<script" not in html and "<b>&" not in html and "&lt;script&gt;" in html
 
 
-def test_a_finished_comparison_is_made_again_only_for_other_runs(tmp_path, capsys):
+def test_a_finished_comparison_is_repeated_only_for_other_runs(tmp_path, capsys):
     simulated_runs.write(tmp_path / "a" / "eval.run", SHALLOW)
     cfg = configured(tmp_path, "again", [f"{tmp_path}/*/eval.run"])
     page = run(cfg) / "comparison.html"
@@ -138,7 +136,7 @@ def test_a_finished_comparison_is_made_again_only_for_other_runs(tmp_path, capsy
         run(cfg)
 
 
-def test_a_dry_run_says_what_it_would_read_and_writes_nothing(runs, tmp_path, capsys):
+def test_a_dry_run_lists_the_runs_and_writes_nothing(runs, tmp_path, capsys):
     found = run(
         configured(tmp_path, "dry", [three(runs)[0], f"{tmp_path}/*/eval.run"], dry_run=True)
     )
@@ -162,14 +160,12 @@ def test_the_terminal_table_fits(runs, width):
 
 
 def test_weights_and_biases_holds_the_comparison_offline(runs):
-    """The files of the offline run are read back: the table's rows are those of
-    comparison.jsonl.
-    """
+    """Read the offline run back: the rows of the table are those of comparison.jsonl."""
     tracker = TrackerConfig(wandb="offline", group="simulated sweep")
     folder = run(configured(runs, "tracked", three(runs), tracker=tracker))
     (offline,) = folder.glob("wandb/offline-run-*")
     (log,) = offline.glob("run-*.wandb")
-    deadline = time.monotonic() + 60  # wandb's own service process writes the files
+    deadline = time.monotonic() + 60  # wandb's service process writes the files
     while b"charts/acceptance_greedy" not in log.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"simulated sweep" in log.read_bytes()
@@ -222,7 +218,7 @@ def test_a_sweep_has_one_group(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- errors
-def test_what_is_no_finished_evaluation_is_refused(runs, tmp_path):
+def test_unfinished_and_damaged_evaluations_are_refused(runs, tmp_path):
     folder = simulated_runs.write(tmp_path / "run", SHALLOW)
     manifest = json.loads((folder / "manifest.json").read_text())
 
@@ -268,14 +264,14 @@ def test_bad_input_is_named(tmp_path, folders, changes, message):
         run(configured(tmp_path, "out", [tmp_path / folder for folder in folders], **changes))
 
 
-def test_a_run_that_is_named_twice_is_read_once(runs):
+def test_a_run_named_twice_is_read_once(runs):
     assert find_runs(
         [str(runs / "one" / "eval.run"), f"{runs}/*/eval.run", f"{runs}/one/../one/eval.run"]
     ) == [runs / label / "eval.run" for label in ("one", "four", "six")]
 
 
 # --------------------------------------------------------------------------------------- real, tiny
-def test_a_stage_calls_it_by_overrides_alone():
+def test_a_stage_configures_it_by_overrides_alone():
     register("eval.compare", CompareConfig)
     overrides = [
         'runs=["ladder/*/eval.run",other]',
@@ -301,8 +297,8 @@ def test_a_stage_calls_it_by_overrides_alone():
 
 
 def test_real_evaluations_are_compared(home, monkeypatch):
-    """Two drafters cut from a tiny random target, each measured by eval.run; the stage's overrides
-    are all it takes.
+    """Evaluate two drafters cut from a tiny random target, then compare them by the overrides of a
+    stage alone.
     """
     monkeypatch.chdir(home)
     tiny.save(home / "deeper", layers=2)
@@ -336,8 +332,8 @@ def test_real_evaluations_are_compared(home, monkeypatch):
     assert "needs more prompts" in (folder / "comparison.html").read_text()
 
 
-def test_a_busy_machine_is_named_before_any_verdict(runs, tmp_path):
-    """On the page before the headlines, on the terminal before the tables."""
+def test_a_busy_machine_is_named_before_the_results(runs, tmp_path):
+    """Check that the warning precedes the tables on the terminal."""
     folder = simulated_runs.write(tmp_path / "busy" / "eval.run", SHALLOW)
     rows = [dataclasses.replace(row, cpu_share=0.4) for row in read_rows(folder / "results.jsonl")]
     write_rows(folder / "results.jsonl", rows)

@@ -1,5 +1,5 @@
 """Laws of comparisons: Pareto fronts, iso-speedup curves and paired speedups, on SIMULATED runs
-whose right answers are known.
+with known results.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ def dominates(one, other):
 
 
 def check_front(points, marks):
-    """The law: none on the front is dominated, and whatever is left out is dominated by one on the
-    front.
+    """Check the law: no point on the front is dominated, and each other point is dominated by one
+    on the front.
     """
     front = [point for point, marked in zip(points, marks, strict=True) if marked]
     for point, marked in zip(points, marks, strict=True):
@@ -32,7 +32,7 @@ def check_front(points, marks):
         assert not marked or not any(dominates(other, point) for other in points)
 
 
-def test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out():
+def test_the_pareto_front_holds_exactly_the_undominated_points():
     rng = np.random.default_rng(0)
     for _ in range(50):
         points = [
@@ -41,7 +41,7 @@ def test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out():
         ]
         marks = pareto_front(points)
         check_front(points, marks)
-        # control: any other marking breaks the law, unless it is of a twin
+        # control: a changed mark breaks the law, unless two points are equal
         for index in range(len(points)):
             if points.count(points[index]) == 1:
                 with pytest.raises(AssertionError):
@@ -56,8 +56,8 @@ COSTS = Costs(
 
 
 def closed_form(alpha, c):
-    """max over k of E (1 + o_1) / (k c + V(k+1) + o), written out (reference: the throughput model,
-    E = (1 - a^(k+1)) / (1 - a)).
+    """Return the maximum over k of E (1 + o_1) / (k c + V(k+1) + o), with E = (1 - a^(k+1)) / (1 -
+    a).
     """
     best = 0.0
     for k in range(1, 9):
@@ -71,7 +71,7 @@ def test_an_iso_speedup_curve_goes_through_the_closed_form(speedup):
     on_plot = 0
     for alpha in np.linspace(0.05, 0.98, 12):
         c = iso_cost_ratio(speedup, alpha, COSTS)
-        if c <= 0:  # too few tokens pass for that speedup, even from a drafter that costs nothing
+        if c <= 0:  # too low an acceptance rate for that speedup, even at no cost
             assert closed_form(alpha, 0.0) <= speedup + 1e-9
             continue
         on_plot += 1
@@ -80,7 +80,7 @@ def test_an_iso_speedup_curve_goes_through_the_closed_form(speedup):
             speedup
         )
         assert closed_form(alpha, 1.2 * c) < speedup < closed_form(alpha, 0.8 * c), (
-            "and through no other point"
+            "and no other point is on the curve"
         )
     assert on_plot >= 3
 
@@ -101,7 +101,7 @@ def test_the_drawn_curves_are_those_of_the_measured_costs(runs):
     assert expected_tokens_iid(0.5, 1) == 1.5
 
 
-def test_every_row_of_the_runs_stands_in_the_comparison_once(runs, compared):
+def test_the_comparison_has_every_row_of_the_runs_once(runs, compared):
     key = ("drafter", "temperature", "batch_size", "num_draft_tokens")
     read = [
         (label, *(vars(row)[name] for name in key), row.speedup, row.alpha)
@@ -144,17 +144,15 @@ def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs
     )
     assert twin.ratio.value == pytest.approx(1.0)
     assert (twin.ratio.low, twin.ratio.high) == pytest.approx((1.0, 1.0)), (
-        "a machine twice as slow is so for its baseline too"
+        "a slower machine slows its baseline too"
     )
     assert twin.entry.row.tokens_per_second == pytest.approx(one.entry.row.tokens_per_second / 2), (
         "control: tokens/s are not"
     )
 
 
-def test_pairing_takes_out_what_a_prompt_does_to_both_runs():
-    """Prompts differ in how easy they are, alike for both drafters: shuffled prompts give a wider
-    interval.
-    """
+def test_pairing_cancels_the_difficulty_of_prompts():
+    """Make prompts easy or hard for both drafters alike: shuffled prompts give a wider interval."""
     rng = np.random.default_rng(0)
     easy = rng.uniform(0.5, 2.0, 40)
     base = [np.full(40, 100.0), np.full(40, 10.0)]
@@ -167,7 +165,7 @@ def test_pairing_takes_out_what_a_prompt_does_to_both_runs():
     assert paired.high - paired.low < 0.2 * (unpaired.high - unpaired.low)
     duel = metrics.paired_bootstrap(*one[:2], *other[:2])
     assert dataclasses.astuple(duel) == pytest.approx(dataclasses.astuple(paired)), (
-        "against one baseline it is a duel"
+        "with one baseline both intervals agree"
     )
     few = metrics.paired_speedups([column[:4] for column in one], [column[:4] for column in other])
     assert few.low is None and few.high is None
@@ -183,7 +181,7 @@ def test_runs_without_a_prompt_in_common_are_not_paired(runs, tmp_path):
         .replace('"simulated-', '"unlike-')
         .replace('"unlike-4"', '"simulated-4"')
     )
-    # Records without a checksum, as runs of before have them.
+    # Records without a checksum, as in runs of earlier versions.
     lines = [
         {key: value for key, value in json.loads(line).items() if key != "crc32"}
         for line in records.splitlines()

@@ -1,6 +1,4 @@
-"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and
-reported.
-"""
+"""`max_seconds` of eval.run: the prompts that fit, the same for every row, with a minimum."""
 
 import json
 import math
@@ -25,7 +23,7 @@ PROMPTS = 14  # 2 go to the sweep
 
 
 class Clock:
-    """Seconds that pass with decoding alone: each batch takes `a_batch` of them."""
+    """A clock that advances with decoding alone, by `a_batch` seconds for each batch."""
 
     def __init__(self, a_batch: float = 1.0) -> None:
         self.now, self.a_batch = 0.0, a_batch
@@ -44,14 +42,16 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(Bench, "decode", decode)
     monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
-    # a busy machine's stalls are not looked for
+    # stalls of a busy machine are not detected
     monkeypatch.setattr("eval.measure.session.ATTEMPTS", 1)
     return clock
 
 
 def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
-    """A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4;
-    40 s are enough for 7 of these.
+    """Return a configuration with a bound in seconds.
+
+    A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4. So
+    40 s are enough for 7 prompts of the main part.
     """
     if not (home / "many.jsonl").is_file():
         tiny.prompts(home / "many.jsonl", count=PROMPTS)
@@ -66,7 +66,7 @@ def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
 
 
 def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Record]:
-    """The records of a run, without its report."""
+    """Return the records of a run without its report."""
     cfg = bounded(home, name, **changes)
     folder = Path(cfg.output_dir)
     folder.mkdir(exist_ok=True)
@@ -76,9 +76,7 @@ def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Rec
 
 
 def prompts_of(records: list[Record], part: str = "main") -> dict[Condition, list[str]]:
-    """Condition -> the prompts of a part, in the order in which they were measured; the same for
-    all of its arms.
-    """
+    """Return condition -> the prompts of a part in the order of measurement, equal for all arms."""
     found: dict[Condition, dict[Arm, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.part == part:
@@ -111,14 +109,14 @@ def test_as_many_prompts_as_fit_are_measured_and_reported(home, clock, capsys):
     assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
 
 
-def test_time_decides_how_many_and_never_which(home, clock):
+def test_time_sets_the_number_of_prompts_and_not_which(home, clock):
     short, long = (measured(home, clock, f"{s:.0f}", max_seconds=s) for s in (36.0, 44.0))
     short, long = (next(iter(prompts_of(records).values())) for records in (short, long))
     assert (len(short), len(long)) == (6, 8) and long[:6] == short
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(1.0, 5), (1e6, PROMPTS - 2)])
-def test_there_is_a_minimum_and_no_more_than_there_are(home, clock, seconds, count):
+def test_a_bounded_run_measures_a_minimum_and_at_most_all(home, clock, seconds, count):
     records = measured(home, clock, f"least_{count}", max_seconds=seconds)
     assert [len(found) for found in prompts_of(records).values()] == [count, count]
     assert [len(found) for found in prompts_of(records, "sweep").values()] == [2, 2]
@@ -131,7 +129,7 @@ def test_a_sweep_leaves_most_of_the_time(home, clock):
     assert "a sweep on 3 of 6 prompts" in (folder / "report.html").read_text()
 
 
-def test_batches_of_two_sizes_stand_on_the_same_prompts(home, clock):
+def test_batches_of_two_sizes_use_the_same_prompts(home, clock):
     records = measured(
         home, clock, "batches", batch_sizes=[1, 2], temperatures=[0.0], max_seconds=43.0
     )
@@ -140,10 +138,8 @@ def test_batches_of_two_sizes_stand_on_the_same_prompts(home, clock):
     assert clock.now == 9 + 5 * 6
 
 
-def test_a_resumed_run_counts_what_was_spent_and_ends_the_prompt_that_it_was_at(home, clock):
-    """Killed between the two temperatures of a prompt, and started again when no time was left for
-    another.
-    """
+def test_a_resumed_run_counts_earlier_time_and_finishes_its_prompt(home, clock):
+    """Kill a run between the two temperatures of a prompt, and resume it with no time left."""
     whole = measured(home, clock, "resumed")
     cut = [record for record in whole if (record.unit, record.temperature) != (8, 1.0)]
     assert len(cut) == len(whole) - 2
@@ -155,21 +151,21 @@ def test_a_resumed_run_counts_what_was_spent_and_ends_the_prompt_that_it_was_at(
     assert clock.now == before + 2
 
 
-def test_a_deadline_takes_the_next_block_to_be_as_long_as_the_longest(tmp_path):
+def test_a_deadline_expects_the_next_block_to_be_as_long_as_the_longest(tmp_path):
     clock = iter([0.0, 10.0, 40.0, 41.0])
     deadline = Deadline(50.0, tmp_path, lambda: next(clock))
     deadline.count("main", 9.0)  # at 10 s
-    assert deadline.has_room("main", 4), "of the first five nobody asks the time"
+    assert deadline.has_room("main", 4), "the first five are measured without a look at the clock"
     assert deadline.has_room("main", 5)  # at 40 s
     assert not Deadline(50.0, tmp_path, iter([0.0, 31.5]).__next__).has_room("main", 5), (
-        "10 s of before, 31.5 s, and 9 s"
+        "10 s of the first run, 31.5 s, and 9 s"
     )
     assert not deadline.has_room("sweep", 2), "its share is over at 41 s"
     assert not Deadline(0.0, tmp_path / "none", lambda: 0.0).bounds
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_a_bound_that_bounds_nothing_is_refused(home, value):
+def test_an_infinite_or_negative_bound_is_refused(home, value):
     with pytest.raises(
         UserError, match=r"max_seconds is .*, expected seconds, or 0 for all prompts"
     ):

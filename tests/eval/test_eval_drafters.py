@@ -1,5 +1,5 @@
-"""Drafters as a user names them, and the ways to use one: schedules, policies, samples, allowed
-tokens, experiments.
+"""Drafters as users name them, and their options: schedules, policies, samples, allowed tokens,
+experiments.
 """
 
 import json
@@ -18,7 +18,7 @@ from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.parts import time_slice
 from eval.measure.records import Condition, read_records
-from eval.measure.setup import load, middle_prompt
+from eval.measure.setup import load, median_prompt
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
@@ -39,7 +39,9 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     }
     found = describe([str(home / "shallow"), mine], target, control=True)
     assert list(found) == ["shallow", "mine", "prompt_lookup"]
-    assert found["shallow"]["dtype"] == "bfloat16"  # a folder runs as the target does
+    assert (
+        found["shallow"]["dtype"] == "bfloat16"
+    )  # a folder uses the device and dtype of the target
     assert list(describe(["prompt_lookup"], target, control=True)) == ["prompt_lookup"]
     for wrong, message in (
         (["a", "a"], "neither"),
@@ -94,7 +96,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         describe(["lokahead"], target, control=False)
 
 
-def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
+def test_a_pattern_names_all_matching_folders(home, tmp_path):
     for number in (1, 2):
         folder = tmp_path / f"run{number}" / "drafter"
         shutil.copytree(home / "shallow", folder)
@@ -105,7 +107,7 @@ def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
     assert {name: Path(mapping["folder"]).parent.name for name, mapping in found.items()} == {
         "depth 1": "run1",
         "depth 2": "run2",
-    }, "a folder without a model is none"
+    }, "a folder without a model does not match"
     folders = [f"{tmp_path}/run{number}/drafter" for number in (1, 2)]
     assert list(describe(folders, target, control=False)) == ["depth 1", "depth 2"], (
         "both end in `drafter`"
@@ -115,8 +117,8 @@ def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
         describe([f"{tmp_path}/none*/drafter"], target, control=False)
 
 
-def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
-    """Whatever class takes it in the end, and before anything is loaded."""
+def test_an_unknown_key_is_named_with_the_nearest_one(home):
+    """Refuse an unknown key before anything is loaded, for every class of drafter."""
     target = TargetConfig(path=str(home / "target"), device="cpu")
     shallow = str(home / "shallow")
     for entry, key, kind, near in (
@@ -165,7 +167,7 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         describe([{"_target_": "decoding.drafters.chain.Chain"}], target, False)
 
 
-def test_lookup_goes_before_any_model_and_no_other(home):
+def test_lookup_precedes_models_only(home):
     target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu")
     kinds = ("graph", "static_tree", "ouroboros")
     entries = [{"use": name, "folder": str(home / "shallow"), "lookup": 4} for name in kinds]
@@ -216,13 +218,13 @@ def test_lookup_goes_before_any_model_and_no_other(home):
 
 
 def even_ids(tokenizer):
-    """A function for `allowed`: tokens of even ids, or the end."""
+    """Return a function for `allowed` that allows even token ids and the stop token."""
     ids = [*range(0, len(tokenizer), 2), tokenizer.eos_token_id]
     return lambda text: ids
 
 
-def test_a_function_says_which_tokens_may_follow(home):
-    """It holds for the target and for what it accepts, and the rows say so."""
+def test_a_function_restricts_the_tokens(home):
+    """Check that target and drafter obey the function, and that the rows name it."""
     name = f"{__name__}.even_ids"
     folder = run(config(home, "allowed", allowed=name, temperatures=[0.0], sweep=[3]))
     end = tiny.tokenizer().eos_token_id
@@ -257,8 +259,8 @@ def test_a_function_says_which_tokens_may_follow(home):
         ),
     ],
 )
-def test_an_experiment_says_what_it_asks_for_before_its_first_stage(tmp_path, given, found):
-    """Its search stage would run for a while, and the comparison behind it could not begin."""
+def test_an_experiment_names_missing_input_before_its_first_stage(tmp_path, given, found):
+    """Refuse before the search stage spends time, since the comparison after it could not start."""
     done = subprocess.run(
         [sys.executable, "-m", "eval.run", *given, f"output_dir={tmp_path / 'out'}"],
         cwd=ROOT,
@@ -268,7 +270,7 @@ def test_an_experiment_says_what_it_asks_for_before_its_first_stage(tmp_path, gi
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {found}")
-    assert not done.stdout, "no stage was begun"
+    assert not done.stdout, "no stage was started"
     assert not (tmp_path / "out").exists()
 
 
@@ -301,9 +303,9 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     }
 
 
-def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path):
-    """What runs between the steps of one model under two names is the same: else the first one's
-    steps find other caches.
+def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):
+    """Run the same work between the steps of one model under two names, so both find the same
+    caches.
     """
     shallow = str(home / "shallow")
     loaded = load(
@@ -330,7 +332,7 @@ def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path
             step(beams)
 
         bench.drafters[name].time_step = stepped
-    slices = time_slice(bench, Condition(0.0, 1), "main", middle_prompt(bench), (1, 2, 3), 2)
+    slices = time_slice(bench, Condition(0.0, 1), "main", median_prompt(bench), (1, 2, 3), 2)
     assert seen["one"][1:] == seen["two"][1:], "the first step of each follows the prefill"
     assert {*slices[0].t_target_ms} == {1, 2, 3}, (
         "control: the target is timed at every width all the same"
@@ -345,16 +347,16 @@ def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path
         ({"batch_sizes": [2], "schedule": "pearl_plus_virtual"}, "one prompt at a time"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_folder_is_taken(home, tmp_path, changed, words):
-    """So the command that the error asks for runs in the same folder."""
+def test_an_impossible_run_is_refused_before_it_takes_the_folder(home, tmp_path, changed, words):
+    """Check that the command that the error suggests can use the same folder."""
     with pytest.raises(UserError, match=words):
         run(config(home, tmp_path / "run", **changed))
     assert not (tmp_path / "run" / "manifest.json").exists()
     assert not (tmp_path / "run" / "costs.json").exists()
 
 
-def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
-    """Its text is its own model's, and no row is asked to equal the target's by it."""
+def test_a_drafter_alone_decodes_its_own_text(home):
+    """Check that its text comes from its model and need not equal the target's."""
     shallow = str(home / "shallow")
     ways = [
         {"use": shallow, "stopping": "fixed"},
@@ -418,7 +420,7 @@ def test_samples_of_a_prompt_differ_and_count_as_one_prompt(home):
     assert {r.sample for r in greedy} == {0}
     assert {r.sample for r in sampled} == {0, 1, 2}
     one = [tuple(r.tokens) for r in sampled if r.prompt_id == sampled[0].prompt_id]
-    assert len(set(one)) == len(one) == 3, "each sample has noise of its own"
+    assert len(set(one)) == len(one) == 3, "each sample has different noise"
     for row in read_rows(folder / "results.jsonl"):
         assert row.lossless == "equal"
         if row.part == "main":

@@ -1,5 +1,5 @@
-"""Laws of eval.statistics.metrics: closed forms, monotonicity, conservation, and intervals that
-cover what they claim to.
+"""Laws of eval.statistics.metrics: closed forms, monotonicity, conservation and coverage of
+intervals.
 """
 
 import math
@@ -23,13 +23,13 @@ def test_alpha_overall_is_the_mean_of_alpha_k_weighted_by_tests():
     assert metrics.alpha(tested, accepted) == pytest.approx(np.average(rates, weights=tested))
 
 
-def test_alpha_of_nothing_is_none_and_not_zero():
+def test_alpha_without_tests_is_none():
     assert metrics.alpha([], []) is None
     assert metrics.alpha_by_depth([5, 0], [0, 0]) == [0.0, None]
 
 
 @pytest.mark.parametrize(("tested", "accepted"), [([10, 9], [8, 3]), ([10], [11]), ([10, 2], [5])])
-def test_counts_that_no_chain_can_have_are_refused(tested, accepted):
+def test_impossible_counts_of_a_chain_are_refused(tested, accepted):
     with pytest.raises(ValueError):
         metrics.alpha_by_depth(tested, accepted)
 
@@ -40,8 +40,8 @@ def test_depths_add_up_over_lists_of_unequal_length():
 
 
 def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
-    """Conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds; and
-    E(gamma) predicts it.
+    """Check conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds, as
+    E(gamma) predicts.
     """
     rng = np.random.default_rng(0)
     truth, gamma, rounds = [0.8, 0.6, 0.7], 3, 20_000
@@ -81,16 +81,14 @@ def test_expected_tokens_is_bounded_and_grows_with_gamma_and_alpha():
     assert prediction.expected_tokens([0.5, 0.5], 2) < prediction.expected_tokens([0.5, 0.6], 2)
 
 
-def test_depths_beyond_the_measured_take_the_deepest_measured_alpha():
+def test_deeper_depths_take_the_deepest_measured_alpha():
     assert prediction.survival([0.8, 0.5, None], 4) == pytest.approx([0.8, 0.4, 0.2, 0.1])
     with pytest.raises(ValueError, match="depth 1"):
         prediction.survival([], 2)
 
 
 def test_known_best_speedups_of_the_literature():
-    """Best speedup and gamma at V = 1 without overhead, from the closed form of Leviathan et al.
-    (section 3.4).
-    """
+    """Check the best speedup and gamma at V = 1, o = 0 (Leviathan et al., section 3.4)."""
     for alpha, c, speedup, gamma in [
         (0.8, 0.05, 3.09, 8),
         (0.7, 0.1, 1.98, 4),
@@ -103,9 +101,7 @@ def test_known_best_speedups_of_the_literature():
 
 
 def test_some_gamma_helps_exactly_when_alpha_exceeds_c():
-    """With V = 1 and no overhead (1 + alpha) / (1 + c) at gamma = 1 is over 1 iff alpha > c; below,
-    no gamma wins.
-    """
+    """Check that with V = 1 and no overhead some gamma gains if and only if alpha > c."""
     for alpha in (0.1, 0.3, 0.6):
         assert prediction.verdict([alpha], Costs(alpha - 0.02, FLAT)).helps
         assert not prediction.verdict([alpha], Costs(alpha + 0.02, FLAT)).helps
@@ -148,7 +144,7 @@ def test_breakeven_alpha_breaks_even():
     assert prediction.breakeven_alpha(2, Costs(2.0, FLAT)) is None
 
 
-def test_the_verdict_says_which_way_and_why():
+def test_the_verdict_gives_result_and_reason():
     good, bad = (
         prediction.verdict([0.8], Costs(0.05, FLAT)),
         prediction.verdict([0.2], Costs(0.6, STEEP)),
@@ -164,7 +160,7 @@ def test_the_verdict_says_which_way_and_why():
 
 
 # -------------------------------------------------------------------------------------------- costs
-def test_overhead_is_the_share_that_the_parts_leave_open():
+def test_overhead_is_the_share_outside_the_parts():
     assert metrics.overhead(10.0, 9.0) == pytest.approx(0.1)
     assert metrics.overhead(10.0, 10.0) == 0.0
 
@@ -177,8 +173,8 @@ def test_V_is_relative_to_one_token():
 
 # -------------------------------------------------------------------------------------------- speed
 def _paired_runs(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[np.ndarray, ...]:
-    """Prompts differ by a factor in pace, which both sides share; the ratio of totals is `ratio` in
-    expectation.
+    """Return runs whose prompts differ by a factor in pace, shared by both sides; the expected
+    ratio of totals is `ratio`.
     """
     pace = rng.lognormal(0, 0.5, prompts)
     base_tokens = rng.integers(40, 128, prompts).astype(float)
@@ -220,8 +216,8 @@ def test_the_quantile_of_students_t_is_that_of_the_tables(freedom, published):
 
 
 def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_cover():
-    """The coverage test has teeth: intervals over shards of the same prompts, too narrow by
-    sqrt(10), fail it.
+    """Control: intervals over shards of the same prompts, too narrow by sqrt(10), fail the coverage
+    test.
     """
 
     def too_narrow(data, trial):
@@ -233,7 +229,7 @@ def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_co
     assert _coverage(too_narrow) < 0.6
 
 
-def test_pairing_removes_what_prompts_share():
+def test_pairing_removes_the_shared_pace_of_prompts():
     data = _paired_runs(np.random.default_rng(2), 60, 1.5)
     tokens, seconds, base_tokens, base_seconds = data
     paired = metrics.paired_bootstrap(*data)
@@ -275,7 +271,7 @@ def test_distinct_4_of_loops_of_random_text_and_of_little_text():
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 @pytest.mark.parametrize("alpha", [0.2, 0.7, 0.95])
 def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma: int) -> None:
-    """Tokens and cost of a round, against a walk through pre-verify and post-verify."""
+    """Compare tokens and cost of a round with a walk through pre-verify and post-verify."""
     costs = Costs(0.3, {n: 1 + 0.1 * (n - 1) for n in range(1, 8)}, overhead=0.05, overlapped=True)
     draw = np.random.default_rng(0)
     tokens = cost = 0.0
@@ -299,13 +295,11 @@ def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
     assert pearl / serial == pytest.approx(0.98, abs=0.02)
 
 
-def test_overlap_is_what_was_hidden_of_each_rounds_shorter_lane():
-    """Two rounds, of which each lane is the longer once: hidden whole, though the lanes' sums are
-    equal.
-    """
+def test_overlap_is_the_hidden_share_of_each_shorter_lane():
+    """Use two rounds in which each lane is the longer one once: the sums are equal."""
     draft, target = (3.0, 1.0), (1.0, 3.0)
     shorter = sum(map(min, draft, target))
     assert metrics.overlap(sum(draft), sum(target), sum(map(max, draft, target)), shorter) == 1.0
     assert metrics.overlap(sum(draft), sum(target), sum(draft) + sum(target), shorter) == 0.0
     assert metrics.overlap(2.0, 3.0, 5.0, 0.0) is None
-    assert metrics.overlap(2.0, 3.0, 5.2, 2.0) == 0.0, "noise of the clock is no negative share"
+    assert metrics.overlap(2.0, 3.0, 5.2, 2.0) == 0.0, "clock noise gives no negative share"

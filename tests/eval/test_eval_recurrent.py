@@ -1,6 +1,4 @@
-"""A recurrent head is a row like every other: named by its folder or by `use: recurrent`, checked
-against the target, compared.
-"""
+"""A recurrent head as a row, named by its folder or by `use: recurrent`."""
 
 import json
 import shutil
@@ -32,7 +30,7 @@ BLOCKS, WIDTH = 2, 3
 
 
 def write_head(folder, vocab_size=None, hidden_size=32):
-    """An untrained head in the published layout, without tokenizer files."""
+    """Write an untrained head in the published layout, without tokenizer files."""
     torch.manual_seed(0)
     head = RecurrentHead(
         HeadConfig(vocab_size or len(tiny.tokenizer()), hidden_size, 2 * hidden_size, BLOCKS)
@@ -48,7 +46,7 @@ def parameters(home):
 
 @pytest.fixture(scope="module")
 def evaluated(home, parameters):
-    """One head, fixed and by cost, picked and drawn; `shallow` beside them."""
+    """Evaluate one head, fixed and by cost, with top-k and sampled children, and `shallow`."""
     head = str(home / "head")
     entries = [
         {"use": head, "by_cost": False},
@@ -72,7 +70,7 @@ def evaluated(home, parameters):
     return run(config(home, "recurrent", drafters=entries))
 
 
-def test_a_heads_rows_say_what_it_is(evaluated, parameters):
+def test_rows_of_a_head_describe_it(evaluated, parameters):
     rows = [row for row in read_rows(evaluated / "results.jsonl") if row.part == "main"]
     ours = [row for row in rows if row.drafter in ("head", "drawn", "by_cost")]
     assert {(row.drafter, row.temperature) for row in ours} == {
@@ -91,9 +89,9 @@ def test_a_heads_rows_say_what_it_is(evaluated, parameters):
         assert (", bf16)" in drafter_label(row)) == (row.drafter == "by_cost")
 
 
-def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
-    """As the head's own page names them; where a stage has yet to write the folder, those of either
-    kind.
+def test_the_folder_of_a_head_decides_its_keys(home, parameters, tmp_path):
+    """Accept the keys of the head in the folder, and those of all kinds if a stage has yet to write
+    the folder.
     """
     for folder in (str(home / "head"), str(tmp_path / "not there yet")):
         check_entries([{"use": folder, "by_cost": True, "beam_width": 2}])
@@ -105,16 +103,14 @@ def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
         check_entries([{"use": str(home / "shallow"), "by_cost": True}])
 
 
-def test_a_comparison_reads_them(home, evaluated, parameters):
+def test_a_comparison_reads_rows_of_heads(home, evaluated, parameters):
     origin = evaluations_of(evaluated)[0].origins["head"]
     (row,) = [
         row
         for row in read_rows(evaluated / "results.jsonl")
         if row.drafter == "head" and row.part == "main"
     ][:1]
-    assert origin.bytes_per_step(row) == parameters * 8, (
-        "a head has no embedding of its own to leave out"
-    )
+    assert origin.bytes_per_step(row) == parameters * 8, "a head has no embedding to leave out"
     assert evaluations_of(evaluated)[0].origins["by_cost"].bytes_per_step(row) == parameters * 2
     folder = compare(configured(home, "recurrent_compared", [evaluated]))
     assert {"head", "drawn", "by_cost", "shallow"} <= {
@@ -123,7 +119,7 @@ def test_a_comparison_reads_them(home, evaluated, parameters):
     }
 
 
-def test_a_folder_says_that_it_is_a_head(home, parameters):
+def test_a_folder_is_recognized_as_a_head(home, parameters):
     assert head_of(home / "head") == "recurrent"
     assert head_of(home / "shallow") == head_of(home / "prompts.jsonl") == ""
     target = TargetConfig(
@@ -171,7 +167,7 @@ def test_a_head_takes_fewer_bits_than_a_target_in_float32(home, parameters, nati
         "float16",
         "float64",
     ]
-    assert dtype("float32", dtype="float16") == "float16", "what is asked for"
+    assert dtype("float32", dtype="float16") == "float16", "the requested head"
     plain = describe(
         [str(home / "shallow")],
         TargetConfig(path=str(home / "target"), device="cpu"),
@@ -209,8 +205,8 @@ def test_a_head_of_another_target_is_refused(home, parameters, tmp_path):
 def test_a_damaged_head_is_refused(home, parameters, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(home / "head", broken)
-    told = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**told, "rnn": False}))
+    values = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**values, "rnn": False}))
     with pytest.raises(UserError, match="the head is recurrent .*, but config.json has rnn=false"):
         made(str(broken), home)
     with pytest.raises(

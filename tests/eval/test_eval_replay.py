@@ -1,5 +1,7 @@
-"""The replay of PEARL's state machine: greedy acceptance is a property of each position, so a trace
-logged at one draft length foretells, turn by turn, what the decoder really does at every other.
+"""Replay of PEARL's state machine.
+
+Greedy acceptance is a property of each position, so a trace logged at one draft length predicts,
+turn by turn, the decoder's rounds at every other length.
 """
 
 from dataclasses import replace
@@ -34,7 +36,7 @@ def decoded(schedule: str, gamma: int) -> list[Generation]:
 
 @pytest.fixture(scope="module")
 def traces() -> list[str]:
-    """Logged under PEARL, which tests every position."""
+    """Return traces logged under PEARL, which tests every position."""
     found = [generation.trace for generation in decoded("pearl_virtual", 3)]
     assert not any("." in trace for trace in found)
     assert any("0" in trace for trace in found)
@@ -43,7 +45,7 @@ def traces() -> list[str]:
 
 
 def counts(trace: str, gamma: int, schedule: str) -> tuple[int, int, int]:
-    """(target forwards, drafted tokens, emitted tokens) by replay."""
+    """Return (target forwards, drafted tokens, emitted tokens) of a replay."""
     taken = list(turns(trace, gamma, LIMIT, schedule))
     return (
         sum(t.width > 0 for t in taken),
@@ -54,7 +56,7 @@ def counts(trace: str, gamma: int, schedule: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("schedule", REPLAYED)
-def test_a_trace_foretells_every_schedule_at_every_length(
+def test_a_trace_predicts_every_schedule_at_every_length(
     schedule: str, gamma: int, traces: list[str]
 ) -> None:
     real = decoded(schedule, gamma)
@@ -63,11 +65,11 @@ def test_a_trace_foretells_every_schedule_at_every_length(
     ]
 
 
-def test_a_trace_that_lies_is_noticed(traces: list[str]) -> None:
-    """Control: with its bits turned round, the same trace foretells something else."""
+def test_an_inverted_trace_is_noticed(traces: list[str]) -> None:
+    """Control: an inverted trace predicts other counts."""
     real = [(g.rounds, g.draft_steps) for g in decoded("pearl_virtual", 2)]
-    turned = [trace.translate(str.maketrans("01", "10")) for trace in traces]
-    assert [counts(t, 2, "pearl_virtual")[:2] for t in turned] != real
+    inverted = [trace.translate(str.maketrans("01", "10")) for trace in traces]
+    assert [counts(t, 2, "pearl_virtual")[:2] for t in inverted] != real
 
 
 def test_many_coins_give_the_closed_form() -> None:
@@ -83,10 +85,8 @@ def test_many_coins_give_the_closed_form() -> None:
     assert replayed == pytest.approx(tokens * 1.1 / cost, rel=0.01)
 
 
-def test_bursts_are_what_the_closed_form_misses() -> None:
-    """The same acceptance rate, once evenly and once in long runs: only the replay tells them
-    apart.
-    """
+def test_only_the_replay_sees_bursts() -> None:
+    """Replay one acceptance rate, spread evenly and in long runs."""
     costs = Costs(0.25, {1: 1.0, 5: 1.0})
     even, bursts = "10" * 500, ("1" * 50 + "0" * 50) * 10
     speeds = [
@@ -106,7 +106,7 @@ def test_rounds_are_priced_by_their_longer_lane() -> None:
     )
 
 
-def test_what_a_trace_does_not_know_is_named() -> None:
+def test_untested_tokens_of_a_trace_are_named() -> None:
     assert not can_replay("pearl_plus_virtual")
     assert not can_replay("serial")
     with pytest.raises(ValueError, match="token 2 was never tested"):
@@ -122,7 +122,5 @@ def test_overlapped_rows_are_replayed(home):
     assert all(rows[name].replayed_speedup > 0 for name in names[:3])
     assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
     assert all(rows[name].verdict.startswith("there is no formula") for name in names[1:])
-    assert rows["pearl_plus_virtual"].replayed_speedup is None, (
-        "costs decide there, not the trace alone"
-    )
+    assert rows["pearl_plus_virtual"].replayed_speedup is None, "its turns depend on costs too"
     assert rows["prompt_lookup"].replayed_speedup is None

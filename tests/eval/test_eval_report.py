@@ -1,4 +1,4 @@
-"""Tables and report from SIMULATED records, whose right answers are known."""
+"""Tables and report from SIMULATED records with known results."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ def test_neither_a_virtual_clock_nor_another_model_makes_a_headline(rows, record
 
 # -------------------------------------------------------------------------------------------- table
 @pytest.mark.parametrize("width", [90, 160])
-def test_the_terminal_table_fits_and_explains_itself(rows, width):
+def test_the_terminal_table_fits_and_has_its_rows(rows, width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     print_evaluation(rows, console)
     text = console.file.getvalue()
@@ -45,7 +45,7 @@ def test_a_busy_machine_is_named(rows):
     assert "only 40 % of the time" in texts.disturbance(starved)
     waiting = [type(row)(**{**row.__dict__, "schedule": "pearl_wall"}) for row in starved]
     assert texts.disturbance([*rows, *waiting]) == "", (
-        "it waits for its drafter's process, and nobody was in its way"
+        "it waits for its drafter's process, undisturbed"
     )
     console = Console(file=io.StringIO())
     print_evaluation(starved, console)
@@ -62,23 +62,21 @@ def test_a_busy_machine_is_named_before_any_number_of_the_page(rows, records, ht
     assert "Other processes" not in html
 
 
-def test_the_best_of_several_rows_says_of_how_many(rows, records, html):
+def test_the_best_row_shows_its_number_of_rivals(rows, records, html):
     assert html.count("<p>Best of 2: simulated-good") == 2, (
         "two models under each of two conditions"
     )
     alone = [row for row in rows if row.drafter != "simulated-slow"]
-    assert "Best of" not in page(alone, records, PROVENANCE), (
-        "control: one row is the best of nothing"
-    )
+    assert "Best of" not in page(alone, records, PROVENANCE), "control: a single row has no rivals"
 
 
-def test_a_headline_tells_a_cap_from_a_length(rows, records, html):
+def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html):
     capped = [dataclasses.replace(row, length_rule="cap") for row in rows]
     assert "gamma &lt;= 4, alpha" in page(capped, records, PROVENANCE)
     assert "gamma 4, alpha" in html and "gamma &lt;= 4, alpha" not in html
 
 
-def test_drafted_tokens_a_round_stand_in_every_table(rows, html):
+def test_every_table_shows_drafted_tokens_per_round(rows, html):
     good, lookup = pick(rows, "simulated-good"), pick(rows, "prompt_lookup")
     assert good.drafted == good.num_draft_tokens
     assert 0.3 < lookup.drafted / lookup.num_draft_tokens < 0.5, (
@@ -100,7 +98,7 @@ def test_without_a_terminal_the_table_is_plain_text(rows):
 
 # ------------------------------------------------------------------------------------------- report
 class Checker(HTMLParser):
-    """Collects addresses and ids, and checks that elements nest."""
+    """A parser that collects addresses and ids, and checks that elements nest."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +118,7 @@ class Checker(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_report_stands_alone(html):
+def test_the_report_is_self_contained(html):
     checker = Checker()
     checker.feed(html)
     assert checker.open == []
@@ -138,7 +136,7 @@ def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
         assert re.match(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', drawing)
 
 
-def test_the_report_says_what_matters(html, rows):
+def test_the_report_shows_the_results(html, rows):
     text = re.sub(r"<[^>]+>", " ", html)
     good = pick(rows, "simulated-good")
     for needed in (
@@ -173,7 +171,7 @@ def test_results_are_json_without_nan(rows, tmp_path):
         json.loads(line, parse_constant=lambda word: pytest.fail(word))
 
 
-def test_a_stall_of_the_machine_is_seen_and_a_slow_prompt_is_not(records):
+def test_a_stall_is_detected_and_a_slow_prompt_is_not(records):
     here = [record for record in records if record.part == "main" and record.temperature == 0]
     units = sorted({record.unit for record in here})
     before, last = (

@@ -1,4 +1,4 @@
-"""Rows made from SIMULATED records, whose right answers are known, and their tables."""
+"""Rows made from SIMULATED records with known results, and their tables."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_a_prediction_that_fails_is_marked(rows):
     assert cells_of(table)["speedup"] == f"{good.speedup:.2f}x"
 
 
-def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_would_take(rows):
+def test_used_and_predicted_lengths_are_shown_separately(rows):
     good = dataclasses.replace(pick(rows, "simulated-good"), best_gamma=5)
     cells = cells_of(tables.predictions_table([("good", good)]))
     assert (cells["gamma"], cells["length set by"]) == ("4", "sweep, by the formula")
@@ -76,7 +76,7 @@ def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
 def test_drafters_are_compared_in_pairs_by_prompt(rows, records):
     """Check that the winner's ratio is the inverse of the second's, with tight intervals.
 
-    The simulation paces a prompt alike for all drafters.
+    The simulation gives a prompt the same pace for all drafters.
     """
     shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
     found = {pair.row.drafter: pair for pair in paired_comparisons(shown, records)}
@@ -106,7 +106,7 @@ def test_drafters_are_compared_in_pairs_by_prompt(rows, records):
     )
 
 
-def test_a_drafter_that_loses_is_told_so(rows):
+def test_a_losing_drafter_is_reported(rows):
     slow = pick(rows, "simulated-slow")
     assert not slow.helps
     assert "no gamma can help" in slow.verdict
@@ -125,21 +125,19 @@ def test_headlines_leave_looping_prompts_out(rows):
     good = pick(rows, "simulated-good")
     looping = sum(unit % 7 == 3 for unit in range(6, 40))
     assert good.headline_prompts == good.prompts - looping
-    assert good.headline_speedup < good.speedup  # loops were easy to guess
+    assert good.headline_speedup < good.speedup  # loops are easy to draft
     assert pick(rows, "simulated-good", 1.0).headline_prompts == good.prompts
 
 
-def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
+def test_a_drafter_with_few_offers_is_predicted_from_its_offers(rows):
     lookup = pick(rows, "prompt_lookup", temperature=1.0)
     assert lookup.alpha == pytest.approx(0.40, abs=0.04)  # of the tokens that it offers
-    assert lookup.tau < 1.4  # but it offers any in two rounds of five only
+    assert lookup.tau < 1.4  # it offers tokens in only two rounds of five
     assert lookup.predicted_speedup == pytest.approx(lookup.speedup, rel=0.03)
 
 
-def test_steps_of_beams_are_charged_by_their_widths(records):
-    """Drafts of one token start from the tip alone; in longer ones all steps but the first start
-    from eight beams.
-    """
+def test_draft_steps_are_charged_by_their_beams(records):
+    """Start drafts of one token from the tip alone, and all later steps from eight beams."""
     name, tip_ms, wide_ms = "simulated-good", 0.2, 1.4
     per_step = DRAFTERS[name][2]
 
@@ -224,7 +222,7 @@ def test_rows_and_records_survive_their_files(rows, records, tmp_path):
     append_records(tmp_path / "records.jsonl", records[5:9])
     assert read_records(tmp_path / "records.jsonl") == records[:9]
     with (tmp_path / "records.jsonl").open("a") as file:
-        file.write('{"part": "ma')  # a run that was killed while it wrote
+        file.write('{"part": "ma')  # a run killed during a write
     assert read_records(tmp_path / "records.jsonl") == records[:9]
 
 
@@ -236,7 +234,7 @@ DESIGNED = (
 )
 
 
-def test_rows_have_the_names_that_other_jobs_read(rows):
+def test_rows_have_the_designed_fields(rows):
     assert set(DESIGNED.split()) <= set(rows[0].__dataclass_fields__)
 
 

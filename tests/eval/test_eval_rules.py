@@ -1,5 +1,5 @@
-"""A drafter's own verification rule and its own cap in `eval.run`: rows that can be told apart,
-held to the laws of their rule, and honest words.
+"""Verification rules and caps of single drafters in `eval.run`: distinct rows that obey the laws of
+their rule.
 """
 
 import io
@@ -16,7 +16,7 @@ from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
-from eval.measure.lengths import SELF_ENDING, own_cap_of, rule_of
+from eval.measure.lengths import SELF_ENDING, length_cap_of, rule_of
 from eval.measure.measurement import Bench
 from eval.measure.records import BASELINE, COUPLED, read_records
 from eval.report import tables, text
@@ -35,15 +35,15 @@ from tests.support.tiny_folders import config
 # -------------------------------------------------------------------------------------------- rules
 @pytest.fixture(scope="module")
 def three_rules(home):
-    """One drafter under all rules of a run that verifies token by token, and its target's text once
-    more coupled.
+    """Evaluate one drafter under three rules in a run with token verification and a coupled
+    baseline.
     """
     shallow = str(home / "shallow")
     ways = [shallow, {"use": shallow, "verify": "block"}, {"use": shallow, "verify": "coupled"}]
     return run(config(home, "three_rules", drafters=ways, sweep=[3], prompt_lookup_control=False))
 
 
-def test_rows_of_one_drafter_under_three_rules_are_told_apart(three_rules):
+def test_rows_of_one_drafter_under_three_rules_are_distinguished(three_rules):
     rows = [row for row in read_rows(three_rules / "results.jsonl") if row.part == "main"]
     sampled = {row.drafter: (row.verify, row.lossless) for row in rows if row.temperature}
     assert sampled == {
@@ -55,28 +55,26 @@ def test_rows_of_one_drafter_under_three_rules_are_told_apart(three_rules):
         ("greedy", "equal")
     }
     assert len({row.baseline_tokens_per_second for row in rows if row.temperature}) == 1, (
-        "one baseline judges them all"
+        "all rows have one baseline"
     )
     assert len({(text.drafter_label(row), row.condition_label) for row in rows}) == len(rows)
     console = Console(file=io.StringIO(), width=160)
     tables.print_evaluation(rows, console)
-    said = console.file.getvalue()
-    assert said.count(": temperature 1, token verification, 3 prompts") == 1, (
-        "they stand in one table"
+    printed = console.file.getvalue()
+    assert printed.count(": temperature 1, token verification, 3 prompts") == 1, (
+        "all rows are in one table"
     )
-    assert "temperature 1, block verification, 3 prompts" not in said
+    assert "temperature 1, block verification, 3 prompts" not in printed
 
 
-def test_rows_under_a_rule_of_their_own_stand_in_one_comparison(three_rules):
+def test_rows_under_different_rules_share_one_comparison(three_rules):
     panels = panels_of(entries_of([read_evaluation(three_rules, "one")], "all"), 50, 0)
     assert [[entry.row.drafter for entry in panel.entries] for panel in panels] == [
         ["shallow", "shallow+block", "shallow+coupled"]
     ] * 2
 
 
-def test_a_coupled_row_is_the_targets_own_coupled_text_whatever_the_baseline_says(
-    home, three_rules
-):
+def test_a_coupled_row_equals_the_targets_coupled_text(home, three_rules):
     records = [
         record for record in read_records(three_rules / "records.jsonl") if record.temperature
     ]
@@ -96,18 +94,18 @@ def test_a_coupled_row_is_the_targets_own_coupled_text_whatever_the_baseline_say
         for name in (BASELINE.drafter, COUPLED.drafter)
     }
     assert texts[BASELINE.drafter] != texts[COUPLED.drafter], (
-        "control: the baseline drew other texts"
+        "control: the baseline sampled other texts"
     )
 
 
-def test_a_coupled_row_that_says_something_else_ends_the_run(home, monkeypatch):
-    """The control: another seed's text is a sample of the same distribution, and not the target's
-    own.
+def test_a_coupled_row_with_another_text_ends_the_run(home, monkeypatch):
+    """Control: the text of another seed is a sample of the same distribution, but not the target's
+    text.
     """
-    honest = Bench.settings_at
+    real = Bench.settings_at
 
     def other_seed(self, condition, arm):
-        settings = honest(self, condition, arm)
+        settings = real(self, condition, arm)
         return (
             type(settings)(**{**vars(settings), "seed": 9})
             if arm.drafter == "shallow+coupled"
@@ -126,7 +124,7 @@ def test_a_coupled_row_that_says_something_else_ends_the_run(home, monkeypatch):
         run(config(home, "other_seed", drafters=[entry], **changes))
 
 
-def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_rules, capsys):
+def test_the_coupled_baseline_is_decoded_only_where_needed(home, three_rules, capsys):
     records = read_records(three_rules / "records.jsonl")
     assert {record.temperature for record in records if record.arm == COUPLED} == {1.0}
     entry = {"use": str(home / "shallow"), "verify": "coupled"}
@@ -190,17 +188,17 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         (
             {"use": "static_tree", "folder": "SHALLOW", "max_draft_tokens": 8},
             {"stopping": None},
-            "its proposals come whole",
+            "it makes each proposal in one step",
         ),
         (
             {"use": "prompt_lookup", "name": "mine", "stopping": "entropy", "max_draft_tokens": 8},
             {},
-            "mine has max_draft_tokens=8, but its proposals come whole",
+            "mine has max_draft_tokens=8, but it makes each proposal in one step",
         ),
         ({}, {"max_draft_tokens": 0}, "max_draft_tokens is 0, expected"),
     ],
 )
-def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(
+def test_invalid_rules_and_caps_are_refused_before_the_folder_is_taken(
     home, tmp_path, entry, changes, message
 ):
     given = {"use": "SHALLOW", **entry}
@@ -212,7 +210,7 @@ def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(
     assert not (tmp_path / "run" / "manifest.json").exists()
 
 
-def test_a_tree_under_block_is_refused_for_what_is_sampled_alone(home, capsys):
+def test_a_tree_under_block_is_refused_only_for_sampling(home, capsys):
     tree = {"use": "static_tree", "folder": str(home / "shallow")}
     run(
         config(
@@ -223,10 +221,10 @@ def test_a_tree_under_block_is_refused_for_what_is_sampled_alone(home, capsys):
 
 
 # --------------------------------------------------------------------------------------------- caps
-def test_lengths_of_rules_that_end_drafts_themselves_do_not_hang_on_the_sweep(home):
-    """The control, of fixed length, follows it."""
+def test_stopping_rules_with_a_cap_ignore_the_sweep(home):
+    """Control: the length under a fixed rule follows the sweep."""
     shallow = str(home / "shallow")
-    # one that counts rounds, one that reads the model, one that draws
+    # rules that count rounds, read the model, and sample
     some = ("assisted", "entropy", "thompson")
     ways = [{"use": shallow, "stopping": name} for name in (*some, "fixed")]
     found = []
@@ -264,11 +262,11 @@ def test_lengths_of_rules_that_end_drafts_themselves_do_not_hang_on_the_sweep(ho
     assert fixed[0] != fixed[1]
 
 
-def test_hugging_faces_schedule_begins_at_five_and_grows_by_two_unless_a_cap_of_its_own_ends_it(
+def test_hugging_faces_schedule_starts_at_five_and_grows_by_two_up_to_its_cap(
     home,
 ):
-    """The target drafts for itself, so every draft passes whole: rounds of 6 and 8 tokens, or of 3
-    under a cap of 2.
+    """Let the target draft for itself, so all drafts are accepted: rounds of 6 and 8 tokens, or of
+    3 under a cap of 2.
     """
     twin = {"use": str(home / "target"), "stopping": "assisted", "stopping_threshold": 0.0}
     ways = [{**twin, "name": "free"}, {**twin, "name": "capped", "max_draft_tokens": 2}]
@@ -288,42 +286,42 @@ def test_hugging_faces_schedule_begins_at_five_and_grows_by_two_unless_a_cap_of_
         "free": (16, "cap"),
         "capped": (2, "cap"),
     }
-    assert max(rows["free"].V) == 17, "the target is timed as far as the cap"
+    assert max(rows["free"].V) == 17, "the target is timed up to the cap"
 
 
-def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
+def test_only_rules_that_run_after_each_token_take_a_cap(home):
     target = load_target(home / "target", dtype="float64")
     recorded = load_target(home / "target", dtype="float64", execution="graph")
     chain, lookup = ChainDrafter.capabilities, PromptLookup.capabilities
     for name in SELF_ENDING:
-        assert own_cap_of("x", DrafterUse(name), chain, target, 16) == 16
-        assert own_cap_of("x", DrafterUse(name, max_draft_tokens=3), chain, target, 16) == 3
-        assert own_cap_of("x", DrafterUse(name), lookup, target, 16) is None
-        assert own_cap_of("x", DrafterUse(name), chain, recorded, 16) is None, (
+        assert length_cap_of("x", DrafterUse(name), chain, target, 16) == 16
+        assert length_cap_of("x", DrafterUse(name, max_draft_tokens=3), chain, target, 16) == 3
+        assert length_cap_of("x", DrafterUse(name), lookup, target, 16) is None
+        assert length_cap_of("x", DrafterUse(name), chain, recorded, 16) is None, (
             "each width would be a recording"
         )
     for name in ("fixed", "cost_ratio"):
-        assert own_cap_of("x", DrafterUse(name), chain, target, 16) is None
-    assert own_cap_of("x", DrafterUse("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
+        assert length_cap_of("x", DrafterUse(name), chain, target, 16) is None
+    assert length_cap_of("x", DrafterUse("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
     assert (
-        own_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16)
+        length_cap_of("x", DrafterUse("confidence", schedule="pearl_virtual"), chain, target, 16)
         is None
     ), "a chunk is gamma"
     with pytest.raises(
         UserError, match="x has max_draft_tokens=9, but this target records its steps"
     ):
-        own_cap_of("x", DrafterUse("entropy", max_draft_tokens=9), chain, recorded, 16)
+        length_cap_of("x", DrafterUse("entropy", max_draft_tokens=9), chain, recorded, 16)
     with pytest.raises(UserError, match="stopping=fixed ends no draft"):
-        own_cap_of("x", DrafterUse("fixed", max_draft_tokens=9), chain, target, 16)
+        length_cap_of("x", DrafterUse("fixed", max_draft_tokens=9), chain, target, 16)
     assert (
-        rule_of("serial", given=True, own_cap=16)
-        == rule_of("serial", given=False, own_cap=16)
+        rule_of("serial", given=True, length_cap=16)
+        == rule_of("serial", given=False, length_cap=16)
         == "cap"
     )
     assert rule_of("alone", given=True) == "none"
 
 
-def test_recorded_steps_keep_the_sweeps_lengths(home):
+def test_recorded_steps_use_the_lengths_of_the_sweep(home):
     target = TargetConfig(
         path=str(home / "target"), dtype="float64", device="cpu", execution="graph"
     )
@@ -334,9 +332,9 @@ def test_recorded_steps_keep_the_sweeps_lengths(home):
     } == {("predicted", 2)}
 
 
-def test_the_formula_says_nothing_of_caps_that_were_not_run():
-    """What was drafted under a cap of 16 would be drafted under most smaller ones too: in
-    proportion it would look cheaper there.
+def test_the_formula_predicts_only_the_cap_that_ran():
+    """Drafts under a cap of 16 are mostly shorter than smaller caps, so costs scaled in proportion
+    would be too low there.
     """
     free = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16)
     own = Costs(
@@ -350,11 +348,11 @@ def test_the_formula_says_nothing_of_caps_that_were_not_run():
     assert "gamma" not in verdict([0.1, 0.0], own).text
 
 
-def test_costs_are_frozen_as_far_as_a_cap_of_its_own(home, monkeypatch):
-    seen = {}
+def test_costs_are_measured_up_to_the_drafters_cap(home, monkeypatch):
+    widest = {}
 
     def measured(target, drafter, prompt, settings, *, widths, **rest):
-        seen[drafter.name] = max(widths)
+        widest[drafter.name] = max(widths)
         return RoundCosts(0.3, tuple(1 + 0.05 * n for n in range(max(widths))))
 
     monkeypatch.setattr("eval.measure.parts.measure_costs", measured)
@@ -370,7 +368,7 @@ def test_costs_are_frozen_as_far_as_a_cap_of_its_own(home, monkeypatch):
         "prompt_lookup_control": False,
     }
     rows = read_rows(run(config(home, "frozen_caps", drafters=ways, **changes)) / "results.jsonl")
-    assert seen == {"swept": 3, "capped": 10}
+    assert widest == {"swept": 3, "capped": 10}
     assert {
         (row.drafter, row.num_draft_tokens, row.length_rule) for row in rows if row.part == "main"
     } == {

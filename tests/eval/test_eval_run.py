@@ -1,6 +1,4 @@
-"""`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up
-again.
-"""
+"""`eval.run` from end to end on a tiny random LLaMA: measurement, files, refusals and resuming."""
 
 import json
 import re
@@ -43,7 +41,7 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
     main = [r for r in rows if r.part == "main"]
     assert [(r.drafter, r.temperature) for r in main] == [(n, t) for t in (0.0, 1.0) for n in names]
     for row in main:
-        assert row.prompts == 3  # the sweep's two are not among them
+        assert row.prompts == 3  # without the two prompts of the sweep
         assert row.num_draft_tokens in GAMMAS
         assert row.tokens == 3 * 12
         assert set(row.V) == set(range(1, 5))
@@ -55,7 +53,7 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
 
 
 def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
-    """After the measurement: what a tracker does beside the decoding would be measured too."""
+    """Start the tracker after the measurement, which its work would disturb."""
     tracker = TrackerConfig(wandb="online", name="mine", group="sweep")
     folder = run(
         config(home, "tracked", temperatures=[0.0], prompt_lookup_control=False, tracker=tracker)
@@ -64,8 +62,8 @@ def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
     [main] = [row for row in rows if row.part == "main"]
     [line] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     label = f"shallow, greedy, gamma {main.num_draft_tokens}"
-    told = {"speedup": main.speedup, "tau": main.tau, "tokens_per_second": main.tokens_per_second}
-    assert {name: line[f"{name}/{label}"] for name in told} == told
+    fields = ("speedup", "tau", "tokens_per_second")
+    assert [line[f"{name}/{label}"] for name in fields] == [vars(main)[name] for name in fields]
     [asked] = wandb_runs
     assert (asked["name"], asked["group"], asked["job_type"]) == ("mine", "sweep", "eval.run")
     table = asked["logged"]["rows"]
@@ -76,7 +74,7 @@ def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
     assert len(rows) == 1 + len(GAMMAS)
 
 
-def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(finished):
+def test_every_arm_decodes_every_prompt_and_greedy_outputs_equal_the_targets(finished):
     records = read_records(finished / "records.jsonl")
     greedy = [r for r in records if r.temperature == 0]
     own = {r.prompt_id: r.tokens for r in greedy if r.arm == BASELINE}
@@ -87,9 +85,7 @@ def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(f
         assert record.rounds + sum(record.accepted_by_depth) == len(record.tokens) == 12
 
 
-def test_the_sweep_runs_on_prompts_from_all_over_the_file_and_the_result_on_the_others(
-    home, finished
-):
+def test_sweep_and_main_part_share_no_prompts(home, finished):
     records = read_records(finished / "records.jsonl")
     swept, main = ({r.prompt_id for r in records if r.part == part} for part in ("sweep", "main"))
     assert swept == {"p1", "p2"} and main == {"p0", "p3", "p4"}
@@ -142,8 +138,8 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
 
 @pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
-    """Drafters in this process and in a worker of their own; the tokens are those of the target in
-    one process.
+    """Run drafters in this process and in a worker; the tokens equal those of the target in one
+    process.
     """
     target = TargetConfig(
         path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2
@@ -162,7 +158,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
         assert row.backend == "native (tp over 2 processes)"
     report = (folder / "report.html").read_text()
     assert "native (tp over 2 processes) backend" in report
-    # waiting for the other rank is no sign of that
+    # waiting for the other rank is no disturbance
     assert "Other processes used this machine" not in report
     own = {
         r.prompt_id: r.tokens
@@ -174,7 +170,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
     )
 
 
-def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypatch):
+def test_a_drafter_in_a_worker_gets_another_card(home, monkeypatch):
     import jobs.drafters as drafter_list
 
     monkeypatch.setattr(drafter_list, "instantiate", lambda made: made)
@@ -194,7 +190,7 @@ def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypa
     assert [one["device"] for one in made.values()] == ["cuda", "cuda:2", "cpu"]
 
 
-def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch):
+def test_an_interrupted_run_resumes_and_measures_nothing_twice(home, monkeypatch):
     cfg = config(home, "interrupted", temperatures=[0.0], num_draft_tokens=[2])
     whole = run(cfg)
     lines = (whole / "records.jsonl").read_text().splitlines()
@@ -202,7 +198,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
     manifest = json.loads((whole / "manifest.json").read_text())
     (whole / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
     costs = (whole / "parts.jsonl").read_bytes()
-    # Cut within the last unit: its first two lines stand, and half of the third.
+    # Cut within the last unit, after two and a half of its lines.
     (whole / "records.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])
     run(cfg)
     again = (whole / "records.jsonl").read_text().splitlines()
@@ -216,15 +212,15 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
 def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
     import eval.measure.measurement as measure
 
-    honest = measure.decode
+    real_decode = measure.decode
 
-    def lying(target, drafter, prompts, settings, **options):
-        rows = honest(target, drafter, prompts, settings, **options)
+    def wrong_decode(target, drafter, prompts, settings, **options):
+        rows = real_decode(target, drafter, prompts, settings, **options)
         if drafter is not None and drafter.name == "shallow":
             rows[0].tokens[5] = (rows[0].tokens[5] + 1) % target.vocab_size
         return rows
 
-    monkeypatch.setattr(measure, "decode", lying)
+    monkeypatch.setattr(measure, "decode", wrong_decode)
     cfg = config(
         home, "wrong", temperatures=[0.0], num_draft_tokens=[2], prompt_lookup_control=False
     )
@@ -236,8 +232,8 @@ def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
     assert "NOT LOSSLESS" in (home / "wrong" / "report.html").read_text()
 
 
-def test_of_repeated_generations_the_fastest_counts(home, monkeypatch):
-    """Whatever runs for the first time is slowed down, and not kept."""
+def test_the_fastest_of_repeated_generations_counts(home, monkeypatch):
+    """Slow down the first run of each generation, and find it discarded."""
     real, calls = Bench.decode, []
 
     def slow_at_first(self, condition, arm, prompts, requests):
@@ -310,7 +306,7 @@ def test_batches_are_units_and_equal_single_rows(home, finished):
     )
 
 
-def test_later_turns_see_the_targets_own_answers(home, capsys):
+def test_later_turns_follow_the_targets_answers(home, capsys):
     tiny.prompts(home / "turns.jsonl", count=2, turns=2)
     benchmark = BenchmarkConfig(path=str(home / "turns.jsonl"), turns="all")
     changes = {"benchmark": benchmark, "temperatures": [0.0], "num_draft_tokens": [2], "sweep": []}
@@ -335,7 +331,7 @@ def test_later_turns_see_the_targets_own_answers(home, capsys):
     assert {r.turn for r in records} == {0, 1}
 
 
-def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(home, capsys):
     run(config(home, "dry", dry_run=True))
     text = capsys.readouterr().out
     # Per temperature: 2 prompts x (baseline + 2 drafters x 2 gammas) + 3 prompts x (baseline + 2
@@ -345,13 +341,14 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
     # The first 19 again, and in batches of two: one x (baseline + 4 arms) and one x (baseline + 2).
     assert "would decode 27 batches, at most 420 tokens" in capsys.readouterr().out
     assert not (home / "dry").exists()
-    # As much as can be told without the target.
+    # The plan as far as it is known without the target.
     run(config(home, "dry", dry_run=True, target=TargetConfig(path="/nowhere/llama")))
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert re.search(
-        r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1", told
-    ), told
-    assert "/nowhere/llama is not there" in told
+        r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1",
+        printed,
+    ), printed
+    assert "/nowhere/llama is not there" in printed
 
 
 @pytest.mark.parametrize(
@@ -382,7 +379,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message):
+def test_impossible_settings_are_refused_with_a_reason(home, changes, message):
     with pytest.raises(UserError, match=message):
         run(config(home, "refused", dry_run=True, **changes))
 
@@ -411,7 +408,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):
 
 # -------------------------------------------------------------------------------------- small parts
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_scores_behind_a_tie_are_those_that_decoding_chose_by(home, temperature):
+def test_ties_are_judged_by_the_scores_of_decoding(home, temperature):
     target = load_target(home / "target", dtype="float64")
     settings = Settings(max_new_tokens=12, temperature=temperature, verify="coupled", seed=5)
     ids = tiny.tokenizer()("<u>Why?<a>", add_special_tokens=False)["input_ids"]

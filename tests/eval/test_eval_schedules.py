@@ -1,6 +1,4 @@
-"""Overlapped schedules next to their replay, on SIMULATED records whose lanes took times
-that are known.
-"""
+"""Overlapped schedules and their replay, on SIMULATED records whose lanes took known times."""
 
 import io
 from dataclasses import replace
@@ -23,7 +21,7 @@ PEARL = ("pearl_virtual", "pearl_wall", "pearl_wall_wo_post")
 
 
 def decoded(name: str, schedule: str, number: int, apart: float) -> Record:
-    """A text that the schedule decoded, in `apart` times as long as its replay says."""
+    """Return a record of a text that took `apart` times as long as its replay predicts."""
     trace = TRACES[number]
     taken = list(turns(trace, GAMMA, LIMIT, schedule))
     draft_ms = [turn.drafted * T_DRAFT_MS for turn in taken]
@@ -88,24 +86,24 @@ def rows_of(apart: float, schedules: tuple[str, ...] = PEARL) -> tuple[list[Row]
     return build_rows(run_facts(), facts, slices, records), records
 
 
-def test_lanes_that_take_their_means_are_replayed_to_the_bit() -> None:
+def test_lanes_of_mean_length_are_replayed_exactly() -> None:
     for row in rows_of(1.0)[0]:
         assert row.replayed_speedup == pytest.approx(row.speedup, rel=1e-12)
         assert not off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
 
 
 @pytest.mark.parametrize(
-    ("apart", "told"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)]
+    ("apart", "marked"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)]
 )
-def test_a_measurement_that_departs_from_its_replay_is_told_so(apart: float, told: bool) -> None:
+def test_a_measurement_far_from_its_replay_is_marked(apart: float, marked: bool) -> None:
     rows = [replace(row, predicted_speedup=row.speedup) for row in rows_of(apart)[0]]
     for row in rows:
         assert row.replayed_speedup == pytest.approx(apart * row.speedup)
-        assert off_by(row.replayed_speedup, row, REPLAYED_WITHIN) == told
+        assert off_by(row.replayed_speedup, row, REPLAYED_WITHIN) == marked
     table = predictions_table([(row.drafter, row) for row in rows])
     ratio = table.columns.index("replay / measured")
     assert [cells[ratio] for cells in table.rows] == [f"{apart:.2f}"] * len(PEARL)
-    assert table.marks == ["bad" if told else ""] * len(PEARL)
+    assert table.marks == ["bad" if marked else ""] * len(PEARL)
 
 
 @pytest.mark.parametrize("apart", [1.04, 1.06])
@@ -119,7 +117,7 @@ def test_terminal_and_page_show_replay_over_measurement(apart: float) -> None:
     )
 
 
-def test_rows_without_a_replay_are_no_departure() -> None:
+def test_rows_without_a_replay_are_not_marked() -> None:
     row = replace(rows_of(1.06)[0][0], schedule="pearl_plus_wall", replayed_speedup=None)
     assert not off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
     assert predictions_table([("x", row)]).rows[0][-1] == "–"

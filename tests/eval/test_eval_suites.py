@@ -1,6 +1,4 @@
-"""PEARL's published suites on a tiny pair of models: their stages, prompts and frames, and what
-they report.
-"""
+"""PEARL's published suites on a tiny pair of models: stages, prompts, frames and reports."""
 
 import subprocess
 import sys
@@ -16,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def suite(home, folder, *more):
-    """Run an experiment of PEARL's on the tiny pair of models, at toy size."""
+    """Run one of PEARL's experiments on the tiny pair of models, at toy size."""
     given = [
         f"target.path={home / 'target'}",
         "target.dtype=float64",
@@ -44,7 +42,7 @@ def suite(home, folder, *more):
 
 @pytest.mark.long
 def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
-    """Stages that are the called job itself take its overrides, and their own values."""
+    """Give overrides to the called job, which its stages of the same job take."""
     for name in ("humaneval", "gsm8k_test"):
         tiny.prompts(tmp_path / f"{name}.jsonl", count=3)
     drafters = (
@@ -61,11 +59,11 @@ def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_
     lengths = [
         read_records(tmp_path / "out" / name / "records.jsonl")[0].prompt_tokens for name in rows
     ]
-    assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts stand in a frame"
+    assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts have a frame"
 
 
 @pytest.mark.long
-def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
+def test_pearls_ablation_runs_both_variants_on_both_clocks(home, tmp_path):
     tiny.prompts(tmp_path / "humaneval.jsonl", count=3)
     suite(
         home,
@@ -85,7 +83,7 @@ def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
 
 
 @pytest.mark.long
-def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
+def test_pearls_case_study_marks_drafted_tokens(home, tmp_path):
     tiny.prompts(tmp_path / "mt_bench.jsonl", count=3)
     suite(home, tmp_path, "+experiment=pearl_case_study")
     html = (tmp_path / "out" / "report.html").read_text()
@@ -98,9 +96,9 @@ def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
 
 
 @pytest.mark.long
-def test_a_suite_measures_every_published_prompt_and_sweeps_on_others_of_their_kind(home, tmp_path):
-    """GSM8K's are the first hundred of its file, its sweep's the further ones; HumanEval's are all
-    of its file, its sweep's MBPP's.
+def test_a_suite_measures_published_prompts_and_sweeps_on_similar_ones(home, tmp_path):
+    """Measure the first hundred of GSM8K and sweep on later ones; measure all of HumanEval and
+    sweep on MBPP.
     """
     for name, count in (("humaneval", 4), ("gsm8k_test", 103), ("mbpp_test", 9)):
         lines = tiny.prompts(tmp_path / f"{name}.jsonl", count=count).read_text()

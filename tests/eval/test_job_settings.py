@@ -1,6 +1,4 @@
-"""The jobs ask the same table of settings as `generate`: what nothing can be decoded by ends a job
-before a model is loaded.
-"""
+"""Jobs check settings by the same table as `generate`, before a model is loaded."""
 
 import math
 from dataclasses import replace
@@ -77,7 +75,7 @@ def test_a_job_refuses_what_generate_refuses(check: Any, name: str, value: Any) 
     ],
     ids=str,
 )
-def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> None:
+def test_a_job_accepts_values_at_the_bounds(check: Any, good: dict[str, Any]) -> None:
     check(**good)
 
 
@@ -100,13 +98,15 @@ def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> 
         ({"temperatures": []}, "temperatures is .., expected one or more"),
     ],
 )
-def test_an_evaluations_own_settings(changed: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_an_evaluation_are_refused(
+    changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         evaluation(**changed)
 
 
 @pytest.mark.parametrize(("name", "value"), [("verify", "lenient"), ("stopping", "mood")])
-def test_a_generations_words(name: str, value: str) -> None:
+def test_invalid_settings_of_a_generation_are_refused(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"{name} '{value}' is unknown, expected one of"):
         generation(**{name: value})
 
@@ -122,7 +122,9 @@ def test_the_temperature_of_held_out_answers(value: float) -> None:
         check_train(config)
 
 
-def test_prompt_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_prompt_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def written(name: str, text: str) -> Path:
         (tmp_path / name).write_text(text)
         return tmp_path / name

@@ -1,4 +1,4 @@
-"""What the tests of eval.compare share: SIMULATED runs whose right answers are known."""
+"""SIMULATED runs with known results, shared by the tests of eval.compare."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""SIMULATED run folders of eval.run, for tests of comparisons: simulated records in the files of
-a finished run.
-"""
+"""SIMULATED run folders of eval.run for tests of comparisons."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ WIDTH, VOCABULARY = 64, 1000
 def drafter(
     alpha: float, layers: int, parameters: int, t_draft: float
 ) -> tuple[float, DrafterFacts, float]:
-    """One that is right with probability alpha a token and takes t_draft ms a step; its name is put
-    in by `write`.
+    """Return a drafter whose tokens are accepted with probability alpha and whose steps take
+    t_draft ms.
+
+    `write` sets its name.
     """
     return alpha, DrafterFacts("", layers, parameters, False), t_draft
 
@@ -41,8 +41,10 @@ def write(
     inputs: dict[str, str] | None = None,
     **facts: object,
 ) -> Path:
-    """A finished run of `drafters` and the control, on a machine that is `slower`; a drafter with
-    tokens_seen gets a folder with a card.
+    """Write a finished run of `drafters` and the control, on a machine slower by the factor
+    `slower`.
+
+    With tokens_seen, each drafter gets a folder with a card.
     """
     named = {
         name: (alpha, DrafterFacts(name, one.layers, one.parameters, False), t)
@@ -99,7 +101,7 @@ def write(
 
 
 def _home(folder: Path, tokens_seen: int | None) -> Path:
-    """What is read of a drafter's folder: its shape, and its card."""
+    """Write the files of a drafter folder that are read: its shape, and its card."""
     folder.mkdir(parents=True)
     shape = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(shape))
