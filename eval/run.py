@@ -23,7 +23,7 @@ from eval.measure.deadline import Deadline
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
-from eval.measure.session import Session, drafting, generations, most_tokens, prompts_by_part
+from eval.measure.session import Session, drafter_names, generations, max_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.report.page import Provenance, evaluation_page
 from eval.report.tables import print_evaluation
@@ -56,8 +56,8 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     check(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
         print(
-            "no drafters= given: prompt lookup, the control, is all that is measured beside "
-            "autoregressive decoding"
+            "no drafters= given: only prompt lookup, the control, and autoregressive decoding are "
+            "measured"
         )
     if cfg.dry_run:
         _print_plan(cfg)
@@ -88,17 +88,17 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
 def _measure(
     cfg: EvalConfig, folder: RunFolder, results: Path, report: Path, clock: Callable[[], float]
 ) -> list[Row]:
-    """Measure what is missing, write all files of the run folder and return the rows."""
+    """Measure missing units, write all files of the run folder and return the rows."""
     loaded = load(cfg)
     check_plan(cfg, loaded)
     folder.write_manifest(loaded.inputs, {}, finished=False)
     write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
     deadline = Deadline(cfg.max_seconds, folder.path, clock)
-    shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
+    shapes = with_limits(loaded.shapes, max_tokens(cfg, loaded), folder.path / "limits.json")
     session = Session(cfg, loaded, folder.path, deadline)
     session.measure()
     rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
-    rows = with_asked(rows, cfg, loaded)
+    rows = add_requested_prompts(rows, cfg, loaded)
     write_rows(results, rows)
     made = _provenance(cfg, folder, loaded, rows, session.records)
     write_text(report, evaluation_page(rows, session.records, made))
@@ -121,14 +121,14 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     for name, use in loaded.bench.uses.items():
         drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
-            costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
+            costs = RoundCosts(1.0, (1.0,))  # a placeholder, as costs do not affect the check
             for size in cfg.batch_sizes:
                 batch_type(use.schedule, drafter, rule, use.stopping or "fixed", costs, size)
         check_rule(rule, max(cfg.temperatures), drafter.capabilities, name)
 
 
 def _print_plan(cfg: EvalConfig) -> None:
-    """Print what the run would do, as far as it is known without the target's folder."""
+    """Print the plan of the run, as far as it is known without the target's folder."""
     within = f", as many of them as fit into {cfg.max_seconds:g} s" if cfg.max_seconds else ""
     labels = ", ".join(condition.label for condition in conditions(cfg))
     if not target_is_here(cfg.target):
@@ -155,7 +155,7 @@ def _print_plan(cfg: EvalConfig) -> None:
     print(f"conditions: {labels}")
     print(
         f"would decode {sum(generations(cfg, loaded).values())} batches, at most "
-        f"{most_tokens(cfg, loaded)} tokens{within}, into {cfg.output_dir}"
+        f"{max_tokens(cfg, loaded)} tokens{within}, into {cfg.output_dir}"
     )
 
 
@@ -169,7 +169,7 @@ def _hint_prompts(cfg: EvalConfig) -> None:
         )
 
 
-def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
+def add_requested_prompts(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
     """Add to the rows of a time-bounded run the number of prompts requested, in full batches."""
     if not cfg.max_seconds:
         return list(rows)
@@ -237,7 +237,7 @@ def _provenance(
             cfg, loaded, len({record.prompt_id for record in records if record.part == "sweep"})
         ),
         repeats=cfg.repeats,
-        texts=traced_texts(records, drafting(loaded), text_of, cfg.show_texts),
+        texts=traced_texts(records, drafter_names(loaded), text_of, cfg.show_texts),
     )
 
 
@@ -281,8 +281,8 @@ def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None)
         )
     caps: dict[int, list[str]] = {}
     for name, facts in loaded.facts.items():
-        if facts.own_cap is not None:
-            caps.setdefault(facts.own_cap, []).append(name)
+        if facts.length_cap is not None:
+            caps.setdefault(facts.length_cap, []).append(name)
     set_by += [
         f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()
     ]

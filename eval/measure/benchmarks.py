@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.values import check_choice
 from eval.config import BenchmarkConfig
 from training.data.chat import choose_rendering, render_prompt, render_text, template_names
 from training.data.readers import Prompt, read_prompts
@@ -29,10 +30,10 @@ class Benchmark:
     name: str
     prompts: list[Prompt]
     render: str  # chat | text
-    chat_template: str  # for render=chat: auto (the tokenizer's own) or a name
+    chat_template: str  # for render=chat: auto (the tokenizer's) or a name
     counts: dict[str, int]  # read, other_category, too_long, over_limit, kept
     # prompts of the sweep's file; empty: the sweep takes some of `prompts`
-    elsewhere: list[Prompt] = field(default_factory=list)
+    for_sweep: list[Prompt] = field(default_factory=list)
 
 
 def load_benchmark(
@@ -59,7 +60,7 @@ def load_benchmark(
             f"{categories or 'no prompt at all'}. Set benchmark.category to one of them, or leave "
             f"it empty for all."
         )
-    kept, too_long = _fitting(
+    kept, too_long = _keep_fitting(
         chosen, cfg, tokenizer, max_length, max_new_tokens, 0 if cfg.spread else limit
     )
     if cfg.spread and limit:
@@ -71,7 +72,7 @@ def load_benchmark(
         "over_limit": len(chosen) - too_long - len(kept),
         "kept": len(kept),
     }
-    elsewhere: list[Prompt] = []
+    for_sweep: list[Prompt] = []
     if cfg.sweep_path:
         measured = [prompt.turns for prompt in kept]
         apart = replace(cfg, path=cfg.sweep_path, ids="", first=0)
@@ -81,9 +82,9 @@ def load_benchmark(
                 f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
                 f"that are measured. Expected a file with other prompts."
             )
-        elsewhere, _ = _fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
+        for_sweep, _ = _keep_fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
     return Benchmark(
-        cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, elsewhere
+        cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, for_sweep
     )
 
 
@@ -91,8 +92,8 @@ def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Pr
     """Split prompts into `count` from all over the file and the others, both in its order.
 
     One prompt is taken from each of `count` equal stretches, so all categories of a sorted file are
-    represented. Its place in the stretch varies by multiples of the golden ratio, which does the
-    same for a file whose categories alternate.
+    represented. Its place in the stretch varies by multiples of the golden ratio, so alternating
+    categories are represented too.
     """
     count = min(count, len(prompts))
     bounds = [step * len(prompts) // count for step in range(count + 1)] if count else []
@@ -109,25 +110,20 @@ def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Pr
 def _read(cfg: BenchmarkConfig) -> list[Prompt]:
     """Read the prompts that the options select, with their turns ready to be rendered."""
     prompts = read_prompts(cfg.path)
-    if cfg.turns == "first":
-        prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
-    if cfg.first:
-        prompts = prompts[: cfg.first]
-    if cfg.strip:
-        prompts = [
-            replace(prompt, turns=[turn.strip() for turn in prompt.turns]) for prompt in prompts
-        ]
-    if cfg.render == "text" and cfg.template != TURN:
-        prompts = [
-            replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns])
-            for prompt in prompts
-        ]
-    return prompts
+    selected = []
+    for prompt in prompts[: cfg.first or None]:
+        turns = prompt.turns[:1] if cfg.turns == "first" else prompt.turns
+        if cfg.strip:
+            turns = [turn.strip() for turn in turns]
+        if cfg.render == "text":
+            turns = [cfg.template.replace(TURN, turn) for turn in turns]
+        selected.append(replace(prompt, turns=turns))
+    return selected
 
 
-def _fitting(
+def _keep_fitting(
     prompts: Sequence[Prompt],
     cfg: BenchmarkConfig,
     tokenizer: Any,
@@ -135,7 +131,7 @@ def _fitting(
     max_new_tokens: int,
     limit: int,
 ) -> tuple[list[Prompt], int]:
-    """Return at most `limit` prompts whose first turn leaves room, and the number that does not.
+    """Return at most `limit` prompts whose first turn leaves room, and the number too long.
 
     Raises UserError if none fits, or if one does not and cfg.too_long is error.
     """
@@ -199,15 +195,12 @@ def render_turns(
     if len(answers) != len(turns) - 1:
         raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
     if render == "text":
-        history = "".join(
-            f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False)
-        )
-        return render_text(tokenizer, history + turns[-1])
-    messages = []
-    for index, turn in enumerate(turns):
+        earlier = (f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
+        return render_text(tokenizer, "".join(earlier) + turns[-1])
+    messages = [{"role": "user", "content": turns[0]}]
+    for turn, answer in zip(turns[1:], answers, strict=True):
+        messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": turn})
-        if index < len(answers):
-            messages.append({"role": "assistant", "content": answers[index]})
     return render_prompt(tokenizer, messages, template=chat_template)
 
 
@@ -217,10 +210,7 @@ def _check_options(cfg: BenchmarkConfig) -> None:
         ("turns", cfg.turns, ("first", "all")),
         ("too_long", cfg.too_long, ("error", "skip")),
     ):
-        if found not in allowed:
-            raise UserError(
-                f"benchmark.{key}={found!r} is unknown, expected one of: {', '.join(allowed)}."
-            )
+        check_choice(f"benchmark.{key}", found, allowed)
     if cfg.first < 0:
         raise UserError(
             f"benchmark.first is {cfg.first}, expected a number of prompts, or 0 for all."

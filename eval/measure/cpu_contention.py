@@ -27,16 +27,16 @@ def machine_seconds() -> float | None:
 
 
 def undisturbed_seconds(
-    own: float, elapsed: float, others: float, threads: int, processors: int
+    thread: float, elapsed: float, others: float, threads: int, processors: int
 ) -> float:
     """Return the seconds in which a decoding thread had its processors.
 
-    own: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit on
-    processors that decoding leaves free do not count; each thread bears a share of the rest. Time
-    taken from this thread's processor is already missing in `own` and counts once.
+    thread: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit
+    on processors that decoding leaves free do not count; each thread bears a share of the rest.
+    Time taken from this thread's processor is already missing in `thread` and counts once.
     """
     free = max(0, processors - threads) * elapsed
-    return max(0.0, min(own, elapsed - max(0.0, others - free) / threads))
+    return max(0.0, min(thread, elapsed - max(0.0, others - free) / threads))
 
 
 @dataclass
@@ -53,12 +53,11 @@ class UndisturbedClock:
 
     def seconds(self) -> float:
         """Return the seconds in which this thread had its processors so far."""
-        (own, clock, process, machine), began = self._now(), self._began
-        others = (
-            0.0
-            if machine is None or began[3] is None
-            else machine - began[3] - (process - began[2])
-        )
+        (thread, clock, process, machine), began = self._now(), self._began
+        others = 0.0
+        if machine is not None and began[3] is not None:
+            others = machine - began[3] - (process - began[2])
+        processors = os.cpu_count() or 1
         return undisturbed_seconds(
-            own - began[0], clock - began[1], others, self.threads, os.cpu_count() or 1
+            thread - began[0], clock - began[1], others, self.threads, processors
         )

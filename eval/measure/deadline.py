@@ -1,7 +1,7 @@
 """Bound on the seconds of measurement, kept in the run folder.
 
 Prompts are measured in blocks: the same ones under every condition, by every drafter and the
-baseline. A block is always finished, so that all rows have the same prompts. The prompts are
+baseline. A block is always finished, so all rows have the same prompts. The prompts are
 shuffled by the seed; time decides how many of them are measured, never which.
 """
 

@@ -30,16 +30,16 @@ CAPPED = ("own", "cap")  # rules under which the length is an upper bound, seldo
 SELF_ENDING = ("confidence", "assisted", "adaptive_confidence", "entropy", "thompson")
 
 
-def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
+def rule_of(schedule: str, given: bool, length_cap: int | None = None) -> str:
     """Return the name in RULES of the rule that sets a drafter's length.
 
-    given: the user gave the lengths. own_cap: result of `own_cap_of`, which overrides given and
-    swept lengths. The closed form of an overlapped schedule assumes uniform acceptance, so such a
-    schedule takes the length that the sweep measured as fastest.
+    given: whether the user gave the lengths. length_cap: result of `length_cap_of`, which overrides
+    given and swept lengths. The closed form of an overlapped schedule assumes uniform acceptance,
+    so such a schedule takes the length that was fastest in the sweep.
     """
     if schedule == ALONE:
         return "none"
-    if own_cap is not None:
+    if length_cap is not None:
         return "cap"
     if given:
         return "given"
@@ -48,7 +48,7 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
     return "fastest" if schedule in SCHEDULES else "predicted"
 
 
-def own_cap_of(
+def length_cap_of(
     name: str, use: DrafterUse, capabilities: Capabilities, target: Target, usual: int
 ) -> int | None:
     """Return the cap on the drafts of a drafter whose stopping rule sets their lengths, else None.
@@ -80,21 +80,21 @@ def own_cap_of(
     return use.max_draft_tokens
 
 
-def swept(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
+def sweep_lengths(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
     """Return the draft lengths that a drafter runs at in the sweep, none if it drafts nothing."""
     if facts.length_rule == "none":
         return []
-    return list(cfg.sweep) if facts.own_cap is None else [facts.own_cap]
+    return list(cfg.sweep) if facts.length_cap is None else [facts.length_cap]
 
 
-def tried(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
+def possible_lengths(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
     """Return all draft lengths at which a drafter may run; [0] if it decodes alone."""
     if facts.length_rule == "none":
         return [0]
-    given = [] if facts.own_cap else cfg.num_draft_tokens
-    return list(dict.fromkeys([*swept(facts, cfg), *given]))
+    given = [] if facts.length_cap else cfg.num_draft_tokens
+    return list(dict.fromkeys([*sweep_lengths(facts, cfg), *given]))
 
 
-def longest(facts: DrafterFacts, cfg: EvalConfig) -> int:
+def longest_draft(facts: DrafterFacts, cfg: EvalConfig) -> int:
     """Return the longest draft of a drafter in the run."""
-    return facts.own_cap or max([*cfg.num_draft_tokens, *cfg.sweep])
+    return facts.length_cap or max([*cfg.num_draft_tokens, *cfg.sweep])

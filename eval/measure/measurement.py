@@ -1,7 +1,7 @@
 """Measurement of a unit: the baseline and every drafter decode each prompt in turn.
 
-Interleaving keeps drafter and baseline within seconds of each other, so that a machine that slows
-down slows both. The order rotates from unit to unit. Nothing but decoding happens between two clock
+Interleaving keeps drafter and baseline within seconds of each other, so a slower machine slows
+both. The order rotates from unit to unit. Nothing but decoding happens between two clock
 readings.
 """
 
@@ -141,7 +141,7 @@ def units_of(
 
 
 def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """Return the arms in an order that starts at another one for each unit."""
+    """Return the arms in rotated order, from the one with the index `by`."""
     shift = by % len(arms)
     return [*arms[shift:], *arms[:shift]]
 
@@ -223,7 +223,7 @@ class _Turn:
                     self.outputs[arm], self.cpu_seconds[arm] = rows, spent
                 elif _texts(rows) != _texts(before) and self._is_compared(arm):
                     differing[arm] = rows
-        # An arm with two outputs has a wrong one, which is kept and reported.
+        # An arm with two different outputs has a wrong one: keep and report that one.
         for arm, rows in differing.items():
             if _texts(self.outputs[arm]) == _texts(self._reference(arm)):
                 self.outputs[arm] = rows
@@ -287,5 +287,5 @@ def _texts(rows: Sequence[Generation]) -> list[list[int]]:
 
 
 def _faster(rows: Sequence[Generation], before: Sequence[Generation]) -> bool:
-    """Return whether the same text took less time; another text is no better measurement of it."""
+    """Return whether the same text took less time; another text does not replace it."""
     return _texts(rows) == _texts(before) and _seconds(rows) < _seconds(before)

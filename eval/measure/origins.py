@@ -53,7 +53,7 @@ class Origin:
 def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
     """Read the provenance of a drafter folder whose content has this hash.
 
-    Ignores cards whose hash does not match, and cards written by dry runs.
+    A card with another hash, or of a dry run, is ignored.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     card_hash = card.get("drafter_hash")

@@ -100,7 +100,7 @@ def time_slice(
     return slices
 
 
-def frozen_costs(
+def freeze_costs(
     bench: Bench,
     conditions: Sequence[Condition],
     prompt: Sequence[int],
@@ -108,10 +108,10 @@ def frozen_costs(
     path: Path,
     seconds: float = math.inf,
 ) -> None:
-    """Fill bench.costs from the run folder, after missing costs were measured and written there.
+    """Fill bench.costs from the run folder, measuring and writing missing costs first.
 
-    So a resumed run decides as before. deepest: the longest draft of each drafter. seconds: for all
-    measurements together.
+    So a resumed run makes the same decisions. deepest: the longest draft of each drafter. seconds:
+    for all measurements together.
     """
     weighing = [
         name
@@ -157,26 +157,26 @@ def median_parts(
     ValueError if this drafter has no slice under this condition.
     """
     here = [s for s in slices if (s.part, s.condition) == (part, condition)]
-    own = [s for s in here if s.drafter == drafter]
-    if not own:
+    mine = [s for s in here if s.drafter == drafter]
+    if not mine:
         raise ValueError(f"{drafter} was not timed at {condition.label}")
-    timed = [s for s in here if s.shared] if own[0].shared else own
+    timed = [s for s in here if s.shared] if mine[0].shared else mine
     target = [s.t_target_ms for s in timed]
     widths = sorted({n for times in target for n in times})
     t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
-    beams = own[0].t_draft_by_beams_ms
-    by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in own) for n in beams}
-    return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context, by_beams)
+    beams = mine[0].t_draft_by_beams_ms
+    by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in mine) for n in beams}
+    return PartTimes(median(s.t_draft_ms for s in mine), t_target_ms, mine[0].context, by_beams)
 
 
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:
-    """Add one line for each slice, in one write."""
+    """Append a line for each slice, in one write."""
     with path.open("ab") as file:
         file.write(journal_bytes(map(dataclasses.asdict, slices)))
 
 
 def slice_from(values: dict[str, Any]) -> Slice:
-    """Make a slice from the values of a line.
+    """Return the slice in the values of a line.
 
     Raises TypeError, ValueError or AttributeError for invalid values.
     """

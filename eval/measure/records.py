@@ -18,7 +18,7 @@ AUTOREGRESSIVE = "autoregressive"  # name of the baseline in place of a drafter'
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition that drafter and baseline share when they are compared."""
+    """Settings that drafter and baseline must share to be compared."""
 
     temperature: float
     batch_size: int
@@ -114,12 +114,12 @@ def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
 
 
 def record_from(values: dict[str, Any]) -> Record:
-    """Make a record from the values of a line. Raises TypeError for other fields."""
+    """Return the record in the values of a line. Raises TypeError for other fields."""
     return Record(**values)
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add lines in one write, so that a killed run leaves at most one torn line, at the end."""
+    """Append lines in one write: a killed run leaves at most one torn line, at the end."""
     with path.open("ab") as file:
         file.write(journal_bytes(map(dataclasses.asdict, records)))
 
@@ -139,7 +139,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Replace the file atomically."""
+    """Replace the file by these records, in one step."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     append_records(partial, records)

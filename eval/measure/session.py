@@ -2,7 +2,7 @@
 
 Units that the run folder holds are not measured again, so an interrupted run continues with the
 next one. Under a bound in seconds (max_seconds) the conditions alternate, prompt by prompt in a
-shuffled order, until no other prompt fits (eval/measure/deadline.py).
+shuffled order, until no other prompt fits (see eval.measure.deadline).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure.benchmarks import spread
 from eval.measure.deadline import Deadline
-from eval.measure.lengths import longest, swept
+from eval.measure.lengths import longest_draft, sweep_lengths
 from eval.measure.measurement import Task, measure_unit, units_of
 from eval.measure.parts import (
     UNITS_A_SLICE,
     Slice,
     append_slices,
-    frozen_costs,
+    freeze_costs,
     read_slices,
     time_slice,
 )
@@ -37,7 +37,7 @@ from eval.measure.records import (
     stalled,
     write_records,
 )
-from eval.measure.setup import Loaded, conditions, middle_prompt, warm_up, widths
+from eval.measure.setup import Loaded, conditions, median_prompt, warm_up, widths
 from eval.statistics.prediction import predicted_speedup
 from eval.statistics.rows import pool_of
 from jobs.drafter_use import ALONE
@@ -63,18 +63,18 @@ class Session:
         write_records(self.records_file, self.records)
         self.slices_file.unlink(missing_ok=True)
         append_slices(self.slices_file, self.slices)
-        self._prompt = middle_prompt(loaded.bench)
+        self._prompt = median_prompt(loaded.bench)
         self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
-        deepest = {name: longest(facts, cfg) for name, facts in self.loaded.facts.items()}
+        deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
         # takes minutes with many drafters
         print("eval: timing the steps that drafters weigh, and warming up", file=sys.stderr)
         seconds = self.deadline.costs_seconds
-        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
+        freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
             progress = _Progress(bar, total, self.deadline)
@@ -101,7 +101,9 @@ class Session:
                 Arm(name, gamma)
                 for name, facts in self.loaded.facts.items()
                 for gamma in (
-                    swept(facts, self.cfg) if part == "sweep" else self._lengths(name, condition)
+                    sweep_lengths(facts, self.cfg)
+                    if part == "sweep"
+                    else self._lengths(name, condition)
                 )
             ]
         return self._known_arms[place]
@@ -151,8 +153,8 @@ class Session:
     def _lengths(self, name: str, condition: Condition) -> list[int]:
         """Return a drafter's draft lengths in the main part, as its rule sets them."""
         facts = self.loaded.facts[name]
-        if facts.own_cap is not None:
-            return [facts.own_cap]
+        if facts.length_cap is not None:
+            return [facts.length_cap]
         if facts.length_rule == "given":
             return self.cfg.num_draft_tokens
         if facts.length_rule == "own":
@@ -187,7 +189,7 @@ def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
     return min(counts) > 0 and len(set(counts)) == 1
 
 
-def drafting(loaded: Loaded) -> list[str]:
+def drafter_names(loaded: Loaded) -> list[str]:
     """Return the names of the drafters that draft, without those that decode alone."""
     return [name for name, facts in loaded.facts.items() if facts.schedule != ALONE]
 
@@ -198,8 +200,8 @@ def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list
     They are shuffled by cfg.seed if time decides how many of them run.
     """
     benchmark, count = loaded.bench.benchmark, cfg.sweep_prompts if cfg.sweep else 0
-    for_sweep, for_main = spread(benchmark.elsewhere or benchmark.prompts, count)
-    for_main = benchmark.prompts if benchmark.elsewhere else for_main
+    for_sweep, for_main = spread(benchmark.for_sweep or benchmark.prompts, count)
+    for_main = benchmark.prompts if benchmark.for_sweep else for_main
     if not cfg.max_seconds:
         return for_sweep, for_main
     order = random.Random(cfg.seed)
@@ -229,7 +231,7 @@ def tasks_of(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> dict[str,
 
 
 def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
-    """Return all tasks, grouped by what is measured together, in the order of measurement.
+    """Return blocks of tasks that are measured together, in the order of measurement.
 
     Without a bound in seconds: the sweep and the main part of each condition in turn. With one: the
     sweep of all conditions, then their main part, in blocks of as many prompts as the largest batch
@@ -249,7 +251,7 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
     """Return the number of batches decoded under each condition."""
     everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
     arms = {
-        "sweep": sum(len(swept(facts, cfg)) for facts in everyone),
+        "sweep": sum(len(sweep_lengths(facts, cfg)) for facts in everyone),
         "main": sum(given if facts.length_rule == "given" else 1 for facts in everyone),
     }
     return {
@@ -262,7 +264,7 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
     }
 
 
-def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
+def max_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
     """Return the maximum number of tokens that the run can emit."""
     batches = generations(cfg, loaded)
     rows = sum(count * condition.batch_size for condition, count in batches.items())
@@ -277,7 +279,7 @@ class _Progress:
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
-        """Count generations measured by an earlier run; a negative number takes counts back."""
+        """Count generations of an earlier run; a negative number removes a stalled unit."""
         self.count += generations
         self._update("already measured" if generations > 0 else "the machine stalled: once more")
 

@@ -1,4 +1,4 @@
-"""Load models and prompts as the configuration names them, and check it without them."""
+"""Check the configuration, and load the models and prompts that it names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from decoding.schedules.by_name import WALL
 from decoding.values import RULES, check_settings
 from eval.config import EvalConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
-from eval.measure.lengths import longest, own_cap_of, rule_of, tried
+from eval.measure.lengths import length_cap_of, longest_draft, possible_lengths, rule_of
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.budgets import Shapes, shapes_of
@@ -38,10 +38,8 @@ from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24
 EMBEDDED = "embedded:"  # prefix of a path that names a file shipped with the project
-SETTINGS = (  # checked as for all jobs
-    *("top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "stopping_threshold"),
-    "seed",
-)
+# Fields that the decoding settings and the rows share.
+SHARED = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
@@ -59,7 +57,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
-    check_settings(cfg, SETTINGS)
+    check_settings(cfg, (*SHARED[1:], "stop_strings", "stopping_threshold"))
     temperature, length = RULES["temperature"], RULES["max_new_tokens"]
     hot = bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures))
     numbers = "numbers from 1 up"
@@ -110,7 +108,7 @@ class Loaded:
 
 
 def load(cfg: EvalConfig) -> Loaded:
-    """Load target, drafters, tokenizer and prompts. Raises UserError for what does not fit."""
+    """Load target, drafters, tokenizer and prompts. Raises UserError for parts that do not fit."""
     folder, device = resolve(cfg.target.path), device_of(cfg.target.device)
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
@@ -190,8 +188,8 @@ def _sweep_file(cfg: EvalConfig) -> Path | None:
 def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:
     """Return the device for drafters in workers; print a note if it is the target's card."""
     device = device_for_drafter(target)
-    overlapping = any(use.schedule in WALL for use in uses)
-    if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
+    on_card = target.device.type == "cuda" and torch.device(device) == target.device
+    if on_card and any(use.schedule in WALL for use in uses):
         print(f"note: no other card is free, so drafters in workers share {device} with the target")
     return device
 
@@ -199,16 +197,11 @@ def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> s
 def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any) -> Settings:
     """Return the decoding settings that all conditions share."""
     return Settings(
-        max_new_tokens=cfg.max_new_tokens,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        repetition_penalty=cfg.repetition_penalty,
         allowed=_allowed(cfg.allowed)(tokenizer) if cfg.allowed else None,
         stop_strings=tuple(cfg.stop_strings),
         text_of=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
-        seed=cfg.seed,
         stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
+        **{name: vars(cfg)[name] for name in SHARED},
     )
 
 
@@ -228,10 +221,6 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     """Return the facts that all rows of the run share."""
     machine = hardware()
     embedded = cfg.target.path.startswith(EMBEDDED)
-    shared = (
-        *("verify", "top_k", "top_p", "min_p", "repetition_penalty", "allowed"),
-        *("max_new_tokens", "seed", "bootstrap_resamples"),
-    )
     return RunFacts(
         target=cfg.target.path.replace(":", " ") if embedded else target.name,
         target_layers=target.num_layers,
@@ -242,7 +231,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         device=device,
         threads=torch.get_num_threads(),
         hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
-        **{name: vars(cfg)[name] for name in shared},
+        **{name: vars(cfg)[name] for name in ("verify", "allowed", "bootstrap_resamples", *SHARED)},
     )
 
 
@@ -258,7 +247,7 @@ def _facts_of(
 
     dtype: of the drafter's model, empty if it has none. Raises UserError for a cap without effect.
     """
-    own_cap = own_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
+    length_cap = length_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -266,10 +255,10 @@ def _facts_of(
         one_pass=drafter.capabilities.steps == "round",
         stopping=use.stopping or "fixed",
         schedule=use.schedule,
-        length_rule=rule_of(use.schedule, bool(cfg.num_draft_tokens), own_cap),
+        length_rule=rule_of(use.schedule, bool(cfg.num_draft_tokens), length_cap),
         verify=use.verify,
         dtype=dtype,
-        own_cap=own_cap,
+        length_cap=length_cap,
     )
 
 
@@ -282,13 +271,13 @@ def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
     drafters, facts = loaded.bench.drafters, loaded.facts
     deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
     chain = range(1, deepest + 2)
-    capped = max((one.own_cap or 0 for one in facts.values()), default=0)
-    widest = 1 + max(one.width(longest(facts[name], cfg)) for name, one in drafters.items())
+    capped = max((one.length_cap or 0 for one in facts.values()), default=0)
+    widest = 1 + max(one.width(longest_draft(facts[name], cfg)) for name, one in drafters.items())
     further = {*range(deepest + 5, capped + 1, 4), *range(16, widest, 16), capped + 1, widest}
     return [*chain, *sorted(n for n in further if n > deepest + 1)]
 
 
-def middle_prompt(bench: Bench) -> list[int]:
+def median_prompt(bench: Bench) -> list[int]:
     """Return the token ids of the prompt of median length, for timing and warming up."""
     render, template = bench.benchmark.render, bench.benchmark.chat_template
     prompts = [
@@ -300,11 +289,15 @@ def middle_prompt(bench: Bench) -> list[int]:
 
 def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
     """Run every arm once, so that no measured generation is the first of its shape."""
-    ids = middle_prompt(loaded.bench)
+    ids = median_prompt(loaded.bench)
     tokens = min(WARM_UP_TOKENS, cfg.max_new_tokens)
     brief = dataclasses.replace(loaded.bench.settings, max_new_tokens=tokens)
     short = dataclasses.replace(loaded.bench, settings=brief)
-    arms = [Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)]
+    arms = [
+        Arm(name, gamma)
+        for name, facts in loaded.facts.items()
+        for gamma in possible_lengths(facts, cfg)
+    ]
     for condition in conditions(cfg):
         for arm in [*loaded.bench.baselines(condition), *arms]:
             short.decode(condition, arm, [ids] * condition.batch_size)

@@ -35,7 +35,7 @@ PAGES.filters |= {
     for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
 }
 PAGES.filters["with_interval"] = text.with_interval
-PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL, "WORDS": tables.WORDS}
+PAGES.globals |= {"tables": tables, "words": text, "LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,15 @@ class Provenance:
 def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance) -> str:
     """Return report.html."""
     shown = main_rows(rows)
-    named = [(text.drafter_name(row), row) for row in shown]
     return PAGES.get_template("evaluation.html.j2").render(
         title=f"Speculative decoding of {shown[0].target}",
         warnings=text.warnings(shown),
         cards=_cards(shown),
         rows=shown,
         first=shown[0],
-        results=tables.result_tables(shown),
-        losses=tables.losses_table(named),
-        predictions=tables.predictions_table(named),
-        budgets=tables.budgets_table(shown),
-        limits_note=tables.limits_note(shown[0]),
+        named=[(text.drafter_name(row), row) for row in shown],
         pairs=tables.pairs_table(shown, records),
         plots=_plots(rows, shown, records),
-        categories=tables.categories_table(shown),
-        legend=text.LEGEND,
         made=made,
         stalls=len({(r.condition, r.part, r.unit) for r in records if r.attempt > 1}),
     )
@@ -87,26 +80,21 @@ def comparison_page(
     """Return comparison.html."""
     entries = [entry for panel in panels for entry in panel.entries]
     targets = dict.fromkeys(panel.setting.target for panel in panels)
-    firsts = [one.rows[0] for one in evaluations]
+    threads = [text.count_label(one.rows[0].threads, "thread") for one in evaluations]
     return PAGES.get_template("comparison.html.j2").render(
         title=f"Drafters compared: {', '.join(targets)}",
         warnings=tables.comparison_warnings(evaluations),
         cards=[_panel_card(panel) for panel in panels],
         drafters=len({entry.name for entry in entries if entry.row.drafter != CONTROL}),
         machines=dict.fromkeys(
-            f"{row.hardware} with {text.count_label(row.threads, 'thread')}, {row.dtype}"
-            for row in firsts
+            f"{one.rows[0].hardware} with {label}, {one.rows[0].dtype}"
+            for one, label in zip(evaluations, threads, strict=True)
         ),
         evaluations=evaluations,
         differences=tables.differences_table(panels, evaluations),
         notes=[note for one in evaluations for note in one.notes],
-        panels=[
-            (panel, tables.panel_tables(panel), tables.panel_losses(panel), drawn)
-            for panel, drawn in zip(panels, plots_by_panel, strict=True)
-        ],
+        panels=list(zip(panels, plots_by_panel, strict=True)),
         everything=entries[0].prompts == ALL,
-        legend=text.COMPARISON_LEGEND,
-        runs=tables.runs_table(evaluations),
         made=made,
     )
 

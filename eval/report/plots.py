@@ -354,8 +354,8 @@ def iso_speedup_curves(
 ) -> list[tuple[float, np.ndarray, np.ndarray]]:
     """Return (speedup, c_A, alpha_A) of the curves between c = 0 and `widest`, by speedup.
 
-    V, o and o_1 are medians of the entries. On a curve the best gamma gives that speedup; above and
-    to the left of it, more. Curves whose labels would overlap are left out.
+    V, o and o_1 are medians of the entries. On a curve the best gamma gives that speedup; above it
+    and to its left the speedup is higher. Curves whose labels would overlap are left out.
     """
     costs = usual_costs(entries)
     alpha_A = np.linspace(0.0, 1.0, 201)

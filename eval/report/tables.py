@@ -257,8 +257,8 @@ def categories_table(rows: Sequence[Row]) -> Table:
 
 # ------------------------------------------------------------------------------------- a comparison
 def entry_name(entry: Entry) -> str:
-    """Return the entry's name, with its own rule and with the reason why it is not ranked."""
-    rule = text.own_rule(entry.row)
+    """Return the entry's name, with its rule if not the run's, and why it is not ranked."""
+    rule = text.drafter_rule(entry.row)
     name = f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
     remark = entry.not_ranked or ("drafts nothing" if entry.idle else "")
     return f"{name} [{remark}]" if remark else name
@@ -283,7 +283,7 @@ def entry_cells(compared: ComparedEntry) -> dict[str, str]:
 
 
 def panel_tables(panel: Panel, title: str = "") -> list[Table]:
-    """Return two tables: the outcome, and the acceptance and costs behind it."""
+    """Return two tables: the outcome, and acceptance and costs."""
     rows = [entry_cells(compared) for compared in panel.compared]
     return [
         make_table(title, [{n: row[n] for n in names} for row in rows], (), KEY_OF_COMPARISON)

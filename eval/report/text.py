@@ -68,7 +68,7 @@ def drafter_name(row: Row) -> str:
     return f"{row.drafter} (virtual clock)" if row.schedule in VIRTUAL else row.drafter
 
 
-def own_rule(row: Row) -> str:
+def drafter_rule(row: Row) -> str:
     """Return the drafter's verification rule if it differs from that of the run, else ""."""
     return row.verify if row.verify != row.shared_verify else ""
 
@@ -77,7 +77,7 @@ def drafter_label(row: Row) -> str:
     """Return the drafter's name with schedule, stopping rule and size: `mine (1 layer, 3.1 M)`."""
     named = row.drafter.lower().replace(" ", "_")
     usual = ("", "serial", "fixed", "cost_ratio")
-    parts = [part for part in (row.schedule, row.stopping, own_rule(row)) if part not in usual]
+    parts = [part for part in (row.schedule, row.stopping, drafter_rule(row)) if part not in usual]
     eager = ["eager"] if row.stopping in EAGER and row.device.startswith("cuda") else []
     name = ", ".join([row.drafter, *(part for part in parts if part not in named), *eager])
     if row.drafter_parameters:

@@ -1,1 +1,1 @@
-"""From records to the rows of results.jsonl: counts, costs, intervals, predictions."""
+"""Statistics that turn records into rows: counts, costs, intervals and predictions."""

@@ -57,7 +57,7 @@ class Shapes:
     drafts: Mapping[str, Forward | None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32  # of the target
     device: str = "cpu"
-    whole: bool = True  # whether the target runs in one process, on one device
+    in_one_process: bool = True  # of the target
     limits: Limits | None = None  # None: not measured
 
 
@@ -76,8 +76,8 @@ def shapes_of(
     drafts = {
         name: _step(mappings[name], drafter, config, dtype) for name, drafter in drafters.items()
     }
-    whole = not isinstance(target, ParallelTarget)
-    return Shapes(_forward(config, dtype), drafts, dtype, str(target.device), whole)
+    single = not isinstance(target, ParallelTarget)
+    return Shapes(_forward(config, dtype), drafts, dtype, str(target.device), single)
 
 
 def _config(folder: str | Path) -> NativeConfig | None:
@@ -135,7 +135,7 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
     Short runs and small targets get none, as their limits explain nothing. tokens: the maximum
     number that the run decodes.
     """
-    if shapes.target is None or not shapes.whole or tokens <= LEAST_TOKENS:
+    if shapes.target is None or not shapes.in_one_process or tokens <= LEAST_TOKENS:
         return shapes
     step = shapes.target(1, 0, 1)
     if step.weight_bytes < LEAST_BYTES:
@@ -151,7 +151,7 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
 def row_budgets(
     shapes: Shapes, facts: DrafterFacts, sample: PairedSample, context: int
 ) -> dict[str, Any]:
-    """Return a row's fields on what a mean round and a step of the baseline need and reach.
+    """Return a row's budgets of a mean round and of a baseline step, and the limits.
 
     sample: the sum of the row's units.
     """

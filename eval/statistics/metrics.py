@@ -95,11 +95,9 @@ def overlap(
     This is the share of the shorter lane that ran during the longer one, from 0 up; clock noise
     below 0 is cut off. None if no round had two lanes.
     """
-    return (
-        max(0.0, draft_seconds + target_seconds - both_seconds) / shorter_seconds
-        if shorter_seconds
-        else None
-    )
+    if not shorter_seconds:
+        return None
+    return max(0.0, draft_seconds + target_seconds - both_seconds) / shorter_seconds
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:

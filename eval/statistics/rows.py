@@ -70,8 +70,8 @@ def build_row(
 ) -> Row:
     """Return the row of a drafter at one draft length under one condition.
 
-    records, units: all of that drafter, length and condition. shapes: what its models read and
-    compute.
+    records, units: all of that drafter, length and condition. shapes: budgets of its models'
+    forwards.
     """
     first, sample = records[0], total(units)
     rule = facts.verify or run.verify

@@ -31,7 +31,7 @@ class DrafterFacts:
     verify: str | None = None  # its rule where temperature > 0; None: that of the run
     dtype: str = ""  # of its model; empty: it has none
     # cap on the lengths that its stopping rule sets (length_rule "cap"), else None
-    own_cap: int | None = None
+    length_cap: int | None = None
 
 
 @dataclass(frozen=True)

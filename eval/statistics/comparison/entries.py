@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def ranked_speedup(self) -> Interval:
-        """Speedup of an entry that is ranked, and so has one."""
+        """Speedup of a ranked entry, which is never None."""
         assert self.speedup is not None, self.not_ranked
         return self.speedup
 
@@ -99,11 +99,8 @@ class Entry:
     @property
     def idle(self) -> bool:
         """Whether a model drafted almost nothing, so that its speed is that of plain decoding."""
-        return (
-            self.row.drafter_parameters > 0
-            and self.row.num_draft_tokens > 0
-            and self.row.drafted < IDLE_BELOW
-        )
+        drafts = self.row.drafter_parameters > 0 and self.row.num_draft_tokens > 0
+        return drafts and self.row.drafted < IDLE_BELOW
 
     def counted(self) -> dict[tuple[str, ...], PairedSample]:
         """Return the paired samples of the prompts that count, by their prompt ids."""
@@ -126,18 +123,13 @@ def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
     for evaluation in evaluations:
         for row in evaluation.rows:
             runs_of.setdefault(row.drafter, set()).add(evaluation.label)
-    return [
-        _entry(
-            evaluation,
-            row,
-            row.drafter
-            if len(runs_of[row.drafter]) == 1
-            else f"{row.drafter} ({evaluation.label})",
-            prompts,
-        )
-        for evaluation in evaluations
-        for row in evaluation.rows
-    ]
+    entries = []
+    for evaluation in evaluations:
+        for row in evaluation.rows:
+            several = len(runs_of[row.drafter]) > 1
+            name = f"{row.drafter} ({evaluation.label})" if several else row.drafter
+            entries.append(_entry(evaluation, row, name, prompts))
+    return entries
 
 
 def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
@@ -153,12 +145,8 @@ def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
         folder=str(evaluation.folder),
         name=name,
         row=row,
-        setting=Setting(
-            **{field.name: values[field.name] for field in dataclasses.fields(Setting)}
-        ),
-        workload=Workload(
-            **{field.name: values[field.name] for field in dataclasses.fields(Workload)}
-        ),
+        setting=Setting(*(values[field.name] for field in dataclasses.fields(Setting))),
+        workload=Workload(*(values[field.name] for field in dataclasses.fields(Workload))),
         units=evaluation.units(row),
         card=origin.card if origin else {},
         bytes_per_step=origin.bytes_per_step(row) if origin else modelless,

@@ -45,12 +45,9 @@ class Evaluation:
     @property
     def execution(self) -> str:
         """Execution mode of the backend, by default that of TargetConfig."""
-        asked = self.config["target"].get("execution", "")
-        return asked or (
-            "graph"
-            if self.rows[0].device.startswith("cuda") and self.rows[0].backend != "hf"
-            else "eager"
-        )
+        asked, row = self.config["target"].get("execution", ""), self.rows[0]
+        graph = row.device.startswith("cuda") and row.backend != "hf"
+        return asked or ("graph" if graph else "eager")
 
     def units(self, row: Row) -> list[PairedSample]:
         """Return the paired samples behind a row.
@@ -79,12 +76,8 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        matches = (
-            [path]
-            if path.exists()
-            else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        )
-        folders = [match for match in matches if match.is_dir()]
+        matches = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
+        folders = [match for match in map(Path, matches) if match.is_dir()]
         if not folders:
             raise UserError(
                 f"runs: {pattern} finds no folder (working folder: {Path.cwd()}); expected a "

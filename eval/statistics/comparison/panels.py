@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -83,31 +83,22 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
     differing = distinguishing_fields(settings, "target", "target_hash") + distinguishing_fields(
         [work for _, work in keys], "benchmark", "prompts_hash"
     )
-    return [
-        Panel(
-            *key,
-            _label(key, differing, groups[key][0].row),
-            _compare(groups[key], resamples, seed),
-        )
-        for key in keys
-    ]
-
-
-def differing_fields(objects: Sequence[Any]) -> list[str]:
-    """Return the names of the fields in which instances of one dataclass differ."""
-    return [
-        field.name
-        for field in dataclasses.fields(objects[0])
-        if len({vars(one)[field.name] for one in objects}) > 1
-    ]
+    panels = []
+    for key in keys:
+        label = _label(key, differing, groups[key][0].row)
+        panels.append(Panel(*key, label, _compare(groups[key], resamples, seed)))
+    return panels
 
 
 def distinguishing_fields(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
-    """Return the fields that differ; the hash only if two objects share a name."""
-    enough = len({vars(one)[hashed] for one in objects}) <= len(
-        {vars(one)[name] for one in objects}
-    )
-    return [field for field in differing_fields(objects) if field != hashed or not enough]
+    """Return the fields in which dataclass instances differ; the hash only if names coincide."""
+    numbers = {
+        field.name: len({vars(one)[field.name] for one in objects})
+        for field in dataclasses.fields(objects[0])
+    }
+    if numbers[hashed] <= numbers[name]:
+        del numbers[hashed]
+    return [field for field, number in numbers.items() if number > 1]
 
 
 def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) -> str:
@@ -142,28 +133,21 @@ def _compare(entries: Sequence[Entry], resamples: int, seed: int) -> list[Compar
         weighed = [(entry, value_of(entry)) for entry in ranked]
         if not any(value for _, value in weighed):  # no front if all costs are 0
             continue
-        points = [
-            (entry, value) for entry, value in weighed if value is not None and not entry.idle
-        ]
+        points = [(entry, value) for entry, value in weighed if value is not None]
+        points = [(entry, value) for entry, value in points if not entry.idle]
         front = pareto_front([(value, entry.ranked_speedup.value) for entry, value in points])
         marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
-        found = [
-            replace(one, on_front={**one.on_front, cost: marks[id(one.entry)]})
-            if id(one.entry) in marks
-            else one
-            for one in found
-        ]
+        for one in found:
+            if id(one.entry) in marks:
+                one.on_front[cost] = marks[id(one.entry)]
     return found
 
 
 def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> ComparedEntry:
     """Compare the entry with the fastest other drafter, paired by prompt."""
     controls = entry.row.drafter == CONTROL  # the controls of two runs are one drafter
-    others = [
-        one
-        for one in ranked
-        if one.name != entry.name and not (controls and one.row.drafter == CONTROL)
-    ]
+    others = [one for one in ranked if one.name != entry.name]
+    others = [one for one in others if not (controls and one.row.drafter == CONTROL)]
     if entry.not_ranked or not others:
         return ComparedEntry(entry)
     mine, theirs = entry.counted(), others[0].counted()

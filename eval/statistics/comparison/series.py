@@ -28,7 +28,7 @@ def with_series(
         found = [_value(entry, field) for entry in entries]
         if not any(found):  # 0 is the value of drafters without a model
             raise UserError(_unknown_field(field, entries))
-        grouped[field] = rounded(found)
+        grouped[field] = merge_close_values(found)
     made = []
     for index, entry in enumerate(entries):
         values = {field: found[index] for field, found in grouped.items()}
@@ -69,7 +69,7 @@ def _value(entry: Entry, field: str) -> Any:
     return value
 
 
-def rounded(values: Sequence[Any]) -> list[Any]:
+def merge_close_values(values: Sequence[Any]) -> list[Any]:
     """Replace numbers within EQUAL_WITHIN of a smaller one by the smallest of them."""
     first: dict[Any, Any] = {}
     least: float | None = None
