@@ -79,11 +79,11 @@ def read_origins(run_folder: Path) -> dict[str, Origin] | None:
     file = run_folder / FILE
     if not file.is_file():
         return None
-    return read_object(file, "Evaluate again, with another output_dir=", _origins_of)
-
-
-def _origins_of(values: dict[str, Any]) -> dict[str, Origin]:
-    return {name: Origin(**origin) for name, origin in values.items()}
+    return read_object(
+        file,
+        "Evaluate again, with another output_dir=",
+        lambda values: {name: Origin(**origin) for name, origin in values.items()},
+    )
 
 
 def _embedding(folder: Path) -> int | None:

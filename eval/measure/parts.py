@@ -26,7 +26,7 @@ from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes
 from jobs.aliases import current_costs
 from jobs.files import write_text
-from jobs.run_files import journal_bytes, read_journal_lines, read_object
+from jobs.run_files import read_journal_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
@@ -167,12 +167,6 @@ def median_parts(
     beams = mine[0].t_draft_by_beams_ms
     by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in mine) for n in beams}
     return PartTimes(median(s.t_draft_ms for s in mine), t_target_ms, mine[0].context, by_beams)
-
-
-def append_slices(path: Path, slices: Iterable[Slice]) -> None:
-    """Append a line for each slice, in one write."""
-    with path.open("ab") as file:
-        file.write(journal_bytes(map(dataclasses.asdict, slices)))
 
 
 def slice_from(values: dict[str, Any]) -> Slice:

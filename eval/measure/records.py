@@ -118,10 +118,10 @@ def record_from(values: dict[str, Any]) -> Record:
     return Record(**values)
 
 
-def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append lines in one write: a killed run leaves at most one torn line, at the end."""
+def append_lines(path: Path, items: Iterable[Any]) -> None:
+    """Append records or slices in one write: a killed run leaves at most one torn line."""
     with path.open("ab") as file:
-        file.write(journal_bytes(map(dataclasses.asdict, records)))
+        file.write(journal_bytes(map(dataclasses.asdict, items)))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -142,5 +142,5 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     """Replace the file by these records, in one step."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    append_records(partial, records)
+    append_lines(partial, records)
     partial.rename(path)

@@ -23,7 +23,6 @@ from eval.measure.measurement import Task, measure_unit, units_of
 from eval.measure.parts import (
     UNITS_A_SLICE,
     Slice,
-    append_slices,
     freeze_costs,
     read_slices,
     time_slice,
@@ -32,7 +31,7 @@ from eval.measure.records import (
     Arm,
     Condition,
     Record,
-    append_records,
+    append_lines,
     record_from,
     stalled,
     write_records,
@@ -62,7 +61,7 @@ class Session:
         # Rewrite both files without torn and damaged lines.
         write_records(self.records_file, self.records)
         self.slices_file.unlink(missing_ok=True)
-        append_slices(self.slices_file, self.slices)
+        append_lines(self.slices_file, self.slices)
         self._prompt = median_prompt(loaded.bench)
         self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
@@ -136,7 +135,7 @@ class Session:
                 break
             progress.skip(-decodings)
         self.records += new
-        append_records(self.records_file, new)
+        append_lines(self.records_file, new)
 
     def _timed(self, condition: Condition, part: str) -> bool:
         """Return whether the run folder holds a slice of every drafter."""
@@ -148,7 +147,7 @@ class Session:
         timed = widths(self.cfg, self.loaded)
         new = time_slice(bench, condition, part, self._prompt, timed, repeats)
         self.slices += new
-        append_slices(self.slices_file, new)
+        append_lines(self.slices_file, new)
 
     def _lengths(self, name: str, condition: Condition) -> list[int]:
         """Return a drafter's draft lengths in the main part, as its rule sets them."""

@@ -34,6 +34,8 @@ from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFa
 from jobs.drafter_use import ALONE
 
 CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula predicts
+# Fields that a row shares with its records.
+OF_RECORDS = ("part", "batch_size", "temperature", "num_draft_tokens")
 # draft length -> the drafter's records, and the units that pair them with the baseline's
 ByGamma = Mapping[int, tuple[list[Record], list[PairedSample]]]
 
@@ -88,17 +90,12 @@ def build_row(
     return Row(
         **{**shared, "verify": rule if first.temperature else "greedy"},
         run_verify=run.verify if first.temperature else "greedy",
-        part=first.part,
         drafter=facts.name,
         drafter_layers=facts.layers,
         drafter_parameters=facts.parameters,
         drafter_dtype=facts.dtype,
-        batch_size=first.batch_size,
-        temperature=first.temperature,
-        num_draft_tokens=first.num_draft_tokens,
-        length_rule=facts.length_rule,
-        schedule=facts.schedule,
-        stopping=facts.stopping,
+        **{name: vars(first)[name] for name in OF_RECORDS},
+        **{name: vars(facts)[name] for name in ("length_rule", "schedule", "stopping")},
         lossless=equality.word,
         lossless_detail=equality.detail,
         **_acceptance(sample),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from eval.measure.records import append_records, read_records
+from eval.measure.records import append_lines, read_records
 from eval.report import tables, text
 from eval.statistics.lossless import judge
 from eval.statistics.paired_comparison import paired_comparisons
@@ -218,8 +218,8 @@ def test_categories_add_up(rows):
 def test_rows_and_records_survive_their_files(rows, records, tmp_path):
     write_rows(tmp_path / "results.jsonl", rows)
     assert read_rows(tmp_path / "results.jsonl") == rows
-    append_records(tmp_path / "records.jsonl", records[:5])
-    append_records(tmp_path / "records.jsonl", records[5:9])
+    append_lines(tmp_path / "records.jsonl", records[:5])
+    append_lines(tmp_path / "records.jsonl", records[5:9])
     assert read_records(tmp_path / "records.jsonl") == records[:9]
     with (tmp_path / "records.jsonl").open("a") as file:
         file.write('{"part": "ma')  # a run killed during a write

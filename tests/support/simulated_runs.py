@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eval.measure.origins import origin_of, write_origins
-from eval.measure.records import append_records
+from eval.measure.records import append_lines
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, write_rows
 from tests.support import simulated_records as simulated
@@ -67,7 +67,7 @@ def write(
         records,
     )
     write_rows(folder / "results.jsonl", rows)
-    append_records(folder / "records.jsonl", records)
+    append_lines(folder / "records.jsonl", records)
     settings = {
         "job": "eval.run",
         "experiment": "default",
