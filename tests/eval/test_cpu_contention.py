@@ -9,23 +9,29 @@ from eval.measure.cpu_contention import UndisturbedClock, machine_seconds, undis
 
 
 def test_other_processes_count_only_on_the_processors_of_decoding():
-    assert undisturbed_seconds(own=10.0, elapsed=10.0, others=0.0, threads=2, processors=2) == 10.0
     assert (
-        undisturbed_seconds(own=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0
-    ), "each of two threads bears half"
-    assert (
-        undisturbed_seconds(own=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0
-    ), "the other one was free"
-    assert undisturbed_seconds(own=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
-    assert undisturbed_seconds(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, (
-        "it used none itself"
+        undisturbed_seconds(thread=10.0, elapsed=10.0, others=0.0, threads=2, processors=2) == 10.0
     )
     assert (
-        undisturbed_seconds(own=6.5, elapsed=10.0, others=13.5, threads=1, processors=2) == 6.5
-    ), "time taken from its processor counts once"
-    assert undisturbed_seconds(own=0.5, elapsed=10.0, others=19.5, threads=2, processors=2) == 0.25
+        undisturbed_seconds(thread=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0
+    ), "each of two threads bears half"
     assert (
-        undisturbed_seconds(own=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0
+        undisturbed_seconds(thread=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0
+    ), "the other one was free"
+    assert (
+        undisturbed_seconds(thread=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
+    )
+    assert (
+        undisturbed_seconds(thread=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0
+    ), "it used none itself"
+    assert (
+        undisturbed_seconds(thread=6.5, elapsed=10.0, others=13.5, threads=1, processors=2) == 6.5
+    ), "time taken from its processor counts once"
+    assert (
+        undisturbed_seconds(thread=0.5, elapsed=10.0, others=19.5, threads=2, processors=2) == 0.25
+    )
+    assert (
+        undisturbed_seconds(thread=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0
     ), "at most the elapsed time"
 
 

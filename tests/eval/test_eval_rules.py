@@ -120,7 +120,7 @@ def test_a_coupled_row_with_another_text_ends_the_run(home, monkeypatch):
         "sweep": [],
         "prompt_lookup_control": False,
     }
-    with pytest.raises(UserError, match=r"shallow\+coupled is not the target's own"):
+    with pytest.raises(UserError, match=r"shallow\+coupled differs from the target's"):
         run(config(home, "other_seed", drafters=[entry], **changes))
 
 
@@ -308,7 +308,7 @@ def test_only_rules_that_run_after_each_token_take_a_cap(home):
         is None
     ), "a chunk is gamma"
     with pytest.raises(
-        UserError, match="x has max_draft_tokens=9, but this target records its steps"
+        UserError, match="x has max_draft_tokens=9, but this target records one step"
     ):
         length_cap_of("x", DrafterUse("entropy", max_draft_tokens=9), chain, recorded, 16)
     with pytest.raises(UserError, match="stopping=fixed ends no draft"):

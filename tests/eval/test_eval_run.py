@@ -271,7 +271,7 @@ def test_a_repeat_that_differs_is_not_hidden_by_a_faster_one(home, monkeypatch):
     monkeypatch.setattr("eval.measure.session.ATTEMPTS", 1)
     monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", wrong_once)
-    with pytest.raises(UserError, match="the output with shallow is not the target's own"):
+    with pytest.raises(UserError, match="the output with shallow differs from the target's"):
         run(
             config(
                 home, "wrong_once", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]
