@@ -18,7 +18,7 @@ from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.protocol import Job, Run
 from training.config import check_values
-from training.data.from_config import data_files, held_out_domains, read_samples, training_data
+from training.data.from_config import data_files, held_out_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample, collate
 from training.drafter_folder import write_model
@@ -73,19 +73,11 @@ def run(config: PretrainConfig) -> Path:
 def check(config: PretrainConfig) -> None:
     """Raise UserError for values that would otherwise fail only after the data is read."""
     shape = config.model
-    check_values(
-        config,
-        {
-            "model.num_hidden_layers": (
-                1 <= shape.num_hidden_layers <= MOST_LAYERS,
-                f"1 to {MOST_LAYERS:,}",
-            ),
-            **{
-                f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}")
-                for name in WIDTHS
-            },
-        },
-    )
+    layers = (1 <= shape.num_hidden_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS:,}")
+    widths = {
+        f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}") for name in WIDTHS
+    }
+    check_values(config, {"model.num_hidden_layers": layers, **widths})
     check_mixture(config.data, ("loss",))
 
 
@@ -97,7 +89,7 @@ def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
     if config.init_from:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-    held_out = held_out_samples(tokenizer, config, parallel.is_main)
+    held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
     if parallel.is_main:
         size = count_parameters(model.parameters()) / 1e6
         print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
@@ -111,36 +103,18 @@ def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
     progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
     if parallel.is_main:
         write_model(model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype))
-        best = progress.best
         metrics = {
-            "held_out_loss": best["loss"],
+            "held_out_loss": progress.best["loss"],
             "best_step": progress.best_step,
             "tokens": progress.tokens,
+            "training_seconds": round(progress.seconds, 1),
         }
-        run.folder.write_manifest(
-            run.inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True
-        )
+        run.folder.write_manifest(run.inputs, metrics, finished=True)
         print(
-            f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: "
-            f"{run.artefact}"
+            f"held-out loss {metrics['held_out_loss']:.4f} nats a token after "
+            f"{progress.seconds:.0f} s; model: {run.artefact}"
         )
     parallel.close()
-
-
-def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict[str, list[Sample]]:
-    """Return the held-out samples by domain, or under an empty name without domains.
-
-    Raises UserError if there are none.
-    """
-    if not config.data.domains:
-        return {"": read_samples(tokenizer, config.data, "held_out", show)}
-    found = held_out_domains(tokenizer, config.data, show)
-    if not found:
-        raise UserError(
-            f"no domain has held-out text ({', '.join(config.data.domains)}): set held_out_chats "
-            f"or held_out_texts for at least one domain"
-        )
-    return found
 
 
 def held_out_loss(
@@ -178,16 +152,12 @@ def _nats(
 
 def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
     shape = config.model
-    missing = [
-        name
-        for name in ("hidden_size", "num_attention_heads", "intermediate_size")
-        if getattr(shape, name) == 0
-    ]
-    if missing:
-        raise UserError(
-            f"model.{missing[0]} is 0, expected a positive width: a model from scratch has no "
-            f"target to copy its widths from"
-        )
+    for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
+        if vars(shape)[name] == 0:
+            raise UserError(
+                f"model.{name} is 0, expected a positive width: a model from scratch has no target "
+                f"to copy its widths from"
+            )
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": config.data.max_length,

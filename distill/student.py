@@ -9,7 +9,7 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
-from distill.prune.cut import Cut, cut_model, keep_everything
+from distill.prune.cut import cut_model, keep_layers
 from distill.shapes import student_config
 from jobs.paths import resolve
 from jobs.ranks import rank
@@ -69,22 +69,6 @@ def build_student(
     _refuse_other_widths(config, target.config)
     layers = choose_layers(shape, target.config.num_hidden_layers)
     return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
-
-
-def keep_layers(config: Any, layers: list[int]) -> Cut:
-    """Return the cut that keeps these layers of a target at full width."""
-    full = keep_everything(config)
-    norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
-    kept = torch.tensor(layers)
-    return Cut(
-        tuple(layers),
-        full.hidden_K,
-        full.groups_LK[kept],
-        full.queries_LKG[kept],
-        full.units_LK[kept],
-        full.norm_scale[norms],
-        full.a_group,
-    )
 
 
 def _from_folder(

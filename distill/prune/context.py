@@ -1,8 +1,9 @@
 """Context that all modes and stages of pruning share: target, text, cost accounts, distillation."""
 
+import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from jobs.config import TrackerConfig, plain
+from jobs.files import write_text
 from jobs.tracker import Tracker
 from training.bounds import Progress
 from training.config import LoopConfig
@@ -108,21 +110,56 @@ class PruneContext:
             )
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
-    def tracked(self, part: str = "") -> TrackerConfig:
+    def tracker_config(self, part: str = "") -> TrackerConfig:
         """Return the tracker configuration of the run or of one of its parts; all share a group."""
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
-    def recording(self, part: str, folder: Path) -> Tracker | None:
-        """Return a tracker for a training inside this run, or None except on rank 0.
-
-        folder: location of its metrics.jsonl.
-        """
+    @contextmanager
+    def track(self, part: str, folder: Path) -> Iterator[Tracker | None]:
+        """Track a training inside this run in `folder`; yields None except on rank 0."""
         if not self.parallel.is_main:
-            return None
+            yield None
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        return Tracker(folder, self.tracked(f": {part}"), "", plain(self.config))
+        config = self.tracker_config(f": {part}")
+        with closing(Tracker(folder, config, "", plain(self.config))) as tracker:
+            yield tracker
+
+    def cached(self, file: Path, compute: Callable[[], Any]) -> Any:
+        """Return the JSON value in a file; if it is missing, compute it and write it.
+
+        All ranks compute, and all use the value of rank 0.
+        """
+        here = self.parallel.is_main and file.is_file()
+        found = self.parallel.broadcast(json.loads(file.read_text()) if here else None)
+        if found is None:
+            found = self.parallel.broadcast(compute())
+            if self.parallel.is_main:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, json.dumps(found))
+        return found
+
+    def fit(
+        self,
+        title: str,
+        objective: Any,
+        model: Any,
+        loop: LoopConfig,
+        folder: Path,
+        tracker: Tracker | None,
+        evaluate: Callable[[], dict[str, float]],
+        flops_a_token: float,
+    ) -> Progress:
+        """Train `model` on the training text and account for it; resumes from `folder`."""
+        data = self.data(rows_of_step(self.config.data, loop))
+        with self.account(title, 0.0):
+            progress = fit(
+                title, objective, model, data, loop, self.parallel, folder, tracker, evaluate
+            )
+        self.flops[title] += flops_a_token * progress.step * loop.tokens_per_step
+        return progress
 
     def distil(
         self,
@@ -133,25 +170,18 @@ class PruneContext:
         tracker: Tracker | None = None,
     ) -> Progress:
         """Distil the target into `student` in loop.dtype; resumes from `folder`."""
-        data = self.data(rows_of_step(self.config.data, loop))
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
-        before = self.states.tokens_read
-        with self.account(title, 0.0):
-            progress = fit(
-                title,
-                objective,
-                student,
-                data,
-                loop,
-                self.parallel,
-                folder,
-                tracker,
-                lambda: self.acceptance(student),
-            )
-        read = self.parallel.sum(
-            torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
+        before, a_token = self.states.tokens_read, 6.0 * parameter_counts(student.config)["all"]
+        progress = self.fit(
+            title,
+            objective,
+            student,
+            loop,
+            folder,
+            tracker,
+            lambda: self.acceptance(student),
+            a_token,
         )
-        a_token = 6.0 * parameter_counts(student.config)["all"]
-        self.flops[title] += a_token * progress.step * loop.tokens_per_step
-        self.flops[title] += forward_flops(self.teacher.config) * float(read)
+        read = torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
+        self.flops[title] += forward_flops(self.teacher.config) * float(self.parallel.sum(read))
         return progress

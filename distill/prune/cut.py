@@ -8,7 +8,7 @@ head width, F MLP width; K kept units of a dimension.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoding.errors import UserError
-from jobs.files import disk_error, save_tensors
+from jobs.files import write_tensors
 from training.models.build import random_model
 from training.models.shapes import target_widths
 from training.parallel.fsdp import GatheredState
 
 FORM = 1  # version of the file format
+# Tensors of the file by their field in `Cut`; `layers` is stored too.
+_STORED = {
+    "hidden": "hidden_K",
+    "groups": "groups_LK",
+    "queries": "queries_LKG",
+    "units": "units_LK",
+    "norm_scale": "norm_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -50,18 +58,19 @@ class Cut:
         return self.groups_LK[:, :, None].mul(self.a_group).add(self.queries_LKG).flatten(1)
 
 
-def keep_everything(config: Any) -> Cut:
-    """Return the cut that keeps everything."""
-    widths, layers = target_widths(config), config.num_hidden_layers
-    groups, heads = widths["num_key_value_heads"], widths["num_attention_heads"]
+def keep_layers(config: Any, layers: Sequence[int]) -> Cut:
+    """Return the cut that keeps these layers of a target at full width."""
+    widths, count = target_widths(config), len(layers)
+    groups = widths["num_key_value_heads"]
+    a_group = widths["num_attention_heads"] // groups
     return Cut(
-        tuple(range(layers)),
+        tuple(layers),
         torch.arange(widths["hidden_size"]),
-        torch.arange(groups).repeat(layers, 1),
-        torch.arange(heads // groups).repeat(layers, groups, 1),
-        torch.arange(widths["intermediate_size"]).repeat(layers, 1),
-        torch.ones(2 * layers + 1),
-        heads // groups,
+        torch.arange(groups).repeat(count, 1),
+        torch.arange(a_group).repeat(count, groups, 1),
+        torch.arange(widths["intermediate_size"]).repeat(count, 1),
+        torch.ones(2 * count + 1),
+        a_group,
     )
 
 
@@ -79,7 +88,7 @@ def cut_state(
         for name, tensor in _cut_layer(source, cut, new, head_dim).items():
             kept[f"model.layers.{new}.{name}"] = tensor
     kept["model.norm.weight"] = state["model.norm.weight"][hidden] * cut.norm_scale[-1]
-    if head and "lm_head.weight" in state:
+    if head:
         kept["lm_head.weight"] = state["lm_head.weight"][:, hidden].clone()
     return kept
 
@@ -143,25 +152,15 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
 
 def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> None:
     """Write a cut with the hash of its target and JSON notes on how it was found."""
-    tensors = {
-        "layers": torch.tensor(cut.layers),
-        "hidden": cut.hidden_K,
-        "groups": cut.groups_LK,
-        "queries": cut.queries_LKG,
-        "units": cut.units_LK,
-        "norm_scale": cut.norm_scale,
-    }
+    tensors = {name: getattr(cut, field) for name, field in _STORED.items()}
+    tensors |= {"layers": torch.tensor(cut.layers)}
     head = {
         "form": str(FORM),
         "target": target_hash,
         "a_group": str(cut.a_group),
         "notes": json.dumps(notes),
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, head)
-    except (OSError, SafetensorError) as error:
-        raise disk_error(path, error) from error
+    write_tensors(path, tensors, head)
 
 
 def load_cut(path: Path, target_hash: str) -> Cut:
@@ -187,46 +186,33 @@ def load_cut(path: Path, target_hash: str) -> Cut:
             f"distill.prune wrote"
         )
     if head["target"] != target_hash:
+        folder = json.loads(head.get("notes", "{}")).get("source")
+        source = f"{folder}, " if folder else ""
         raise UserError(
-            f"{path} was made for another target ({_source(head)}hash {head['target'][:12]}), "
+            f"{path} was made for another target ({source}hash {head['target'][:12]}), "
             f"this one has hash {target_hash[:12]}. Prune this target, or use the model that the "
             f"masks were made for; in a staged run that is the model of the previous stage"
         )
-    layers = tuple(int(layer) for layer in found["layers"])
-    hidden_K, groups_LK, queries_LKG = found["hidden"], found["groups"], found["queries"]
     return Cut(
-        layers,
-        hidden_K,
-        groups_LK,
-        queries_LKG,
-        found["units"],
-        found["norm_scale"],
-        int(head["a_group"]),
+        layers=tuple(found["layers"].tolist()),
+        a_group=int(head["a_group"]),
+        **{field: found[name] for name, field in _STORED.items()},
     )
-
-
-def _source(head: dict[str, str]) -> str:
-    """Return the folder that a cut was made for, as a prefix, or an empty string if unknown."""
-    folder = json.loads(head.get("notes", "{}")).get("source")
-    return f"{folder}, " if folder else ""
 
 
 def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
     """Raise UserError if a saved cut does not have the student's shape."""
-    widths = target_widths(student)
-    asked = {"num_hidden_layers": student.num_hidden_layers} | {
-        name: widths[name] for name in widths if name != "head_dim"
-    }
-    held = {
+    asked = {**target_widths(student), "num_hidden_layers": student.num_hidden_layers}
+    kept = {
         "num_hidden_layers": len(cut.layers),
         "hidden_size": len(cut.hidden_K),
         "num_key_value_heads": cut.groups_LK.shape[1],
         "num_attention_heads": cut.heads_LQ.shape[1],
         "intermediate_size": cut.units_LK.shape[1],
     }
-    for name, size in asked.items():
-        if held[name] != size:
+    for name, size in kept.items():
+        if asked[name] != size:
             raise UserError(
-                f"{path} keeps {held[name]} of {name}, student.{name} is {size}: set the shape "
+                f"{path} keeps {size} of {name}, student.{name} is {asked[name]}: set the shape "
                 f"that the masks were made for"
             )

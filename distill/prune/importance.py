@@ -13,12 +13,10 @@ per group, D head width, F MLP width, N norms, X any width.
 """
 
 import contextlib
-import hashlib
 import json
 import math
-import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distill.prune.cut import Cut
-from jobs.files import disk_error, save_tensors, write_text
+from jobs.files import write_tensors, write_text
 from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
 from training.models.shapes import target_widths
 from training.objectives import hidden_states
+from training.parallel.strategy import Parallel
 
 
 @dataclass
@@ -85,41 +84,44 @@ class ImportanceScores:
             self.rows,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 def rank_batches(
-    batches: Sequence[PackedBatch], rank: int, ranks: int
+    batches: Sequence[PackedBatch], parallel: Parallel
 ) -> list[tuple[PackedBatch, float]]:
-    """Return every `ranks`-th batch from `rank` on with its weight.
+    """Return this rank's share of the batches with their weights.
 
     A sharded model needs the same number of forward passes on every rank. Ranks with too few
     batches get one more with weight 0; all others have weight 1.
     """
+    rank, ranks = parallel.rank, parallel.world_size
     places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
     return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
 
 
 @torch.no_grad()
-def collect(
-    model: Any, batches: Sequence[PackedBatch], show: bool = True, rank: int = 0, ranks: int = 1
+def collect_scores(
+    model: Any, batches: Sequence[PackedBatch], parallel: Parallel
 ) -> ImportanceScores:
     """Return the sums over this rank's rows of `batches` for a model with packed attention."""
-    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, rank, ranks)
-    with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
-        for number, (batch, counts) in enumerate(mine, start=1):
-            watch.weights_RT = (batch.documents_RT > 0).float()
-            watch.weights_RT *= counts / watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
+    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, parallel)
+    with (
+        ProgressBar("importance", len(mine), show=parallel.is_main) as bar,
+        _hooked(model, scores) as hooks,
+    ):
+        for number, (batch, weight) in enumerate(mine, start=1):
+            hooks.weights_RT = (batch.documents_RT > 0).float()
+            hooks.weights_RT *= weight / hooks.weights_RT.sum(1, keepdim=True).clamp_(min=1)
             hidden_states(model, batch)
-            scores.rows += counts * len(batch.ids_RT)
+            scores.rows += weight * len(batch.ids_RT)
             bar.update(number)
     return scores
 
 
-class _Watch:
-    """Hooks that add activations to the scores; every row has the same weight despite padding."""
+class _ScoreHooks:
+    """Hooks that add a module's input or output to the scores of a layer or norm.
+
+    Every row has the same weight despite padding.
+    """
 
     def __init__(self, scores: ImportanceScores) -> None:
         self.scores = scores
@@ -128,58 +130,44 @@ class _Watch:
     def _mean(self, values_RTX: Tensor) -> Tensor:
         return torch.bmm(self.weights_RT[:, None], values_RTX.float())[:, 0].double().cpu()
 
-    def norm(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
-        self.scores.hidden_NC[number] += self._mean(outgoing_RTC.abs()).square().sum(0)
-        self.scores.square_NC[number] += self._mean(incoming_RTC.float().square()).sum(0)
+    def norm(self, norm: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+        self.scores.hidden_NC[norm] += self._mean(outgoing_RTC.abs()).square().sum(0)
+        self.scores.square_NC[norm] += self._mean(incoming_RTC.float().square()).sum(0)
 
-    def units(self, layer: int, incoming_RTF: Tensor) -> None:
+    def units(self, layer: int, incoming_RTF: Tensor, _: Tensor) -> None:
         self.scores.units_LF[layer] += self._mean(incoming_RTF.abs()).square().sum(0)
 
-    def heads(self, layer: int, incoming_RTX: Tensor) -> None:
+    def heads(self, layer: int, incoming_RTX: Tensor, _: Tensor) -> None:
         queries, groups = self.scores.heads_LQ.shape[1], self.scores.groups_LH.shape[1]
         square_RTQ = incoming_RTX.float().unflatten(2, (queries, -1)).square().sum(-1)
         square_RTH = square_RTQ.unflatten(2, (groups, -1)).sum(-1)
         self.scores.heads_LQ[layer] += self._mean(square_RTQ.sqrt()).square().sum(0)
         self.scores.groups_LH[layer] += self._mean(square_RTH.sqrt()).square().sum(0)
 
-    def layer(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+    def influence(self, layer: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
         turned_RT = 1 - F.cosine_similarity(incoming_RTC.float(), outgoing_RTC.float(), dim=-1)
-        self.scores.influence_L[number] += (self.weights_RT * turned_RT).sum().double().cpu()
+        self.scores.influence_L[layer] += (self.weights_RT * turned_RT).sum().double().cpu()
 
 
 @contextlib.contextmanager
-def _watched(model: Any, scores: ImportanceScores) -> Iterator[_Watch]:
-    """Add hooks to the model and remove them at the end."""
-    watch, handles = _Watch(scores), []
+def _hooked(model: Any, scores: ImportanceScores) -> Iterator[_ScoreHooks]:
+    """Register the hooks inside the block."""
+    hooks = _ScoreHooks(scores)
+    with contextlib.ExitStack() as handles:
 
-    def norm(module: Any, number: int) -> None:
-        handles.append(
-            module.register_forward_hook(lambda _, given, out: watch.norm(number, given[0], out))
-        )
+        def hook(module: Any, add: Callable[[int, Tensor, Tensor], None], number: int) -> None:
+            handles.enter_context(
+                module.register_forward_hook(lambda _, given, out: add(number, given[0], out))
+            )
 
-    for number, layer in enumerate(model.model.layers):
-        norm(layer.input_layernorm, 2 * number)
-        norm(layer.post_attention_layernorm, 2 * number + 1)
-        for module, see in (
-            (layer.self_attn.o_proj, watch.heads),
-            (layer.mlp.down_proj, watch.units),
-        ):
-            handles.append(
-                module.register_forward_hook(
-                    lambda _, given, out, n=number, see=see: see(n, given[0])
-                )
-            )
-        handles.append(
-            layer.register_forward_hook(
-                lambda _, given, out, n=number: watch.layer(n, given[0], out)
-            )
-        )
-    norm(model.model.norm, 2 * len(model.model.layers))
-    try:
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+        for number, layer in enumerate(model.model.layers):
+            hook(layer.input_layernorm, hooks.norm, 2 * number)
+            hook(layer.post_attention_layernorm, hooks.norm, 2 * number + 1)
+            hook(layer.self_attn.o_proj, hooks.heads, number)
+            hook(layer.mlp.down_proj, hooks.units, number)
+            hook(layer, hooks.influence, number)
+        hook(model.model.norm, hooks.norm, 2 * len(model.model.layers))
+        yield hooks
 
 
 def cut_by_scores(
@@ -193,28 +181,22 @@ def cut_by_scores(
     """
     ours, theirs = target_widths(student), target_widths(target)
     kept = torch.tensor(list(layers))
-    groups, a_group = (
-        theirs["num_key_value_heads"],
-        theirs["num_attention_heads"] // theirs["num_key_value_heads"],
-    )
+    groups = theirs["num_key_value_heads"]
+    a_group = theirs["num_attention_heads"] // groups
     hidden_K = _top(scores.hidden_NC.sum(0), ours["hidden_size"])
     groups_LK = _top(scores.groups_LH[kept], ours["num_key_value_heads"])
     in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, a_group))
     chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, a_group))
     norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
     squares_NC = scores.square_NC[norms]
-    scale = (
-        (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
-        if rescale
-        else torch.ones(len(norms))
-    )
+    scale_N = (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
     return Cut(
         tuple(layers),
         hidden_K,
         groups_LK,
         _top(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
         _top(scores.units_LF[kept], ours["intermediate_size"]),
-        scale.float(),
+        scale_N.float() if rescale else torch.ones(len(norms)),
         a_group,
     )
 
@@ -223,11 +205,6 @@ def _top(scores: Tensor, count: int) -> Tensor:
     """Return ascending indices of the `count` highest scores; ties go to the lower index."""
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values
-
-
-def cache_key(target_hash: str, samples_hash: str) -> str:
-    """Return the name of the cache entry for one target and one set of samples."""
-    return hashlib.sha256(f"{target_hash} {samples_hash}".encode()).hexdigest()[:16]
 
 
 def read_scores(path: Path) -> ImportanceScores | None:
@@ -240,29 +217,20 @@ def read_scores(path: Path) -> ImportanceScores | None:
 
 
 def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
-    """Write the scores to a unique temporary file and rename it.
-
-    The members of a sweep may write the same scores at the same time.
-    """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(scores.tensors(), part, {"notes": json.dumps(notes)})
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise disk_error(path, error) from error
+    """Write the scores; the members of a sweep may write the same scores at the same time."""
+    write_tensors(path, vars(scores), {"notes": json.dumps(notes)})
 
 
 def read_order(path: Path, layers: int) -> list[int]:
     """Read the order that `write_order` wrote, complete or partial; empty if missing or damaged."""
+    if not path.is_file():
+        return []
     try:
-        found: Any = (
-            json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
-        )
-        of, removed = found["layers"], [int(layer) for layer in found["removed"]]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-        of, removed = 0, []
-    if of != layers or len(removed) >= layers or len({*removed} & {*range(layers)}) != len(removed):
+        found: Any = json.loads(path.read_text())
+        total, removed = found["layers"], [int(layer) for layer in found["removed"]]
+    except (KeyError, TypeError, ValueError):
+        total, removed = 0, []
+    if total != layers or not len(removed) == len({*removed} & {*range(layers)}) < layers:
         print(f"{path} is damaged: the layers are ordered again")
         return []
     return removed

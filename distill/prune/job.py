@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,13 @@ from decoding.models.folder import WEIGHTS, hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
-from distill.dry_run import dry_prune, wide_dtype
+from distill.dry_run import describe, dry_prune, wide_dtype
 from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
 from distill.prune.masks import BETA, Masks
 from distill.prune.modes import MODES, record_stages
-from distill.shapes import (
-    describe_size_mismatch,
-    refuse_wider,
-    student_config,
-    warn_unaligned_widths,
-)
+from distill.shapes import refuse_wider, student_config
 from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
@@ -40,24 +36,13 @@ from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
 from jobs.tracker import TrackedRun
-from training.config import DataConfig, check_values
-from training.data.from_config import (
-    data_files,
-    held_out_domains,
-    read_samples,
-    sources,
-    training_texts,
-)
+from training.config import check_values
+from training.data.from_config import data_files, held_out_samples, sources, training_texts
 from training.data.mixture import check_mixture
-from training.data.packing import PackedData, Sample
+from training.data.packing import PackedData
 from training.drafter_folder import Provenance, write_model
 from training.job import TargetJob
-from training.models.build import (
-    dtype_of,
-    load_causal_lm,
-    refuse_own_code,
-)
-from training.models.shapes import bytes_a_step, layers_of, millions, parameter_counts
+from training.models.build import dtype_of, load_causal_lm, refuse_own_code
 from training.parallel.strategy import Parallel
 
 CHOICES = ("probe", *CRITERIA)
@@ -104,55 +89,44 @@ def check(config: PruneConfig) -> None:
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     check_mixture(config.data, ())
-    for key, value, known in (
-        ("mode", config.mode, (*MODES,)),
-        ("importance.choice", config.importance.choice, CHOICES),
-        ("l0.beta", config.l0.beta, (*BETA,)),
-    ):
-        if value not in known:
-            raise UserError(f"{key} is '{value}'; expected one of {', '.join(known)}")
-    counts = {
-        f"importance.{name}": getattr(config.importance, name)
-        for name in ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    importance, l0, kind = config.importance, config.l0, config.parallel.kind
+    learns_masks, max_steps = config.mode == "l0", config.loop.max_steps
+    counts = ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    rules = {
+        "mode": (config.mode in MODES, f"one of {', '.join(MODES)}"),
+        "importance.choice": (importance.choice in CHOICES, f"one of {', '.join(CHOICES)}"),
+        **{f"importance.{name}": (vars(importance)[name] >= 1, "1 or more") for name in counts},
+        "importance.probe_steps": (importance.probe_steps >= 0, "0 (none) or more"),
+        "l0.beta": (l0.beta in BETA, f"one of {', '.join(BETA)}"),
+        "l0.warmup_share": (0 <= l0.warmup_share <= 1, "a share from 0 to 1"),
+        "l0.mask_lr": (l0.mask_lr > 0, "more than 0"),
+        "l0.train_weights": (
+            not learns_masks or l0.train_weights or kind in ("single", "ddp"),
+            "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
+            "to train masks alone",
+        ),
+        "loop.max_steps": (
+            not learns_masks or max_steps > 0,
+            "more than 0: masks follow a schedule",
+        ),
+        "loop.optimizer.warmup_steps": (
+            not learns_masks or 0 <= config.loop.optimizer.warmup_steps < max_steps,
+            f"less than loop.max_steps={max_steps}, so that the masks reach their peak learning "
+            f"rate",
+        ),
+        "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
+        "masks": (
+            not config.masks or not config.depths,
+            "empty if depths is set: a file holds one cut",
+        ),
+        "cache_mb": (
+            config.cache_mb == 0 or (config.cache_mb > 0 and kind not in SHARDED_WEIGHTS),
+            "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
+            "together, so none can skip its forward pass",
+        ),
+        "between.max_steps": (config.between.max_steps > 0, "more than 0"),
     }
-    check_values(
-        config,
-        {
-            **{key: (value >= 1, "1 or more") for key, value in counts.items()},
-            "importance.probe_steps": (config.importance.probe_steps >= 0, "0 (none) or more"),
-            "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
-            "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
-            "l0.train_weights": (
-                config.mode != "l0"
-                or config.l0.train_weights
-                or config.parallel.kind in ("single", "ddp"),
-                "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
-                "to train masks alone",
-            ),
-            "loop.max_steps": (
-                config.mode != "l0" or config.loop.max_steps > 0,
-                "more than 0: masks follow a schedule",
-            ),
-            "loop.optimizer.warmup_steps": (
-                config.mode != "l0"
-                or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
-                f"less than loop.max_steps={config.loop.max_steps}, so that the masks reach their "
-                f"peak learning rate",
-            ),
-            "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
-            "masks": (
-                not config.masks or not config.depths,
-                "empty if depths is set: a file holds one cut",
-            ),
-            "cache_mb": (
-                config.cache_mb == 0
-                or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
-                "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
-                "together, so none can skip its forward pass",
-            ),
-            "between.max_steps": (config.between.max_steps > 0, "more than 0"),
-        },
-    )
+    check_values(config, rules)
 
 
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
@@ -169,10 +143,10 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
             f"depths is {config.depths}, expected decreasing numbers of layers between the "
             f"target's {deeper[0]} and the student's {deeper[-1]}"
         )
-    shapes = []
-    for depth in deeper[1:]:
-        shape = dataclasses.replace(config.student, num_hidden_layers=depth)
-        shapes.append(student_config(shape, target))
+    shapes = [
+        student_config(dataclasses.replace(config.student, num_hidden_layers=depth), target)
+        for depth in deeper[1:]
+    ]
     if config.mode == "random":
         return shapes[-1:]
     refuse_wider(final, target)
@@ -201,22 +175,23 @@ def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any])
     """Prune on one rank."""
     torch.manual_seed(config.seed)
     context = build_context(config, target_folder)
-    describe(config, context, shapes[-1])
+    parallel = context.parallel
+    if parallel.is_main:
+        describe(shapes[-1], context.teacher.config, name=config.student.name)
     refuse_early(config, context, shapes[-1], target_folder)
-    if context.parallel.is_main:
+    if parallel.is_main:
         run.folder.write_manifest(run.inputs, {}, finished=False)
-    source, told = SourceModel(context.teacher, target_folder), []
+    source, stages = SourceModel(context.teacher, target_folder), []
     for number, shape in enumerate(shapes, start=1):
         last = number == len(shapes)
         between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
         place, work = run.artefact if last else between, run.path / "work" / str(number)
-        notes = run_stage(context, source, shape, place, work, distil=not last)
-        told.append(notes)
+        stages.append(run_stage(context, source, shape, place, work, distil=not last))
         if not last:
-            source = read_source(config, place, context.parallel)
-    if context.parallel.is_main:
-        finish(config, run, context, told)
-    context.parallel.close()
+            source = read_source(config, place, parallel)
+    if parallel.is_main:
+        finish(config, run, context, stages)
+    parallel.close()
 
 
 def refuse_early(
@@ -227,43 +202,24 @@ def refuse_early(
     The corrected command can then use the same folder.
     """
     if config.masks:
-        refuse_other_shape(
-            load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
-        )
+        cut = load_cut(resolve(config.masks), hash_input(target_folder))
+        refuse_other_shape(cut, shape, config.masks)
     elif config.mode != "random":
         context.data(1)
 
 
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
     """Load the target and the text and set up the processes."""
-    parallel = Parallel(config.parallel, config.target.device)
+    parallel, data = Parallel(config.parallel, config.target.device), config.data
     tokenizer = load_tokenizer(target_folder)
-    texts = training_texts(tokenizer, config.data, parallel.is_main)
-    held_out = held_out_texts(tokenizer, config.data, parallel.is_main)
-    packed = PackedData(held_out, config.data.max_length, 1, config.seed)
-    rows = [
-        packed.step_rows(step)[0]
-        for step in range(min(config.importance.probe_sequences, len(packed.rows)))
-    ]
+    texts = training_texts(tokenizer, data, parallel.is_main)
+    domains = held_out_samples(tokenizer, data, parallel.is_main)
+    held_out = [sample for samples in domains.values() for sample in samples]
+    packed = PackedData(held_out, data.max_length, 1, config.seed)
+    rows = min(config.importance.probe_sequences, len(packed.rows))
+    chosen = [held_out[index] for step in range(rows) for index in packed.step_rows(step)[0]]
     teacher = read_source(config, target_folder, parallel).model
-    return PruneContext(
-        config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
-    )
-
-
-def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
-    """Return the held-out samples of all domains; raises UserError if there are none."""
-    if not data.domains:
-        return read_samples(tokenizer, data, "held_out", show)
-    found = [
-        sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples
-    ]
-    if not found:
-        raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
-            f"held_out_texts for at least one domain"
-        )
-    return found
+    return PruneContext(config, teacher, texts, chosen, parallel)
 
 
 def run_stage(
@@ -288,10 +244,8 @@ def run_stage(
     notes["acceptance_before_distillation"] = context.acceptance(student)["acceptance"]
     if distil:
         title = f"distil {shape.num_hidden_layers} layers"
-        tracker = context.recording(title, work / "between")
-        progress = context.distil(title, student, config.between, work / "distil", tracker)
-        if tracker is not None:
-            tracker.close()
+        with context.track(title, work / "between") as tracker:
+            progress = context.distil(title, student, config.between, work / "distil", tracker)
         notes["acceptance"] = progress.best["acceptance"]
     notes |= {"seconds": dict(context.seconds), "flops": dict(context.flops)}
     context.seconds.clear()
@@ -300,7 +254,7 @@ def run_stage(
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
             save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
-        write_model(student, source.folder, place, stored_dtype(config))
+        write_model(student, source.folder, place, dtype_of(config.target.dtype))
         write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
         for checkpoints in ("probe", "distil", "checkpoints"):
             shutil.rmtree(work / checkpoints, ignore_errors=True)
@@ -330,36 +284,18 @@ def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def stored_dtype(config: PruneConfig) -> torch.dtype:
-    """Return the dtype of the student's weights on disk, the dtype in which the target runs."""
-    return dtype_of(config.target.dtype)
-
-
-def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
-    """Print the shapes before the first stage."""
-    if not context.parallel.is_main:
-        return
-    counts = [parameter_counts(model)["all"] for model in (context.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {layers_of(context.teacher.config)}")
-    print(
-        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
-        f"{bytes_a_step(shape) / 1e6:,.1f} MB per draft step in 16 bits"
-    )
-    for warning in warn_unaligned_widths(shape):
-        print(f"warning: {warning}")
-    if note := describe_size_mismatch(config.student.name, shape):
-        print(note)
-
-
 def finish(
-    config: PruneConfig, run: Run, context: PruneContext, told: list[dict[str, Any]]
+    config: PruneConfig, run: Run, context: PruneContext, stages: list[dict[str, Any]]
 ) -> None:
-    """Write the student's card, the masks, and the manifest with the cost of every part."""
-    folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
+    """Write the student's card, the masks, and the manifest with the cost of every part.
+
+    stages: the notes of the stages.
+    """
+    folder, last = run.artefact, run.path / "work" / str(len(stages)) / MASKS
     if last.is_file():
         shutil.copyfile(last, run.path / MASKS)
-    student = load_causal_lm(folder, torch.float32)
-    acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
+    untrained = config.mode == "random"
+    acceptance = {"acceptance": stages[-1]["acceptance_before_distillation"]}
     origin = Provenance(
         config.student.name,
         config.target.path,
@@ -367,33 +303,25 @@ def finish(
         {"sources": sources(config.data)},
         {
             "name": None,
-            "note": "random weights, not trained"
-            if config.mode == "random"
-            else "pruned, not distilled",
+            "note": "random weights, not trained" if untrained else "pruned, not distilled",
         },
         acceptance,
     )
-    write_card(folder, student, origin, {"mode": config.mode, "stages": told})
-    tracked = dataclasses.replace(config, tracker=context.tracked())
+    pruning = {"mode": config.mode, "stages": stages}
+    write_card(folder, load_causal_lm(folder, torch.float32), origin, pruning)
+    tracked = dataclasses.replace(config, tracker=context.tracker_config())
     with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
         assert tracker is not None, "only rank 0 runs this"
-        record_stages(tracker, told)
-    seconds, flops = (
-        {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
-        for what in ("seconds", "flops")
-    )
-    run.folder.write_manifest(
-        run.inputs,
-        {**acceptance, "stages": told, "seconds": seconds, "flops": flops},
-        finished=True,
-    )
-    kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
+        record_stages(tracker, stages)
+    seconds, flops = Counter[str](), Counter[str]()
+    for notes in stages:
+        seconds.update(notes["seconds"])
+        flops.update(notes["flops"])
+    figures = {**acceptance, "stages": stages, "seconds": seconds, "flops": flops}
+    run.folder.write_manifest(run.inputs, figures, finished=True)
+    kept = "random weights" if untrained else f"layers {stages[-1]['layers']}"
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
     if seconds:
         spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
         print(f"time: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in total")
     print(f"student: {folder}")
-
-
-def _parts(told: list[dict[str, Any]], what: str) -> list[str]:
-    return list(dict.fromkeys(part for notes in told for part in notes[what]))

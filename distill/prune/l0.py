@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distill.config import L0Config
 from distill.prune.masks import Masks
 from training.bounds import Place
 from training.data.packing import PackedBatch
@@ -30,30 +31,17 @@ class MaskedModel(nn.Module):
 
     metric_names = ("accuracy",)
 
-    def __init__(
-        self,
-        model: Any,
-        masks: Masks,
-        warmup_share: float,
-        mask_lr: float,
-        lr: float,
-        train_weights: bool,
-    ) -> None:
-        """Prepare the model and the learning rates of its masks.
-
-        warmup_share: share of the run over which the target sparsity grows. mask_lr: learning rate
-        of logits and multipliers; lr: learning rate of the weights.
-        """
+    def __init__(self, model: Any, masks: Masks, config: L0Config, lr: float) -> None:
+        """Prepare the model and the learning rates of its masks; lr: that of the weights."""
         super().__init__()
         self.model, self.masks = model, masks
-        for parameter in model.parameters():
-            parameter.requires_grad_(train_weights)
+        model.requires_grad_(config.train_weights)
         self.rates: Mapping[str, Rate] = {
-            name: Rate(mask_lr / lr, ascends=name.endswith("multipliers"))
+            name: Rate(config.mask_lr / lr, ascends=name.endswith("multipliers"))
             for name, _ in self.named_parameters()
             if name.startswith("masks.")
         }
-        self._warmup_share = warmup_share
+        self._warmup_share = config.warmup_share
         self.step, self._warm = 0, 0.0
         self._hooks = contextlib.ExitStack()
 
@@ -94,35 +82,31 @@ def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
     hidden_C = z["hidden"][0].to(model.dtype)
     layers = model.model.layers
     groups = z["groups"].shape[1]
-    heads_LQ = (
-        (z["groups"][:, :, None] * z["queries"].view(len(layers), groups, -1))
-        .flatten(1)
-        .to(model.dtype)
-    )
+    heads_LHG = z["groups"][:, :, None] * z["queries"].view(len(layers), groups, -1)
+    heads_LQ = heads_LHG.flatten(1).to(model.dtype)
     units_LF = z["units"].to(model.dtype)
-    handles = [
-        model.model.embed_tokens.register_forward_hook(lambda _, given, out: out * hidden_C),
-        model.model.norm.register_forward_hook(_masked_norm(hidden_C)),
-    ]
-    for number, layer in enumerate(layers):
-        written_C = hidden_C * z["layers"][0, number].to(model.dtype)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            handles.append(norm.register_forward_hook(_masked_norm(hidden_C)))
-        head_dim = layer.self_attn.o_proj.in_features // heads_LQ.shape[1]
-        channels = heads_LQ[number].repeat_interleave(head_dim)
-        for module, incoming in (
-            (layer.self_attn.o_proj, channels),
-            (layer.mlp.down_proj, units_LF[number]),
-        ):
-            handles.append(
-                module.register_forward_pre_hook(lambda _, given, m=incoming: (given[0] * m,))
-            )
-            handles.append(module.register_forward_hook(lambda _, given, out, m=written_C: out * m))
-    try:
+    with contextlib.ExitStack() as handles:
+
+        def norm(module: Any) -> None:
+            handles.enter_context(module.register_forward_hook(_masked_norm(hidden_C)))
+
+        def write(module: Any, written_C: Tensor, incoming: Tensor | None = None) -> None:
+            hook = module.register_forward_hook(lambda _, given, out: out * written_C)
+            handles.enter_context(hook)
+            if incoming is not None:
+                hook = module.register_forward_pre_hook(lambda _, given: (given[0] * incoming,))
+                handles.enter_context(hook)
+
+        write(model.model.embed_tokens, hidden_C)
+        norm(model.model.norm)
+        for number, layer in enumerate(layers):
+            norm(layer.input_layernorm)
+            norm(layer.post_attention_layernorm)
+            written_C = hidden_C * z["layers"][0, number].to(model.dtype)
+            head_dim = layer.self_attn.o_proj.in_features // heads_LQ.shape[1]
+            write(layer.self_attn.o_proj, written_C, heads_LQ[number].repeat_interleave(head_dim))
+            write(layer.mlp.down_proj, written_C, units_LF[number])
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _masked_norm(hidden_C: Tensor) -> Any:

@@ -25,6 +25,7 @@ from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import hidden_states
+from training.parallel.strategy import Parallel
 
 CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
 
@@ -68,10 +69,7 @@ def _by_place(count: int, layers: int) -> dict[str, list[int]]:
 def removal_order(
     model: Any,
     batches: Sequence[PackedBatch],
-    show: bool = True,
-    rank: int = 0,
-    ranks: int = 1,
-    add: Callable[[Tensor], Tensor] = lambda mine: mine,
+    parallel: Parallel,
     begun: Sequence[int] = (),
     keep: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
@@ -80,56 +78,47 @@ def removal_order(
     Each step removes the layer whose absence changes the next-token distribution least, by the
     forward KL divergence from the complete model. Ties go to the later layer. All candidates of a
     step share the layers before them, so a step over k layers costs about k^2 / 2 layers of forward
-    passes.
+    passes. Ranks share the batches.
 
-    Ranks share the batches, and `add` sums over them. begun: layers that an interrupted search
-    removed. keep: called with all removed layers after each step.
+    begun: layers that an interrupted search removed. keep: called with all removed layers after
+    each step.
     """
     layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
-    mine = rank_batches(batches, rank, ranks)
-    whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
-    order = list(begun)
-    with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
+    mine = rank_batches(batches, parallel)
+    complete = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
+    order, steps = list(begun), len(begun) + len(layers) - 1
+    with ProgressBar("layers by KL", steps, len(order), parallel.is_main) as bar:
         while len(layers) > 1:
-            kl = torch.zeros(len(layers), dtype=torch.float64)
-            for (batch, counts), whole_NC in zip(mine, whole, strict=True):
-                whole_NV = F.linear(whole_NC, model.lm_head.weight).float().log_softmax(-1)
-                kl += counts * _kl_without_each(model, batch, layers, whole_NV)
-            kl = add(kl)
-            gone = int((kl == kl.min()).nonzero()[-1])
-            order.append(layers.pop(gone))
+            kl_L = torch.zeros(len(layers), dtype=torch.float64)
+            for (batch, weight), complete_NC in zip(mine, complete, strict=True):
+                p_NV = F.linear(complete_NC, model.lm_head.weight).float().log_softmax(-1)
+                kl_L += weight * _kl_without_each(model, batch, layers, p_NV)
+            kl_L = parallel.sum(kl_L.to(parallel.device)).cpu()
+            order.append(layers.pop(int((kl_L == kl_L.min()).nonzero()[-1])))
             keep(order)
             bar.update(len(order))
     return order
 
 
-def _kl_without_each(
-    model: Any, batch: PackedBatch, layers: Sequence[int], whole_NV: Tensor
-) -> Tensor:
-    """Return the KL sums over the supervised tokens without each of the layers, [L]."""
-    found = torch.zeros(len(layers), dtype=torch.float64)
+def _kl_without_each(model: Any, batch: PackedBatch, layers: Sequence[int], p_NV: Tensor) -> Tensor:
+    """Return the KL sums over the supervised tokens without each of the layers, [L].
+
+    p_NV: log probabilities of the complete model.
+    """
+    kl_L = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)
-    seen = {
+    given = {
         "position_embeddings": model.model.rotary_emb(before_RTC, batch.positions_RT),
         "position_ids": batch.positions_RT,
         "attention_bias": document_mask(batch.documents_RT, model.dtype),
+        "use_cache": False,
     }
     for place, layer in enumerate(layers):
-        without_RTC = _run(model, layers[place + 1 :], before_RTC, seen)
-        logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
-        found[place] = (
-            F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
-        )
-        before_RTC = _run(model, [layer], before_RTC, seen)
-    return found
-
-
-def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
-    """Run these layers in order without the final norm. seen: positions and attention bias."""
-    for layer in layers:
-        hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
-    return hidden_RTC
-
-
-def _logits(model: Any, hidden_RTC: Tensor, batch: PackedBatch) -> Tensor:
-    return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)
+        hidden_RTC = before_RTC
+        for later in layers[place + 1 :]:
+            hidden_RTC = model.model.layers[later](hidden_RTC, **given)
+        hidden_NC = batch.at_supervised(model.model.norm(hidden_RTC))
+        q_NV = F.linear(hidden_NC, model.lm_head.weight).float().log_softmax(-1)
+        kl_L[place] = F.kl_div(q_NV, p_NV, reduction="sum", log_target=True).double().cpu()
+        before_RTC = model.model.layers[layer](before_RTC, **given)
+    return kl_L

@@ -193,31 +193,23 @@ class Masks(nn.Module):
 
 def describe_masks(figures: Mapping[str, float]) -> list[str]:
     """Return lines that report `Masks.figures`, with warnings for unreliable cuts."""
+    kinds = [key.partition("/")[2] for key in figures if key.startswith("margin/")]
     gaps, margins = (
-        {
-            key.removeprefix(prefix): value
-            for key, value in figures.items()
-            if key.startswith(prefix)
-        }
-        for prefix in ("sparsity_gap/", "margin/")
+        {kind: figures[f"{name}/{kind}"] for kind in kinds} for name in ("sparsity_gap", "margin")
     )
-    told = "; ".join(
-        f"{kind} {gap:.2%} off, margin {margins[kind]:.2g}" for kind, gap in gaps.items()
-    )
-    lines = (
-        [f"masks (gap from the target sparsity, margin of the logits at the cut): {told}"]
-        if told
-        else []
-    )
-    off = [kind for kind, gap in gaps.items() if gap > NEAR]
-    if off:
+    listed = "; ".join(f"{kind} {gaps[kind]:.2%} off, margin {margins[kind]:.2g}" for kind in kinds)
+    lines = []
+    if kinds:
+        lines.append(
+            f"masks (gap from the target sparsity, margin of the logits at the cut): {listed}"
+        )
+    if off := [kind for kind in kinds if gaps[kind] > NEAR]:
         lines.append(
             f"warning: masks of {', '.join(off)} are more than {NEAR:.0%} off their sparsity, so "
             f"the cut removes units that the model still uses. Train longer (loop.max_steps, or "
             f"another limit of the loop)"
         )
-    tied = [kind for kind, margin in margins.items() if margin == 0]
-    if tied:
+    if tied := [kind for kind in kinds if margins[kind] == 0]:
         lines.append(
             f"warning: the choice among {', '.join(tied)} is arbitrary because the last kept and "
             f"the first removed have equal logits"
@@ -225,23 +217,22 @@ def describe_masks(figures: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def max_sparsity(beta: float) -> float:
-    """Return the largest allowed sparsity: REACHABLE, or less if the logits' bound requires it."""
-    edge = beta * math.log(-LOW / HIGH)
-    return min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
-
-
 def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> None:
-    """Raise UserError if the masks cannot reach a sparsity."""
-    most = max_sparsity(beta)
+    """Raise UserError if the masks cannot reach a sparsity.
+
+    The limit is REACHABLE, or less if the bound of the logits requires it.
+    """
+    edge = beta * math.log(-LOW / HIGH)
+    most = min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
     if sparsity <= most:
         return
-    between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
-    stages = (
-        f"prune in stages (for example depths=[{between}] in distill.prune, or a smaller "
-        f"prune_largest_cut in an experiment)"
-    )
-    remedy = stages if kind == "layers" else "use a wider shape"
+    remedy = "use a wider shape"
+    if kind == "layers":
+        between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
+        remedy = (
+            f"prune in stages (for example depths=[{between}] in distill.prune, or a smaller "
+            f"prune_largest_cut in an experiment)"
+        )
     raise UserError(
         f"mode=l0 must remove {sparsity:.1%} of the {kind}, but its masks can remove {most:.1%} at "
         f"most because their logits are bounded: {remedy}, or use mode=importance"

@@ -14,7 +14,7 @@ from decoding.models.prefill import prefill
 from distill.prune.cut import (
     Cut,
     cut_model,
-    keep_everything,
+    keep_layers,
     load_cut,
     refuse_other_shape,
     save_cut,
@@ -140,7 +140,8 @@ def test_the_whole_cut_is_the_target(name: str):
     target = family(name)
     shape = student_config(StudentConfig(num_hidden_layers=4), target.config)
     torch.testing.assert_close(
-        logits(cut_model(target, keep_everything(target.config), shape).eval()), logits(target)
+        logits(cut_model(target, keep_layers(target.config, range(4)), shape).eval()),
+        logits(target),
     )
 
 
@@ -157,7 +158,7 @@ def test_a_students_weights_are_copies():
     target = family("llama")
     student = cut_model(
         target,
-        keep_everything(target.config),
+        keep_layers(target.config, range(4)),
         student_config(StudentConfig(num_hidden_layers=4), target.config),
     )
     theirs = {parameter.data_ptr() for parameter in target.parameters()}

@@ -1,17 +1,19 @@
 """Importance: scores against their definitions, what they choose, and the choice of layers."""
 
 import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import distill.prune.importance
-from distill.prune.cut import cut_model
+import jobs.files
+from distill.prune.cut import cut_model, keep_layers
 from distill.prune.importance import (
     ImportanceScores,
-    collect,
+    collect_scores,
     cut_by_scores,
     rank_batches,
     read_order,
@@ -29,6 +31,16 @@ from training.objectives import hidden_states
 from .test_cut import SHAPE, logits
 
 
+def one_rank(rank: int = 0, world_size: int = 1) -> Any:
+    """Return a rank of a job whose sums the caller adds up."""
+    return SimpleNamespace(
+        rank=rank, world_size=world_size, is_main=False, device="cpu", sum=lambda values: values
+    )
+
+
+ALONE = one_rank()
+
+
 def batches(seed: int = 0, rows: int = 6):
     """Packed rows of two documents each, with padding."""
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +54,7 @@ def batches(seed: int = 0, rows: int = 6):
 def test_scores_are_what_their_formulas_say():
     """Against the definitions, written out for one layer over the tokens of each row."""
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
     seen: dict[str, torch.Tensor] = {}
     layer = target.model.layers[1]
@@ -73,22 +85,15 @@ def test_scores_are_what_their_formulas_say():
 def test_the_scores_of_ranks_add_up():
     """Also where one rank has fewer rows than another: it runs one more, which counts nothing."""
     target, rows = family("llama"), batches(rows=5)
-    whole = collect(target, rows, show=False).finished().tensors()
+    alone = vars(collect_scores(target, rows, ALONE).finished())
     for ranks in (2, 3, 7):
-        parts = [collect(target, rows, False, rank, ranks).tensors() for rank in range(ranks)]
-        summed = ImportanceScores(
-            **{name: sum(part[name] for part in parts) for name in whole}
-        ).finished()
-        for name, tensor in whole.items():
-            torch.testing.assert_close(summed.tensors()[name], tensor)
-    assert [len(rank_batches(rows, rank, 3)) for rank in range(3)] == [2, 2, 2], (
-        "all run as many forwards"
-    )
-    assert [sum(counts for _, counts in rank_batches(rows, rank, 3)) for rank in range(3)] == [
-        2,
-        2,
-        1,
-    ]
+        parts = [vars(collect_scores(target, rows, one_rank(rank, ranks))) for rank in range(ranks)]
+        summed = ImportanceScores(**{name: sum(part[name] for part in parts) for name in alone})
+        for name, tensor in vars(summed.finished()).items():
+            torch.testing.assert_close(tensor, alone[name])
+    shares = [rank_batches(rows, one_rank(rank, 3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2], "all run as many forwards"
+    assert [sum(weight for _, weight in share) for share in shares] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,14 +126,14 @@ def test_what_does_nothing_goes_first(name: str):
         ),
         config,
     )
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     student = cut_model(target, cut_by_scores(scores, range(4), shape, config), shape).eval()
     torch.testing.assert_close(logits(student), logits(target), rtol=1e-4, atol=1e-4)
 
 
 def test_query_heads_are_kept_equally_in_every_group():
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     cut = cut_by_scores(scores, [0, 3], student_config(SHAPE, target.config), target.config)
     assert cut.queries_LKG.shape == (2, 2, 1)
     for layer, source in enumerate(cut.layers):
@@ -144,7 +149,7 @@ def test_a_cut_norm_keeps_the_scale_of_its_output():
     target = family("llama")
     with torch.no_grad():  # a few loud channels, as real models have
         target.model.embed_tokens.weight[:, :4] *= 8
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     shape = student_config(dataclasses.replace(SHAPE, num_hidden_layers=4), target.config)
     off = []
     for rescale in (True, False):
@@ -169,7 +174,7 @@ def test_layers_that_do_nothing_are_taken_away_first():
     target = family("llama", num_hidden_layers=6)
     for idle in (2, 4):
         silence(target.model.layers[idle])
-    order = removal_order(target, batches(rows=2), show=False)
+    order = removal_order(target, batches(rows=2), ALONE)
     assert set(order[:2]) == {2, 4}
     assert len(set(order)) == 5
 
@@ -177,17 +182,15 @@ def test_layers_that_do_nothing_are_taken_away_first():
 def test_an_interrupted_order_goes_on():
     target, rows = family("llama", num_hidden_layers=6), batches(rows=2)
     kept: list[list[int]] = []
-    order = removal_order(target, rows, show=False, keep=lambda removed: kept.append([*removed]))
+    order = removal_order(target, rows, ALONE, keep=lambda removed: kept.append([*removed]))
     assert kept == [order[:count] for count in range(1, 6)]
-    assert removal_order(target, rows, show=False, begun=order[:2]) == order
+    assert removal_order(target, rows, ALONE, begun=order[:2]) == order
 
 
 def test_a_removal_is_the_one_that_moves_the_target_least():
     """The first step against a plain search: KL of the next token with each layer left out, in
     models built without it.
     """
-    from distill.student import keep_layers
-
     target, rows = family("llama"), batches(rows=2)
     kl = []
     for gone in range(4):
@@ -205,7 +208,7 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
                 )
                 total += float((p.exp() * (p - q)).sum())
         kl.append(total)
-    assert removal_order(target, rows, show=False)[0] == kl.index(min(kl))
+    assert removal_order(target, rows, ALONE)[0] == kl.index(min(kl))
 
 
 def test_candidates_are_the_sets_that_their_names_say():
@@ -263,8 +266,8 @@ def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
     """A layer that does nothing goes, wherever it stands."""
     target, rows = family("llama"), batches(rows=2)
     silence(target.model.layers[idle])
-    scores = collect(target, rows, show=False).finished()
-    removal = removal_order(target, rows, show=False)
+    scores = collect_scores(target, rows, ALONE).finished()
+    removal = removal_order(target, rows, ALONE)
     every = propose_layer_sets(3, 4, scores.influence_L, removal, distinct=False)
     left = [layer for layer in range(4) if layer != idle]
     assert every["influence"] == every["greedy"] == left
@@ -273,15 +276,13 @@ def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
 
 def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     path = tmp_path / "deep" / "scores.safetensors"
     assert read_scores(path) is None
     write_scores(path, scores, {"target": "here"})
     found = read_scores(path)
     assert found is not None
-    assert all(
-        torch.equal(tensor, found.tensors()[name]) for name, tensor in scores.tensors().items()
-    )
+    assert all(torch.equal(tensor, vars(found)[name]) for name, tensor in vars(scores).items())
     path.write_bytes(path.read_bytes()[:-40])
     assert read_scores(path) is None
     order = tmp_path / "deep" / "removal.json"
@@ -299,17 +300,17 @@ def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     scores, path = (
-        collect(family("llama"), batches(), show=False).finished(),
+        collect_scores(family("llama"), batches(), ALONE).finished(),
         tmp_path / "scores.safetensors",
     )
-    save = distill.prune.importance.save_tensors
+    replace = os.replace
 
-    def while_another_writes(*given: Any) -> None:
-        monkeypatch.setattr(distill.prune.importance, "save_tensors", save)
-        save(*given)
-        write_scores(path, scores, {})  # the other one begins and ends before we do
+    def write_another_first(*paths: Any) -> None:
+        monkeypatch.setattr(jobs.files.os, "replace", replace)
+        write_scores(path, scores, {})
+        replace(*paths)
 
-    monkeypatch.setattr(distill.prune.importance, "save_tensors", while_another_writes)
+    monkeypatch.setattr(jobs.files.os, "replace", write_another_first)
     write_scores(path, scores, {})
     assert read_scores(path) is not None
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from distill.config import L0Config
 from distill.prune.cut import cut_model
 from distill.prune.l0 import MaskedModel, masked
 from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, describe_masks, refuse_unreachable
@@ -22,6 +23,8 @@ from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
 
 from .test_cut import SHAPE, logits
+
+FROZEN = L0Config(train_weights=False)
 
 
 def at(step: int, total: int) -> Place:
@@ -80,7 +83,7 @@ def trained(
     constants.
     """
     lr = 1e-4
-    rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, False).rates
+    rates = MaskedModel(torch.nn.Linear(1, 1), masks, FROZEN, lr).rates
     holder = torch.nn.ModuleDict({"masks": masks})
     optimizer = MasterAdamW(holder, OptimizerConfig(lr=lr), rates)
     for step in range(steps):
@@ -176,7 +179,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
     for rows in ([[0], [1]], [[0, 1]]):
         masks = Masks(shape, target.config, BETA["code"], 0)
         masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
-        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, False)
+        objective = MaskedModel(target, masks, FROZEN, 1e-4)
         objective.begin(50, at(50, 100))
         total = torch.zeros(())
         for row in rows:
@@ -195,7 +198,7 @@ def test_frozen_weights_get_no_gradient_and_masks_do():
         [[0]],
         12,
     )
-    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
+    objective = MaskedModel(target, masks, FROZEN, 1e-4)
     objective.begin(0, at(0, 10))
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -221,7 +224,7 @@ def test_layers_that_run_again_see_the_same_masks():
     for again in (False, True):
         target = family("llama").train()
         masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
-        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=True)
+        objective = MaskedModel(target, masks, L0Config(), 1e-4)
         if again:
             checkpoint_activations(objective)
         with torch.no_grad():
@@ -243,7 +246,7 @@ def test_the_target_grows_from_nothing_over_the_warm_up():
     """
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
-    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
+    objective = MaskedModel(target, masks, FROZEN, 1e-4)
     batch = collate(
         [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
         [[0]],

@@ -380,7 +380,10 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
     [
         (["student.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
         (["student.hidden_size=64"], "hidden_size is 64, the target has 32"),
-        (["student.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
+        (
+            ["student.hidden_size=-16"],
+            "hidden_size is -16, expected 0 .the target.s 32. to 1,048,576",
+        ),
         (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
             ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
@@ -394,10 +397,10 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             ["student.hidden_size=18"],
             r"hidden_size \(18\) is not a multiple of its 4 query heads.*Use 16, the nearest",
         ),
-        (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
-        (["importance.choice=best"], "importance.choice is 'best'"),
+        (["mode=magic"], "mode is magic, expected one of importance, l0, random"),
+        (["importance.choice=best"], "importance.choice is best, expected one of probe"),
         (["importance.probe_candidates=0"], "importance.probe_candidates is 0, expected 1 or more"),
-        (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
+        (["l0.beta=half", "mode=l0"], "l0.beta is half, expected one of code, paper"),
         (
             ["mode=l0", "loop.max_steps=200"],
             "warmup_steps is 320, expected less than loop.max_steps=200",

@@ -19,7 +19,7 @@ from distill.prune import importance
 from distill.prune.context import SourceModel
 from distill.prune.cut import cut_model
 from distill.prune.job import build_context
-from distill.prune.modes import _removal, _scores
+from distill.prune.modes import get_removal_order, get_scores
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
 from jobs.launch import _free_port
@@ -54,15 +54,15 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
     bench = build_context(config, Path(target))
     source = SourceModel(bench.teacher, Path(target))
     # first, as where scores were cached: its first forward is the model's
-    order = _removal(bench, source)
-    scores = _scores(bench, source)
+    order = get_removal_order(bench, source)
+    scores = get_scores(bench, source)
     shape = student_config(SHAPE, source.model.config)
     student = cut_model(
         source.model,
         importance.cut_by_scores(scores, order[-2:], shape, source.model.config),
         shape,
     )
-    found = scores.tensors() | {
+    found = vars(scores) | {
         f"student.{name}": tensor for name, tensor in student.state_dict().items()
     }
     told = {
