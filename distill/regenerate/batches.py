@@ -77,10 +77,10 @@ def answer_batch(
         if not begun and all(request.key in known for request in requests):
             passed.append(requests)
         else:
-            for number, earlier in enumerate([] if begun else passed):
+            for number, earlier in enumerate(passed):
                 answering(earlier, number > 0)
             drawn = answering(requests, begun or bool(passed))
-            begun = True
+            begun, passed = True, []
             for answer in drawn:
                 known.setdefault(answer.key, answer)
         for dialogue, request in turn:
@@ -98,16 +98,13 @@ def next_requests(
     Dialogues with the most turns and the longest requests come first, so that a lack of memory
     shows early.
     """
-    asked = [(one, next_request(one, tokenizer, config)) for one in dialogues]
-    found = [(dialogue, request) for dialogue, request in asked if request is not None]
-    return sorted(
-        found,
-        key=lambda pair: (
-            len(pair[0].drawn) - len(pair[0].requests),
-            -len(pair[1].ids),
-            pair[1].key,
-        ),
-    )
+
+    def order(pair: tuple[Dialogue, Request]) -> tuple[int, int, Key]:
+        dialogue, request = pair
+        return len(dialogue.drawn) - len(dialogue.requests), -len(request.ids), request.key
+
+    asked = ((one, next_request(one, tokenizer, config)) for one in dialogues)
+    return sorted(((one, request) for one, request in asked if request is not None), key=order)
 
 
 def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
@@ -122,6 +119,5 @@ def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -
     if len(ids) + config.max_new_tokens > config.data.max_length:
         dialogue.ended = FULL
         return None
-    return Request(
-        dialogue.key, dialogue.history, ids, len(dialogue.drawn) + 1 == len(dialogue.requests)
-    )
+    last = len(dialogue.drawn) + 1 == len(dialogue.requests)
+    return Request(dialogue.key, dialogue.history, ids, last)

@@ -22,17 +22,9 @@ ON_LENGTH = ("end", "drop", "go_on")
 # Every request was answered.
 COMPLETE = "complete"
 # Reasons to end a chat before its last request, or to skip it.
-CUT, EMPTY, LOOP, FULL = (
-    "answer cut at max_new_tokens",
-    "empty answer",
-    "answer loops",
-    "no room in the context",
-)
-NO_REQUEST, DUPLICATE, OVER_LIMIT = (
-    "no human turn",
-    "duplicate of an earlier chat",
-    "over data.max_samples",
-)
+CUT, EMPTY, LOOP = "answer cut at max_new_tokens", "empty answer", "answer loops"
+FULL, NO_REQUEST = "no room in the context", "no human turn"
+DUPLICATE, OVER_LIMIT = "duplicate of an earlier chat", "over data.max_samples"
 
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -188,15 +180,11 @@ def build_dialogues(
             for request in new[0].requests
             for message in request
         )
-        reason = (
-            OVER_LIMIT
-            if limit and number >= limit
-            else DUPLICATE
-            if drop_duplicates and asked in seen
-            else ""
-        )
         for dialogue in new:
-            dialogue.ended = reason or dialogue.ended
+            if limit and number >= limit:
+                dialogue.ended = OVER_LIMIT
+            elif drop_duplicates and asked in seen:
+                dialogue.ended = DUPLICATE
         seen.add(asked)
         found += new
     return found
@@ -231,9 +219,7 @@ class Account:
 
     def check(self) -> None:
         """Raise RuntimeError if the account does not balance, which is a bug in this program."""
-        skipped, failed = (
-            sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed)
-        )
+        skipped, failed = _total(self.skipped), _total(self.failed)
         if self.success + skipped + failed != self.input:
             raise RuntimeError(
                 f"the account does not balance: {self.success} answered + {skipped} skipped + "
@@ -253,20 +239,19 @@ class Account:
     def lines(self) -> Iterator[str]:
         """Yield lines for the terminal with the first places of every reason."""
         yield (
-            f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} "
-            f"skipped, {_total(self.failed)} failed"
+            f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped):,} "
+            f"skipped, {_total(self.failed):,} failed"
         )
         for word, reasons in (("skipped", self.skipped), ("failed", self.failed)):
             for reason, places in reasons.items():
-                shown = ", ".join(places[:SHOWN_PLACES]) + (
-                    ", ..." if len(places) > SHOWN_PLACES else ""
-                )
+                more = ", ..." if len(places) > SHOWN_PLACES else ""
+                shown = f" ({', '.join(places[:SHOWN_PLACES])}{more})"
                 # The places of chats over the limit are obvious.
-                where = f" ({shown})" if reason != OVER_LIMIT else ""
+                where = "" if reason == OVER_LIMIT else shown
                 yield f"  {len(places):,} {word}: {reason}{where}"
         for reason, count in self.ended_early.items():
             yield f"  {count:,} answered chats end before their last request: {reason}"
 
 
-def _total(reasons: dict[str, list[str]]) -> str:
-    return f"{sum(map(len, reasons.values())):,}"
+def _total(reasons: dict[str, list[str]]) -> int:
+    return sum(map(len, reasons.values()))

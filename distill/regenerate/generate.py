@@ -54,11 +54,6 @@ class Request:
 AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
-def request_id(key: Key) -> int:
-    """Return the key of a request's random numbers."""
-    return noise.key(*key)
-
-
 class AnswerGenerator:
     """Target in this process, loaded by the first request.
 
@@ -68,12 +63,8 @@ class AnswerGenerator:
     def __init__(
         self, config: RegenerateConfig, folder: Path, tokenizer: Any, costs_file: Path | None = None
     ) -> None:
-        self.config, self.folder, self.tokenizer, self.costs_file = (
-            config,
-            folder,
-            tokenizer,
-            costs_file,
-        )
+        self.config, self.folder = config, folder
+        self.tokenizer, self.costs_file = tokenizer, costs_file
         self.settings = Settings(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -85,7 +76,7 @@ class AnswerGenerator:
             seed=config.seed,
             stop_token_ids=stop_tokens(folder, tokenizer),
         )
-        self._measured: RoundCosts | None = None
+        self._costs: RoundCosts | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -147,72 +138,67 @@ class AnswerGenerator:
         return sum(len(generation.tokens) for generation in generations) / (perf_counter() - began)
 
     def _decode(self, requests: Sequence[Request], settings: Settings) -> list[Generation]:
-        chats, prompts = (
+        return self.turns.decode(
             [request.key[:2] for request in requests],
             [request.ids for request in requests],
-        )
-        last, keys = (
             [request.last for request in requests],
-            [request_id(request.key) for request in requests],
+            settings,
+            request_ids=[noise.key(*request.key) for request in requests],
         )
-        return self.turns.decode(chats, prompts, last, settings, request_ids=keys)
 
     def _answer(self, request: Request, generation: Generation, seconds: float) -> Answer:
         tokens, stopped = list(generation.tokens), generation.finish == "stop"
-        text = str(
-            self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
-        )
-        if not stopped:
-            text = text.rstrip("\ufffd")  # an incomplete character
-        asked = len(request.ids), generation.prefilled
+        body = tokens[:-1] if stopped else tokens
+        text = str(self.tokenizer.decode(body, skip_special_tokens=True))
         return Answer(
             *request.key,
-            *asked,
-            tokens,
-            generation.finish,
-            text,
-            generation.rounds,
-            round(seconds, 6),
+            prompt_tokens=len(request.ids),
+            read_tokens=generation.prefilled,
+            tokens=tokens,
+            finish=generation.finish,
+            text=text if stopped else text.rstrip("\ufffd"),  # an incomplete character
+            rounds=generation.rounds,
+            seconds=round(seconds, 6),
         )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
-        """Return the settings with the round costs that the drafter's policy needs.
-
-        The costs are read from the file, or measured on these requests and written there first, so
-        that a resumed run drafts as before.
-        """
+        """Return the settings, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
         if drafter is None or not weighs_costs(drafter.capabilities, use.schedule, use.stopping):
             return settings
+        if self._costs is None:
+            self._costs = self._read_or_measure(drafter, settings, requests)
+        return replace(settings, costs=self._costs)
+
+    def _read_or_measure(
+        self, drafter: Drafter, settings: Settings, requests: Sequence[Request]
+    ) -> RoundCosts:
+        """Read the round costs from the file, or measure them on these requests and write them.
+
+        A resumed run therefore drafts as before.
+        """
         file = self.costs_file
-        if self._measured is None and file is not None and file.is_file():
-            self._measured = read_object(
+        if file is not None and file.is_file():
+            return read_object(
                 file,
                 "Delete it to measure the costs again",
                 lambda entry: RoundCosts.read(current_costs(entry)),
             )
-        if self._measured is None:
-            prompts = sorted((request.ids for request in requests), key=len)
-            self._measured = self._measure(
-                drafter, settings, prompts[len(prompts) // 2], len(prompts)
-            )
-            if file is not None:
-                write_text(file, json.dumps(asdict(self._measured), indent=1))
-        return replace(settings, costs=self._measured)
-
-    def _measure(
-        self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int
-    ) -> RoundCosts:
-        return measure_costs(
+        prompts = sorted((request.ids for request in requests), key=len)
+        prompt = prompts[len(prompts) // 2]
+        costs = measure_costs(
             self.target,
             drafter,
             prompt,
             settings,
             widths=weighed_widths(drafter, settings.num_draft_tokens),
             context=len(prompt) + settings.max_new_tokens // 2,
-            batch_size=batch_size,
+            batch_size=len(prompts),
         )
+        if file is not None:
+            write_text(file, json.dumps(asdict(costs), indent=1))
+        return costs
 
 
 def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,8 @@ counted as failed.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,30 +44,29 @@ def collect_chats(
 
     counts: counts of the input records. Raises UserError with the reasons if no chat is left.
     """
-    account = Account(counts.read * samples)
-    account.skipped = broken_records(counts, samples)
-    found = RegeneratedChats([], account, [], 0)
+    account = Account(counts.read * samples, skipped=broken_records(counts, samples))
+    records: list[dict[str, Any]] = []
+    kept: list[Answer] = []
     as_drawn = 0
     for dialogue in dialogues:
         unreadable, same = "", 0
         if dialogue.kept:
             try:
-                same = count_same_tokens(
-                    render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
-                )
+                rendered = render_chat(tokenizer, dialogue.messages, template=template)
+                same = count_same_tokens(rendered, dialogue.answers)
             except UserError as error:
                 unreadable = f"training cannot read it: {error}"
         if account.add(dialogue, unreadable):
-            found.records.append(dialogue.record(samples))
-            found.kept.extend(dialogue.answers)
+            records.append(dialogue.record(samples))
+            kept += dialogue.answers
             as_drawn += same
     account.check()
-    if not found.records:
+    if not records:
         raise UserError(
             "no usable chat is left. Check the reasons below and the input files.\n"
             + "\n".join(account.lines())
         )
-    return RegeneratedChats(found.records, account, found.kept, as_drawn)
+    return RegeneratedChats(records, account, kept, as_drawn)
 
 
 def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
@@ -75,26 +76,22 @@ def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
 
 def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
     """Count the answers whose rendered tokens equal the generated ones, without stop tokens."""
-    runs: list[list[int]] = []
-    for token, before, supervised in zip(
-        rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
-    ):
-        if supervised and not before:
-            runs.append([])
-        if supervised:
-            runs[-1].append(token)
+    tokens = zip(rendered.ids, rendered.mask, strict=True)
+    runs = [
+        [token for token, _ in run]
+        for supervised, run in groupby(tokens, key=itemgetter(1))
+        if supervised
+    ]
     if len(runs) != len(answers):
         return 0
-    return sum(
-        run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True)
-    )
+    pairs = zip(runs, answers, strict=True)
+    return sum(run[: len(answer.body)] == answer.body for run, answer in pairs)
 
 
 def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the text of chats.json: a JSON array with one chat per line."""
-    return (
-        "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
-    )
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    return f"[\n{lines}\n]\n"
 
 
 def compute_figures(

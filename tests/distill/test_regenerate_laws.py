@@ -11,8 +11,9 @@ from decoding import generate, load
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from decoding.sampling import noise
 from distill.regenerate.dialogues import Answer
-from distill.regenerate.generate import AnswerGenerator, request_id
+from distill.regenerate.generate import AnswerGenerator
 from distill.regenerate.resume import read_journal
 from tests.support.regeneration import CHATS, regenerated, with_stops, write_chats
 from training.data.chat import render_prompt
@@ -62,7 +63,7 @@ def test_an_answer_is_what_decoding_gives_for_the_request_alone(
             if said["from"] == "gpt":
                 ids, key = (
                     render_prompt(engine.tokenizer, history),
-                    request_id((number[record["id"]], 0, turn)),
+                    noise.key(number[record["id"]], 0, turn),
                 )
                 (alone,) = decode(engine.target, None, [ids], settings, request_ids=[key])
                 stopped = alone.finish == "stop"
