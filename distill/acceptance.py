@@ -39,6 +39,17 @@ class AcceptanceSums:
         return self.accepted / self.tokens
 
 
+def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -> Tensor:
+    """Return the sum over positions of the probability that a draft is accepted, a scalar.
+
+    At temperature 0 this is the number of positions with equal argmaxes.
+    """
+    if temperature == 0:
+        return (p_logits_CV.argmax(-1) == q_logits_CV.argmax(-1)).sum()
+    p_CV, q_CV = ((logits / temperature).softmax(-1) for logits in (p_logits_CV, q_logits_CV))
+    return torch.minimum(p_CV, q_CV).sum()
+
+
 class HeldOutAcceptance:
     """Callable that scores the student's current weights on the target's answers."""
 
@@ -63,10 +74,9 @@ class HeldOutAcceptance:
         cost, so acceptance alone ranks them.
         """
         totals = self.totals()
-        greedy = totals.greedy / totals.tokens
         return {
             "acceptance": totals.acceptance,
-            "greedy_acceptance": greedy,
+            "greedy_acceptance": totals.greedy / totals.tokens,
             "score": totals.acceptance,
         }
 
@@ -85,23 +95,15 @@ class HeldOutAcceptance:
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
         totals = torch.zeros(4, dtype=torch.float64)
-        for start in range(0, len(student_NH), _CHUNK):
-            q_logits_CV = F.linear(
-                student_NH[start : start + _CHUNK], self.student.lm_head.weight
-            ).float()
-            p_logits_CV = F.linear(
-                teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight
-            ).float()
-            p_CV, q_CV = (
-                torch.softmax(logits / self.temperature, dim=-1)
-                for logits in (p_logits_CV, q_logits_CV)
-            )
-            same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
-            loss = F.cross_entropy(q_logits_CV, next_N[start : start + _CHUNK], reduction="sum")
-            count = torch.tensor(len(p_CV), device=p_CV.device)
-            totals += (
-                torch.stack([torch.minimum(p_CV, q_CV).sum(), same, loss, count]).double().cpu()
-            )
+        chunks = (states.split(_CHUNK) for states in (student_NH, teacher_NG, next_N))
+        for student_CH, teacher_CG, next_C in zip(*chunks, strict=True):
+            q_logits_CV = F.linear(student_CH, self.student.lm_head.weight).float()
+            p_logits_CV = F.linear(teacher_CG, self.teacher.lm_head.weight).float()
+            accepted = sum_accepted(p_logits_CV, q_logits_CV, self.temperature)
+            greedy = sum_accepted(p_logits_CV, q_logits_CV, 0.0)
+            loss = F.cross_entropy(q_logits_CV, next_C, reduction="sum")
+            count = torch.tensor(len(next_C), device=next_C.device)
+            totals += torch.stack([accepted, greedy, loss, count]).double().cpu()
         return totals
 
 

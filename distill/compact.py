@@ -33,6 +33,7 @@ from jobs.paths import resolve
 from jobs.protocol import Job, Run
 from training.drafter_folder import write_model
 from training.models.build import dtype_of, known_config
+from training.models.shapes import millions
 from training.optimizer import count_parameters
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -97,22 +98,25 @@ def compact(config: CompactConfig, run: Run, folder: Path) -> None:
     model.to(dtype)  # compare the weights as stored, including their rounding
     difference = largest_difference(folder, model, config.seed)
     if not difference <= config.tolerance:
+        rounded = "The norms' new weights were rounded: store them with dtype=float32"
+        padded = "Use the padded checkpoint, which loads and decodes correctly"
         raise UserError(
             f"{folder}: after it was compacted to {len(kept_C)} channels in {dtype}, the logits "
             f"differ by {difference:.1e} of the largest logit, more than "
-            f"tolerance={config.tolerance:g}; nothing was written. {_remedy(dtype)}"
+            f"tolerance={config.tolerance:g}; nothing was written. "
+            f"{padded if dtype == torch.float32 else rounded}"
         )
     write_model(model, folder, run.artefact, dtype, draft_tokens=4)
+    stored_width, count = state[_EMBEDDING].shape[1], count_parameters(model.parameters())
     figures = {
-        "stored_hidden_size": state[_EMBEDDING].shape[1],
+        "stored_hidden_size": stored_width,
         "hidden_size": len(kept_C),
-        "parameters": count_parameters(model.parameters()),
+        "parameters": count,
         "largest_difference": difference,
     }
     run.folder.write_manifest(run.inputs, figures, finished=True)
     print(
-        f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, "
-        f"{figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
+        f"{stored_width} -> {len(kept_C)} channels, {millions(count)} parameters; logits differ by "
         f"{difference:.1e} of the largest logit in float32: {run.artefact}"
     )
 
@@ -218,12 +222,6 @@ def largest_difference(folder: Path, compact: Any, seed: int) -> float:
     after_BTV = compact.float()(ids_BT).logits
     compact.to(dtype)
     return float((after_BTV - before_BTV).abs().max() / before_BTV.abs().max())
-
-
-def _remedy(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "The norms' new weights were rounded: store them with dtype=float32"
-    return "Use the padded checkpoint, which loads and decodes correctly"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from decoding.models.folder import CARD, read_json
 from jobs.paths import shown
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
+from training.models.shapes import WIDTHS
+from training.optimizer import count_parameters
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
@@ -23,19 +25,10 @@ def write_card(
 
     pruning: how the model was cut out of the target, or None.
     """
-    config = model.config
-    keys = (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-    )
+    keys = ("num_hidden_layers", *WIDTHS, "vocab_size")
     about = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shape": {key: getattr(config, key) for key in keys},
+        "parameters": count_parameters(model.parameters()),
+        "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
     }
     drafter_folder.write_card(folder, origin, about, readme)
@@ -78,9 +71,7 @@ def readme(card: dict[str, Any]) -> str:
         for engine, line in launch_lines(card["target"], ".", 4).items()
     )
     shape = card["shape"]
-    layers = (
-        "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
-    )
+    layers = f"{shape['num_hidden_layers']} layer{'s' if shape['num_hidden_layers'] != 1 else ''}"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

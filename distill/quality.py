@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from decoding.loop import decode
@@ -70,14 +70,7 @@ class GeneratedFunction:
         return f"{self.prompt}\n{textwrap.indent(self.body, '    ')}"
 
 
-def quality(
-    folder: str | Path,
-    *,
-    functions: int = 50,
-    temperature: float = 0.2,
-    max_new_tokens: int = 320,
-    seed: int = 0,
-) -> dict[str, object]:
+def measure(config: QualityConfig, folder: Path) -> dict[str, Any]:
     """Measure the model in `folder` on held-out modules and prompts of the standard library.
 
     Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions, parse_share,
@@ -86,7 +79,7 @@ def quality(
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
     size_bytes = sum(len(document.encode()) for document in documents)
-    drawn = generate_functions(folder, functions, temperature, max_new_tokens, seed)
+    drawn = generate_functions(config, folder)
     return {
         "bits_per_byte": nats / math.log(2) / size_bytes,
         "nats_per_token": nats / tokens,
@@ -107,7 +100,7 @@ def xz_bits_per_byte(text: str) -> float:
 
 
 @torch.no_grad()
-def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, int]:
+def held_out_nats(folder: Path, documents: Sequence[str]) -> tuple[float, int]:
     """Return the summed negative log-likelihood of `documents` in nats and the number of tokens.
 
     Every document begins with BOS. Windows of the model's context overlap by half, and each token
@@ -117,11 +110,8 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     ).eval()
-    windows = [
-        window
-        for document in documents
-        for window in _windows(tokenizer, document, model.config.max_position_embeddings)
-    ]
+    context = model.config.max_position_embeddings
+    windows = [window for text in documents for window in _windows(tokenizer, text, context)]
     windows.sort(key=lambda window: len(window.ids))  # batch windows of similar length
     nats, tokens = 0.0, 0
     for start in range(0, len(windows), _WINDOWS):
@@ -129,7 +119,10 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
         length = max(len(window.ids) for window in part)
         # Right padding needs no mask under causal attention; padded positions are not scored.
         ids_BT = torch.tensor([window.ids + [0] * (length - len(window.ids)) for window in part])
-        nats_BT = _nats(model(ids_BT).logits, ids_BT)
+        # -log p of each token from the second on, given the tokens before it
+        nats_BT = cross_entropy(
+            model(ids_BT).logits[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
+        )
         for row, window in enumerate(part):
             nats += float(nats_BT[row, window.scored_from - 1 : len(window.ids) - 1].double().sum())
             tokens += len(window.ids) - window.scored_from
@@ -149,47 +142,33 @@ def _windows(
             end = min(begin + context, len(ids))
 
 
-def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return -log p of each token from the second on, given the tokens before it, [B, T - 1]."""
-    return torch.nn.functional.cross_entropy(
-        logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
-    )
-
-
-def generate_functions(
-    folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int
-) -> list[GeneratedFunction]:
-    """Generate the bodies of the first `count` embedded prompts and try to parse each."""
-    tokenizer = load_tokenizer(folder)
-    target = load_target(folder)
-    prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
-    rendered = [
-        (text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts
-    ]
-    fitting = [
-        (text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length
-    ][:count]
+def generate_functions(config: QualityConfig, folder: Path) -> list[GeneratedFunction]:
+    """Generate the bodies of the first embedded prompts that fit, and try to parse each."""
+    tokenizer, target = load_tokenizer(folder), load_target(folder)
+    longest = target.max_length - config.max_new_tokens
+    texts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
+    prompts = {
+        text: render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts
+    }
+    texts = [text for text in texts if len(prompts[text]) <= longest][: config.functions]
     settings = Settings(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
         stop_token_ids=(tokenizer.eos_token_id,),
     )
-    drawn = []
-    for start in range(0, len(fitting), _ROWS):
-        part = fitting[start : start + _ROWS]
-        answers = decode(
-            target,
-            None,
-            [ids for _, ids in part],
-            settings,
-            request_ids=list(range(start, start + len(part))),
-        )
-        for (text, _), answer in zip(part, answers, strict=True):
+    functions = []
+    for start in range(0, len(texts), _ROWS):
+        part = texts[start : start + _ROWS]
+        numbers = list(range(start, start + len(part)))
+        ids = [prompts[text] for text in part]
+        answers = decode(target, None, ids, settings, request_ids=numbers)
+        for text, answer in zip(part, answers, strict=True):
             body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             finished = answer.finish == "stop"
-            drawn.append(GeneratedFunction(text, body, finished, finished and parses(text, body)))
-    return drawn
+            function = GeneratedFunction(text, body, finished, finished and parses(text, body))
+            functions.append(function)
+    return functions
 
 
 def parses(request: str, body: str) -> bool:
@@ -227,13 +206,7 @@ def run(config: QualityConfig) -> Path:
     if run_folder.finished(path):
         _show(read_object(path, "Delete the file to measure again", _shown))
         return path
-    figures = quality(
-        folder,
-        functions=config.functions,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-    )
+    figures = measure(config, folder)
     write_text(path, json.dumps(figures, indent=1))
     run_folder.write_manifest([folder], _short(figures), finished=True)
     _show(figures)

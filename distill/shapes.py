@@ -8,6 +8,7 @@ model of the target's class (Qwen3 normalizes queries and keys).
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
@@ -48,82 +49,85 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
             f"{', '.join(FAMILIES)}: choose a target of one of these families"
         )
     refuse_unsupported_attention(target.to_dict(), "the target")
-    theirs = target_widths(target)
-    for name in WIDTHS:
-        if vars(shape)[name] < 0:
-            raise UserError(
-                f"student.{name} is {vars(shape)[name]}, expected 0 (the target's) or more"
-            )
-    layers = target.num_hidden_layers
-    limits = {"num_hidden_layers": DEEPEST * layers, **dict.fromkeys(WIDTHS, WIDEST)}
-    for name, most in limits.items():
-        if vars(shape)[name] > most:
-            theirs_too = {**theirs, "num_hidden_layers": layers}[name]
-            raise UserError(
-                f"student.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has "
-                f"{theirs_too})"
-            )
-    if shape.head_dim % 2:
-        raise UserError(
-            f"student.head_dim is {shape.head_dim}, expected an even number because rope rotates "
-            f"pairs of channels"
-        )
-    given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
-    if shape.num_attention_heads and not shape.num_key_value_heads:
-        # Keep the target's number of groups, or the next smaller one that divides the heads.
-        most = min(given["num_attention_heads"], theirs["num_key_value_heads"])
-        given["num_key_value_heads"] = max(
-            n for n in range(1, most + 1) if given["num_attention_heads"] % n == 0
-        )
-    heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
-    if heads % groups:
-        raise UserError(
-            f"student.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
-            f"({groups}). All groups must have the same number of query heads"
-        )
-    if (
-        given["hidden_size"] % heads
-        and heads > theirs["num_attention_heads"]
-        and not shape.hidden_size
-    ):
-        raise UserError(
-            f"student.num_attention_heads is {heads}, the target has "
-            f"{theirs['num_attention_heads']}: a pruned student cannot be larger. Lower it, or set "
-            f"student.hidden_size as well to train from scratch (mode=random)"
-        )
-    if (
-        0 < theirs["hidden_size"] < given["hidden_size"]
-        and given["hidden_size"] % heads
-        and not shape.num_attention_heads
-    ):
-        raise UserError(
-            f"student.hidden_size is {given['hidden_size']}, the target has "
-            f"{theirs['hidden_size']} and {heads} query heads: a pruned student cannot be larger, "
-            f"so use at most {theirs['hidden_size']}. To train from scratch (mode=random), set "
-            f"student.num_attention_heads as well"
-        )
-    if target.model_type != "qwen3" and given["hidden_size"] % heads:
-        nearest = nearest_divisible_width(given["hidden_size"], heads)
-        raise UserError(
-            f"student.hidden_size ({given['hidden_size']}) is not a multiple of its {heads} query "
-            f"heads. head_dim is free, but transformers and compatible engines do not load such a "
-            f"LLaMA. Use {nearest}, the nearest smaller width that fits"
-        )
-    if shape.num_hidden_layers < 1:
-        raise UserError(
-            f"student.num_hidden_layers is {shape.num_hidden_layers}, expected 1 or more"
-        )
+    theirs = {**target_widths(target), "num_hidden_layers": target.num_hidden_layers}
+    _refuse_bad_sizes(shape, theirs)
+    widths = _fill_widths(shape, theirs)
+    _refuse_bad_heads(shape, widths, theirs, target.model_type)
     fields = target.to_dict()
-    shared = {name: value for name, value in fields.items() if name in _SHARED}
-    shared |= {
+    shared = {name: fields[name] for name in _SHARED if name in fields} | {
         "num_hidden_layers": shape.num_hidden_layers,
         "rope_parameters": target.rope_parameters,
-        **given,
+        **widths,
     }
     if target.model_type == "qwen3":
         return Qwen3Config(attention_bias=fields.get("attention_bias", False), **shared)
     biased = target.model_type == "qwen2" or fields.get("attention_bias", False)
     return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
+
+
+def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
+    """Raise UserError for a number of layers or a width that is out of range."""
+    for name, size in theirs.items():
+        if name == "num_hidden_layers":
+            least, most, expected = (
+                1,
+                DEEPEST * size,
+                f"1 to {DEEPEST * size} (the target has {size})",
+            )
+        else:
+            least, most, expected = 0, WIDEST, f"0 (the target's {size}) to {WIDEST:,}"
+        if not least <= vars(shape)[name] <= most:
+            raise UserError(f"student.{name} is {vars(shape)[name]}, expected {expected}")
+    if shape.head_dim % 2:
+        raise UserError(
+            f"student.head_dim is {shape.head_dim}, expected an even number because rope rotates "
+            f"pairs of channels"
+        )
+
+
+def _fill_widths(shape: StudentConfig, theirs: Mapping[str, int]) -> dict[str, Any]:
+    """Return the student's widths, with the target's for those that are 0.
+
+    If only the number of query heads is given, the target's number of key/value heads is kept, or
+    the next smaller one that divides the query heads.
+    """
+    widths = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
+    if shape.num_attention_heads and not shape.num_key_value_heads:
+        heads = shape.num_attention_heads
+        most = min(heads, theirs["num_key_value_heads"])
+        widths["num_key_value_heads"] = max(n for n in range(1, most + 1) if heads % n == 0)
+    return widths
+
+
+def _refuse_bad_heads(
+    shape: StudentConfig, widths: Mapping[str, int], theirs: Mapping[str, int], family: str
+) -> None:
+    """Raise UserError if the heads do not divide into groups, or the hidden size into heads."""
+    hidden, heads = widths["hidden_size"], widths["num_attention_heads"]
+    groups = widths["num_key_value_heads"]
+    if heads % groups:
+        raise UserError(
+            f"student.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+            f"({groups}). All groups must have the same number of query heads"
+        )
+    if hidden % heads == 0:
+        return
+    for name, other in (
+        ("num_attention_heads", "hidden_size"),
+        ("hidden_size", "num_attention_heads"),
+    ):
+        if widths[name] > theirs[name] and not vars(shape)[other]:
+            raise UserError(
+                f"student.{name} is {widths[name]}, the target has {theirs[name]}: a pruned "
+                f"student cannot be larger. Lower it, or set student.{other} as well to train from "
+                f"scratch (mode=random)"
+            )
+    if family != "qwen3":
+        raise UserError(
+            f"student.hidden_size ({hidden}) is not a multiple of its {heads} query heads. "
+            f"head_dim is free, but transformers and compatible engines do not load such a LLaMA. "
+            f"Use {nearest_divisible_width(hidden, heads)}, the nearest smaller width that fits"
+        )
 
 
 def nearest_divisible_width(size: int, heads: int) -> int:
@@ -138,10 +142,9 @@ def refuse_wider(student: Any, target: Any) -> None:
     This is the case if the student is wider or deeper, has another head width, or more query heads
     in a group.
     """
-    ours, theirs = target_widths(student), target_widths(target)
-    ours["num_hidden_layers"], theirs["num_hidden_layers"] = (
-        student.num_hidden_layers,
-        target.num_hidden_layers,
+    ours, theirs = (
+        {**target_widths(config), "num_hidden_layers": config.num_hidden_layers}
+        for config in (student, target)
     )
     for name, size in ours.items():
         if size > theirs[name]:
@@ -155,14 +158,14 @@ def refuse_wider(student: Any, target: Any) -> None:
             f"cannot be narrowed because rope rotates each channel at a different frequency. Leave "
             f"head_dim at 0, or train the shape from scratch (mode=random)"
         )
-    a_group = [
-        widths["num_attention_heads"] // widths["num_key_value_heads"] for widths in (ours, theirs)
-    ]
-    if a_group[0] > a_group[1]:
+    kept, full = (
+        one["num_attention_heads"] // one["num_key_value_heads"] for one in (ours, theirs)
+    )
+    if kept > full:
         raise UserError(
-            f"student.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has "
-            f"{a_group[1]} query heads per key/value head: use at most "
-            f"{a_group[1] * ours['num_key_value_heads']} query heads, or more key/value heads"
+            f"student.num_attention_heads / num_key_value_heads is {kept}, the target has {full} "
+            f"query heads per key/value head: use at most {full * ours['num_key_value_heads']} "
+            f"query heads, or more key/value heads"
         )
 
 
@@ -171,12 +174,11 @@ def warn_unaligned_widths(student: Any) -> list[str]:
 
     Such matrix products are slower than slightly wider ones.
     """
-    sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
     return [
         f"student.{name} is {size}, not a multiple of {ALIGNED}: {size + -size % ALIGNED} is often "
         f"as fast"
-        for name, size in sides.items()
-        if size % ALIGNED
+        for name, size in target_widths(student).items()
+        if name in ("hidden_size", "intermediate_size") and size % ALIGNED
     ]
 
 
@@ -186,18 +188,17 @@ def describe_size_mismatch(name: str, student: Any) -> str:
     The actual size depends on this target's vocabulary and groups. Returns an empty string if both
     agree or the name has no size.
     """
-    told = re.search(r"_(\d+)(m|b)(\d*)$", name)
-    if told is None:
+    size = re.search(r"_(\d+)(m|b)(\d*)$", name)
+    if size is None:
         return ""
-    whole, unit, tenths = told.groups()
-    named = float(f"{whole}.{tenths or 0}") * (1e6 if unit == "m" else 1e9)
+    named = float(f"{size[1]}.{size[3] or 0}") * (1e6 if size[2] == "m" else 1e9)
     count = parameter_counts(student)["all"]
     if abs(count - named) <= NAMED * named:
         return ""
     return (
         f"note: student.name is {name}, but with this target's vocabulary of "
         f"{student.vocab_size:,} the shape has {millions(count)}: a better name is "
-        f"student.name={name[: told.start()]}_{count / 1e6:.0f}m"
+        f"student.name={name[: size.start()]}_{count / 1e6:.0f}m"
     )
 
 
@@ -207,9 +208,6 @@ def removal_flops(config: Any, gone: int = 0) -> float:
     With k layers left, each is left out in turn (distill.prune.layer_choice.removal_order). gone:
     number of layers that were removed before.
     """
-    layers = config.num_hidden_layers
-    a_layer, head = (
-        2.0 * parameter_counts(config)["layers"] / layers,
-        2.0 * config.vocab_size * config.hidden_size,
-    )
+    layers, head = config.num_hidden_layers, 2.0 * config.vocab_size * config.hidden_size
+    a_layer = 2.0 * parameter_counts(config)["layers"] / layers
     return sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers - gone + 1))

@@ -26,6 +26,7 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.text.tokenizer import load_tokenizer
+from distill.acceptance import sum_accepted
 from distill.config import SkipSearchConfig
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
@@ -44,8 +45,8 @@ _LONGEST_DRAFT = 8
 _CHUNK = 1024
 # Time windows in which the costs are measured.
 _WINDOWS = 5
-# ("attention" or "mlp", layer)
-SubLayer = tuple[str, int]
+KINDS = ("attention", "mlp")
+SubLayer = tuple[str, int]  # kind and layer
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,8 @@ class SubLayerCosts:
 
     def draft_ms(self, skips: Skips) -> float:
         """Return the milliseconds of one draft step without these sub-layers."""
-        kept_ms = (
-            self.t_target_ms[1]
-            - len(skips.attention) * self.attention_ms
-            - len(skips.mlp) * self.mlp_ms
-        )
-        return max(self.bare_ms, kept_ms)
+        saved_ms = len(skips.attention) * self.attention_ms + len(skips.mlp) * self.mlp_ms
+        return max(self.bare_ms, self.t_target_ms[1] - saved_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
         """Return the best predicted speedup and its draft length.
@@ -93,6 +90,10 @@ class SearchStep:
     speedup: float
     gamma: int
 
+    @property
+    def sub_layer(self) -> SubLayer:
+        return self.kind, self.layer
+
 
 class SkipSearch(Job[SkipSearchConfig]):
     """Run of distill.skip_search, which writes the sub-layers to skip."""
@@ -108,16 +109,12 @@ class SkipSearch(Job[SkipSearchConfig]):
 
     def dry_run(self, run: Run) -> None:
         target, steps = load(self.config)
-        print(
-            f"cost: about {_forwards(steps, 2 * target.num_layers, self.config.candidates):,} "
-            f"forward passes over the target's answers"
-        )
+        sub_layers, candidates = 2 * target.num_layers, self.config.candidates
+        forwards = sum(min(candidates, sub_layers - step) for step in range(1, steps))
+        print(f"cost: about {sub_layers + forwards:,} forward passes over the target's answers")
         if not run.artefact.exists():  # a placeholder, so that later stages can be tried
-            write_skips(
-                run.artefact,
-                Skips(mlp=(target.num_layers - 1,)),
-                {"target": self.config.target.path, "dry_run": True},
-            )
+            given = {"target": self.config.target.path, "dry_run": True}
+            write_skips(run.artefact, Skips(mlp=(target.num_layers - 1,)), given)
 
     def work(self, run: Run) -> None:
         config, (target, steps) = self.config, load(self.config)
@@ -161,39 +158,30 @@ def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
         max_length=config.data.max_length,
     )
     assert isinstance(target, NativeTarget)
-    steps = min(config.max_skips or 2 * target.num_layers - 2, 2 * target.num_layers - 2)
+    sub_layers = 2 * target.num_layers
+    steps = min(config.max_skips or sub_layers - 2, sub_layers - 2)
     print(
-        f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} "
-        f"sub-layers are skipped"
+        f"target: {target.num_layers} layers; at most {steps} of {sub_layers} sub-layers are "
+        f"skipped"
     )
     return target, steps
 
 
 def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
     """Write the best set on the path and complete the manifest."""
-    best = max(range(len(path)), key=lambda number: path[number].speedup)
-    skips = make_skips([(step.kind, step.layer) for step in path[: best + 1]])
-    about = {
-        "target": config.target.path,
-        **asdict(path[best]),
-        "temperature": config.held_out.temperature,
-    }
-    write_skips(
-        run.artefact,
-        skips,
-        {key: value for key, value in about.items() if key not in ("kind", "layer")},
-    )
-    run.folder.write_manifest(
-        run.inputs,
-        {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup},
-        finished=True,
-    )
+    best = max(path, key=lambda step: step.speedup)
+    skips = make_skips([step.sub_layer for step in path[: path.index(best) + 1]])
+    figures = {"acceptance": best.acceptance, "speedup": best.speedup, "gamma": best.gamma}
+    given = {"target": config.target.path, "temperature": config.held_out.temperature}
+    write_skips(run.artefact, skips, given | figures)
+    metrics = {"acceptance": best.acceptance, "predicted_speedup": best.speedup}
+    run.folder.write_manifest(run.inputs, metrics, finished=True)
     print(
         f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance "
-        f"{path[best].acceptance:.3f}, {path[best].speedup:.2f}x predicted at "
-        f"gamma={path[best].gamma}: {run.artefact}"
+        f"{best.acceptance:.3f}, {best.speedup:.2f}x predicted at gamma={best.gamma}: "
+        f"{run.artefact}"
     )
-    if path[best].speedup <= 1:
+    if best.speedup <= 1:
         print("no set gives a speedup on this machine: this target needs a separate drafter")
 
 
@@ -213,33 +201,31 @@ def search(
             f"start the search again"
         )
     path = found.records
-    left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
-    ranked = left = [one for one in left if one not in [(step.kind, step.layer) for step in path]]
+    every = [(kind, layer) for kind in KINDS for layer in range(target.num_layers)]
+    skipped = [step.sub_layer for step in path]
+    ranked = [one for one in every if one not in skipped]
     with ProgressBar("skips", steps, len(path)) as bar:
         while len(path) < steps:
-            gone = [(step.kind, step.layer) for step in path]
             tried = []
-            for kind, layer in ranked[:candidates] if path else ranked:
-                skips = make_skips([*gone, (kind, layer)])
+            for sub_layer in ranked[:candidates] if path else ranked:
+                skips = make_skips([*skipped, sub_layer])
                 acceptance = answers.acceptance(skips)
-                tried.append(SearchStep(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
-            tried.sort(key=lambda step: -step.speedup)
-            path.append(tried[0])
+                tried.append(SearchStep(*sub_layer, acceptance, *costs.speedup(acceptance, skips)))
+            best, *others = sorted(tried, key=lambda step: -step.speedup)
+            path.append(best)
+            skipped.append(best.sub_layer)
             write_bytes(file, journal_bytes(map(asdict, path)))
-            order = [(step.kind, step.layer) for step in tried[1:]]
-            left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
-            ranked = order + [one for one in left if one not in order]
-            bar.update(len(path), f"acceptance {tried[0].acceptance:.3f}  {tried[0].speedup:.2f}x")
+            order = [step.sub_layer for step in others]
+            ranked = order + [one for one in every if one not in (*skipped, *order)]
+            bar.update(len(path), f"acceptance {best.acceptance:.3f}  {best.speedup:.2f}x")
     return path
 
 
 def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
     """Group sub-layers by kind."""
-    named = {
-        kind: tuple(sorted(layer for own, layer in sub_layers if own == kind))
-        for kind in ("attention", "mlp")
-    }
-    return Skips(**named)
+    return Skips(
+        *(tuple(sorted(layer for own, layer in sub_layers if own == kind)) for kind in KINDS)
+    )
 
 
 def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> SubLayerCosts:
@@ -305,7 +291,7 @@ class AnswerScorer:
                 "the target gives an empty answer to every held-out prompt: change held_out.prompts"
             )
         self._predicts_BT = predicts_BT
-        self._whole_NC = self._hidden(Skips())
+        self._complete_NC = self._hidden(Skips())
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
@@ -316,23 +302,12 @@ class AnswerScorer:
     @torch.inference_mode()
     def acceptance(self, skips: Skips) -> float:
         """Return the mean of sum_v min(p, q), or the share of equal argmaxes at temperature 0."""
-        own_NC, total = self._hidden(skips), 0.0
-        for start in range(0, len(own_NC), _CHUNK):
-            q_NV = self.target.lm_head(own_NC[start : start + _CHUNK]).float()
-            p_NV = self.target.lm_head(self._whole_NC[start : start + _CHUNK]).float()
-            if self.temperature == 0:
-                total += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
-            else:
-                total += float(
-                    torch.minimum(
-                        (p_NV / self.temperature).softmax(-1), (q_NV / self.temperature).softmax(-1)
-                    ).sum()
-                )
-        return total / len(own_NC)
-
-
-def _forwards(steps: int, sub_layers: int, candidates: int) -> int:
-    return sub_layers + sum(min(candidates, sub_layers - step) for step in range(1, steps))
+        states_NC, total = self._hidden(skips), 0.0
+        chunks = zip(states_NC.split(_CHUNK), self._complete_NC.split(_CHUNK), strict=True)
+        for some_NC, complete_NC in chunks:
+            q_NV, p_NV = (self.target.lm_head(one).float() for one in (some_NC, complete_NC))
+            total += float(sum_accepted(p_NV, q_NV, self.temperature))
+        return total / len(states_NC)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
@@ -26,13 +25,11 @@ from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of, write_model
 from training.held_out import check_stages, target_answers
 from training.job import TargetJob, fit_recorded
-from training.models.build import (
-    check_target,
-    dtype_of,
-    known_config,
-)
+from training.models.build import check_target, dtype_of, known_config
 from training.models.frozen import load_frozen
+from training.models.shapes import millions
 from training.objectives import Distillation, LanguageModelling, TeacherStates
+from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
 
@@ -73,27 +70,24 @@ def run(config: TrainConfig) -> Path:
 def check(config: TrainConfig) -> None:
     """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
     check_target(config.target, config.parallel)
-    if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, "
-            f"expected 0: all ranks run a sharded target together, so none can skip its forward "
-            f"pass"
-        )
     check_mixture(config.data, ("loss", "acceptance"))
-    if config.loss.name not in LOSSES:
-        raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
-    check_values(
-        config,
-        {
-            "loss.temperature": (config.loss.temperature > 0, "more than 0"),
-            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
-            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 0, "1 or more"),
-            "held_out.temperature": (
-                RULES["temperature"].fits(config.held_out.temperature),
-                RULES["temperature"].expected,
-            ),
-        },
-    )
+    loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
+    rules = {
+        "loss.name": (loss.name in LOSSES, " or ".join(LOSSES)),
+        "loss.temperature": (loss.temperature > 0, "more than 0"),
+        "loss.cache_mb": (
+            not loss.cache_mb or kind not in SHARDED_WEIGHTS,
+            f"0 with parallel.kind={kind}: all ranks run a sharded target together, so none can "
+            f"skip its forward pass",
+        ),
+        "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
+        "held_out.max_new_tokens": (held_out.max_new_tokens > 0, "1 or more"),
+        "held_out.temperature": (
+            RULES["temperature"].fits(held_out.temperature),
+            RULES["temperature"].expected,
+        ),
+    }
+    check_values(config, rules)
 
 
 def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
@@ -126,45 +120,37 @@ def make_held_out(
     target_folder: Path,
 ) -> HeldOutAcceptance | HeldOutMixture:
     """Build the evaluation on the target's answers and on each domain's held-out text."""
-    answers = parallel.broadcast(
-        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
-    )
 
     def scored(samples: list[Sample]) -> HeldOutAcceptance:
         return HeldOutAcceptance(
             student, teacher, samples, config.data.max_length, config.held_out.temperature
         )
 
+    on_main = target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    answers = scored(parallel.broadcast(on_main))
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
-        return scored(answers)
-    return HeldOutMixture(
-        scored(answers), {name: scored(samples) for name, samples in domains.items()}
-    )
+        return answers
+    return HeldOutMixture(answers, {name: scored(samples) for name, samples in domains.items()})
 
 
 def make_objective(
     config: TrainConfig, student: Any, teacher: Any
 ) -> Distillation | LanguageModelling:
     """Return the training objective that loss.name names."""
-    if config.loss.name == "forward_kl":
-        states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
-        return Distillation(student, teacher, config.loss.temperature, states)
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
-    raise AssertionError(config.loss.name)
+    states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
+    return Distillation(student, teacher, config.loss.temperature, states)
 
 
 def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
     """Print the models, the data and the plan before the first step."""
-    sizes = [
-        sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        for model in (student, teacher)
-    ]
+    sizes = [millions(count_parameters(model.parameters())) for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
     print(
-        f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: "
-        f"{sizes[1]:.1f} M, frozen"
+        f"student: {sizes[0]} parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]}, "
+        f"frozen"
     )
     print(
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
@@ -181,18 +167,14 @@ def finish(
     config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
     """Export the best weights with their card and complete the manifest."""
-    folder = run.artefact
+    folder, best = run.artefact, progress.best
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.student.name, target_folder, progress)
-    write_card(
-        folder,
-        student,
-        origin,
-        pruning_on_card(resolve(config.student.path)) if config.student.init == "folder" else None,
-    )
+    from_folder = config.student.init == "folder"
+    pruning = pruning_on_card(resolve(config.student.path)) if from_folder else None
+    write_card(folder, student, origin, pruning)
     close_run(run, origin, progress)
-    best = progress.best
     print(
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
         f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, after "

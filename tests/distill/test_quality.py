@@ -53,10 +53,10 @@ def test_a_dry_run_measures_nothing_and_a_finished_run_is_shown_again(
     path = run(QualityConfig(**config, dry_run=True))
     assert not path.exists()
     figures = {"bits_per_byte": 1.5, "samples": ["def f(): pass"], "drawn": []}
-    monkeypatch.setattr("distill.quality.quality", lambda *_, **__: figures)
+    monkeypatch.setattr("distill.quality.measure", lambda *_, **__: figures)
     assert run(QualityConfig(**config)) == path
     assert json.loads(path.read_text()) == figures
-    monkeypatch.setattr("distill.quality.quality", None)
+    monkeypatch.setattr("distill.quality.measure", None)
     capsys.readouterr()
     run(QualityConfig(**config))
     assert '"bits_per_byte": 1.5' in capsys.readouterr().out

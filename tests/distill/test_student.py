@@ -85,7 +85,7 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
             StudentConfig(num_hidden_layers=5),
             "the target has only 4 layers: use student.init=random",
         ),
-        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1"),
+        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1 to 64"),
         (StudentConfig(num_hidden_layers=1, layers=[4]), "from 0 to 3"),
         (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
         (StudentConfig(hidden_size=64), "student.hidden_size is 64, the target's is 32"),
