@@ -1,14 +1,15 @@
-"""Held-out acceptance: the share of the target's own answers that the student drafts correctly.
+"""Held-out acceptance: the acceptance rate of the student on the target's answers.
 
-The target is frozen, so our decoding produces its answers to the held-out prompts once. Every
-evaluation is then one packed forward pass of the student over these answers. The probability that
-speculative sampling accepts the student's draft at a position is sum_v min(p, q) (Leviathan et al.
-2023, section 3.3); at temperature 0 a draft is accepted if argmax p = argmax q.
+The target is frozen, so it answers the held-out prompts once. Every evaluation is one packed
+forward pass of the student over these answers. The probability that speculative sampling accepts
+the student's draft at a position is sum_v min(p, q) (Leviathan et al. 2023, section 3.3). At
+temperature 0 a draft is accepted if argmax p = argmax q.
 
 Shapes: N answer tokens, V vocabulary, C tokens of a chunk, H and G hidden sizes of student and
 teacher.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class AcceptanceSums:
 
 
 def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -> Tensor:
-    """Return the sum over positions of the probability that a draft is accepted, a scalar.
+    """Return the sum of the acceptance probability over positions, a scalar.
 
     At temperature 0 this is the number of positions with equal argmaxes.
     """
@@ -51,7 +52,10 @@ def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -
 
 
 class HeldOutAcceptance:
-    """Callable that scores the student's current weights on the target's answers."""
+    """Callable that scores the current weights of the student on the target's answers.
+
+    max_length: tokens of a packed row. temperature: of sum_v min(p, q); 0 counts as 1.
+    """
 
     def __init__(
         self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float
@@ -69,9 +73,8 @@ class HeldOutAcceptance:
     def __call__(self) -> dict[str, float]:
         """Return `acceptance`, `greedy_acceptance` and `score`.
 
-        `acceptance` is the mean of sum_v min(p, q) at the held-out temperature, `greedy_acceptance`
-        the share of positions with equal argmaxes. All checkpoints of a run have the same shape and
-        cost, so acceptance alone ranks them.
+        `acceptance` is the mean of sum_v min(p, q), `greedy_acceptance` the share of positions with
+        equal argmaxes. All checkpoints of a run cost the same, so acceptance is their score.
         """
         totals = self.totals()
         return {
@@ -82,7 +85,7 @@ class HeldOutAcceptance:
 
     @torch.no_grad()
     def totals(self) -> AcceptanceSums:
-        """Return the sums over all supervised tokens with the student's current weights."""
+        """Return the sums over all supervised tokens for the current weights of the student."""
         totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             if number == len(self._teacher_hidden):
@@ -107,24 +110,17 @@ class HeldOutAcceptance:
         return totals
 
 
-class HeldOutMixture:
-    """Callable that scores the student on the target's answers and each domain's held-out text.
+def score_mixture(
+    answers: HeldOutAcceptance, domains: Mapping[str, HeldOutAcceptance]
+) -> dict[str, float]:
+    """Score the student on the target's answers and on each domain's held-out text.
 
-    The target does not answer the domains' texts: student and target read the same text, and their
-    overlap is measured at every token.
+    On a domain's text, which the target did not write, acceptance is the mean of sum_v min(p, q)
+    over all supervised tokens. Returns the figures of `answers`, acceptance/NAME and loss/NAME
+    (nats per token) of each domain, and worst_domain_acceptance.
     """
-
-    def __init__(self, answers: HeldOutAcceptance, domains: dict[str, HeldOutAcceptance]) -> None:
-        self.answers, self.domains = answers, domains
-
-    def __call__(self) -> dict[str, float]:
-        """Return the figures of `HeldOutAcceptance` and of every domain.
-
-        These are acceptance/NAME and loss/NAME (nats per token) of each domain, and
-        worst_domain_acceptance.
-        """
-        totals = {name: held_out.totals() for name, held_out in self.domains.items()}
-        figures = self.answers()
-        for name, of in totals.items():
-            figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
-        return figures | {"worst_domain_acceptance": min(of.acceptance for of in totals.values())}
+    sums = {name: held_out.totals() for name, held_out in domains.items()}
+    figures = answers()
+    for name, of in sums.items():
+        figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
+    return figures | {"worst_domain_acceptance": min(of.acceptance for of in sums.values())}

@@ -1,7 +1,7 @@
 """`python -m distill.pretrain`: train a LLaMA from scratch on text and chats.
 
-It made the embedded target. It also trains the "same shape from scratch" control that pruned
-drafters are compared with.
+This job trained the embedded target. It also trains controls from scratch, with which pruned
+drafters of the same shape are compared.
 """
 
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
@@ -30,8 +29,10 @@ from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
 
-# A larger number of layers is a typing error that would fill the memory.
+# A larger number of layers is a typing error, and would fill the memory.
 MOST_LAYERS = 1000
+# Widths without a default, because there is no target to copy them from.
+REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
 
 
 class Pretrain(Job[PretrainConfig]):
@@ -54,7 +55,7 @@ class Pretrain(Job[PretrainConfig]):
         self.prepare(run)
         config, dtype = self.config, dtype_of(self.config.loop.dtype)
         with torch.device("meta"):
-            model = build_llama(config.model, dtype, **_base(self.tokenizer, config))
+            model = build_llama(config.model, dtype, **_base_fields(self.tokenizer, config))
         print(f"model: {millions(count_parameters(model.parameters()))} parameters")
         return print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
 
@@ -71,12 +72,13 @@ def run(config: PretrainConfig) -> Path:
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise UserError for values that would otherwise fail only after the data is read."""
+    """Raise UserError for invalid values before the data is read."""
     shape = config.model
     layers = (1 <= shape.num_hidden_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS:,}")
-    widths = {
-        f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}") for name in WIDTHS
-    }
+    widths = {}
+    for name in WIDTHS:
+        least = 1 if name in REQUIRED else 0
+        widths[f"model.{name}"] = (least <= vars(shape)[name] <= WIDEST, f"{least} to {WIDEST:,}")
     check_values(config, {"model.num_hidden_layers": layers, **widths})
     check_mixture(config.data, ("loss",))
 
@@ -85,7 +87,9 @@ def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
     """Train on one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel)
-    model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+    model = build_llama(
+        config.model, dtype_of(config.loop.dtype), **_base_fields(tokenizer, config)
+    )
     if config.init_from:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
@@ -117,47 +121,31 @@ def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
     parallel.close()
 
 
+@torch.no_grad()
 def held_out_loss(
     objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
 ) -> dict[str, float]:
     """Return the held-out losses in nats per token.
 
-    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a named domain,
-    and `score` is -`loss`.
+    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a domain, and
+    `score` is -`loss`.
     """
+    capacity, device = config.data.max_length, next(objective.parameters()).device
+    per_forward = max(1, config.loop.micro_batch_tokens // capacity)
     figures, total, tokens = {}, 0.0, 0
     for name, samples in domains.items():
-        nats, count = _nats(objective, samples, config)
-        total, tokens = total + nats, tokens + count
+        packed, nats = PackedData(samples, capacity, 1, 0), 0.0
+        for start in range(0, len(packed.rows), per_forward):
+            batch = collate(samples, packed.rows[start : start + per_forward], capacity, device)
+            nats += float(objective(batch)[0])
+        total, tokens = total + nats, tokens + packed.supervised
         if name:
-            figures[f"loss/{name}"] = nats / count
+            figures[f"loss/{name}"] = nats / packed.supervised
     return {"loss": total / tokens, "score": -total / tokens, **figures}
 
 
-@torch.no_grad()
-def _nats(
-    objective: LanguageModelling, samples: list[Sample], config: PretrainConfig
-) -> tuple[float, int]:
-    """Return the sum of cross-entropies in nats and the number of supervised tokens."""
-    capacity = config.data.max_length
-    packed = PackedData(samples, capacity, 1, 0)
-    per_forward = max(1, config.loop.micro_batch_tokens // capacity)
-    total = 0.0
-    device = next(objective.parameters()).device
-    for start in range(0, len(packed.rows), per_forward):
-        batch = collate(samples, packed.rows[start : start + per_forward], capacity, device)
-        total += float(objective(batch)[0])
-    return total, packed.supervised
-
-
-def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
-    shape = config.model
-    for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
-        if vars(shape)[name] == 0:
-            raise UserError(
-                f"model.{name} is 0, expected a positive width: a model from scratch has no target "
-                f"to copy its widths from"
-            )
+def _base_fields(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
+    """Return the fields of the model's configuration beyond its shape."""
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": config.data.max_length,

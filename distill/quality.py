@@ -1,8 +1,8 @@
 """`python -m distill.quality`: measure the quality of the embedded target.
 
-It reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
-functions that parse. Both figures are listed in assets/README.md. A target that writes noise would
-make every drafter look good.
+The job reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
+functions that parse. assets/README.md lists both. A target that writes noise would make every
+drafter look good.
 """
 
 import ast
@@ -43,9 +43,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """Tokens of a document that fit the context.
+    """Consecutive tokens of a document that fit the context.
 
-    Tokens from `scored_from` on were not scored in the previous window.
+    The previous windows score the tokens before `scored_from`.
     """
 
     ids: list[int]
@@ -56,8 +56,8 @@ class ScoringWindow:
 class GeneratedFunction:
     """One function written by the target.
 
-    `parses` requires that the target stopped by itself and that the function is valid Python with a
-    body.
+    finished: the target ended the answer with a stop token. parses: it did, and the function is
+    valid Python with a body.
     """
 
     prompt: str
@@ -71,7 +71,7 @@ class GeneratedFunction:
 
 
 def measure(config: QualityConfig, folder: Path) -> dict[str, Any]:
-    """Measure the model in `folder` on held-out modules and prompts of the standard library.
+    """Measure the model in `folder` on held-out modules and the embedded prompts.
 
     Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions, parse_share,
     finished_share, samples (texts) and drawn (all functions).
@@ -94,17 +94,17 @@ def measure(config: QualityConfig, folder: Path) -> dict[str, Any]:
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Return the size of `text` after `xz -9`, compressed as one stream, in bits per byte."""
+    """Return the size of `text` compressed by `xz -9` as one stream, in bits per byte."""
     content = text.encode()
     return 8 * len(lzma.compress(content, preset=9)) / len(content)
 
 
 @torch.no_grad()
 def held_out_nats(folder: Path, documents: Sequence[str]) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of `documents` in nats and the number of tokens.
+    """Return the summed negative log-likelihood of the documents in nats, and the token count.
 
     Every document begins with BOS. Windows of the model's context overlap by half, and each token
-    is scored once.
+    but BOS is scored once.
     """
     tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -143,7 +143,7 @@ def _windows(
 
 
 def generate_functions(config: QualityConfig, folder: Path) -> list[GeneratedFunction]:
-    """Generate the bodies of the first embedded prompts that fit, and try to parse each."""
+    """Generate functions for the first embedded prompts that fit the context, and parse them."""
     tokenizer, target = load_tokenizer(folder), load_target(folder)
     longest = target.max_length - config.max_new_tokens
     texts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
@@ -172,7 +172,7 @@ def generate_functions(config: QualityConfig, folder: Path) -> list[GeneratedFun
 
 
 def parses(request: str, body: str) -> bool:
-    """Return whether signature, docstring and body are valid Python; a docstring is not a body."""
+    """Return True if a request (signature and docstring) and a body together are valid Python."""
     if not body.strip():
         return False
     try:
@@ -183,7 +183,7 @@ def parses(request: str, body: str) -> bool:
 
 
 def run(config: QualityConfig) -> Path:
-    """Measure, print the figures and three samples, and write output_dir/quality.json."""
+    """Measure the model, print figures and samples, and return output_dir/quality.json."""
     refuse(
         config,
         [
@@ -198,9 +198,10 @@ def run(config: QualityConfig) -> Path:
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(
-            f"would measure {folder} and write {path}: bits per byte on the held-out modules and "
-            f"{config.functions} functions of at most {config.max_new_tokens} tokens, sampled at "
-            f"temperature {config.temperature:g}; this takes a few minutes on two cores"
+            f"would measure bits per byte on the held-out modules and {config.functions} "
+            f"functions of at most {config.max_new_tokens} tokens at temperature "
+            f"{config.temperature:g} with {folder}, and write {path}; this takes a few minutes on "
+            f"two cores"
         )
         return path
     if run_folder.finished(path):
@@ -218,7 +219,7 @@ def _short(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures as `_show` needs them; raises KeyError or TypeError for damaged ones."""
+    """Return figures that `_show` can print. Raises KeyError or TypeError for damaged ones."""
     return {**figures, "samples": list(figures["samples"])}
 
 

@@ -1,11 +1,12 @@
 """`python -m distill.skip_search`: find the sub-layers to skip in self-speculative decoding.
 
 The result configures `decoding.drafters.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv
-2309.08168). The paper runs a Bayesian optimisation of measured tokens per second over a thousand
-generations. Here one forward pass over the target's own answers measures the acceptance of a set,
-and measured costs turn it into a predicted speedup. A greedy search adds the sub-layer with the
-best predicted speedup until the limit is reached, and keeps the best set on that path. Only the
-best sub-layers of a step are tried in the next, so a search takes a few hundred forward passes.
+2309.08168). The paper optimizes measured tokens per second by Bayesian optimization over a thousand
+generations. Here one forward pass over the target's answers measures the acceptance of a set of
+sub-layers, and measured costs give its predicted speedup. A greedy search adds the sub-layer with
+the best predicted speedup up to the limit, and the best set on its path is written. A step
+evaluates only the best sub-layers of the previous step, so a search takes a few hundred forward
+passes.
 
 Shapes: B answers, T tokens of the longest answer, N answer tokens, V vocabulary, C hidden size.
 """
@@ -43,7 +44,7 @@ from training.models.build import refuse_own_code
 
 _LONGEST_DRAFT = 8
 _CHUNK = 1024
-# Time windows in which the costs are measured.
+# Number of times that the costs are measured.
 _WINDOWS = 5
 KINDS = ("attention", "mlp")
 SubLayer = tuple[str, int]  # kind and layer
@@ -51,26 +52,26 @@ SubLayer = tuple[str, int]  # kind and layer
 
 @dataclass(frozen=True)
 class SubLayerCosts:
-    """Measured costs of the target on this machine."""
+    """Measured costs of the target and its sub-layers on this machine."""
 
     # by number of new tokens
     t_target_ms: dict[int, float]
-    # one sub-layer with one new token
+    # one attention or MLP over one new token
     attention_ms: float
     mlp_ms: float
-    # forward pass over one token without any sub-layer
+    # forward pass over one new token without any sub-layer
     bare_ms: float
 
     def draft_ms(self, skips: Skips) -> float:
-        """Return the milliseconds of one draft step without these sub-layers."""
+        """Return the milliseconds of one draft step that skips these sub-layers."""
         saved_ms = len(skips.attention) * self.attention_ms + len(skips.mlp) * self.mlp_ms
         return max(self.bare_ms, self.t_target_ms[1] - saved_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
         """Return the best predicted speedup and its draft length.
 
-        The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)) without overhead, where
-        E(gamma) is the expected number of tokens per round.
+        The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), where E(gamma) is the
+        expected number of tokens per round. Overhead is not counted.
         """
         found = []
         for gamma in range(1, _LONGEST_DRAFT + 1):
@@ -82,7 +83,7 @@ class SubLayerCosts:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One step of the search: the skipped sub-layer and the figures of the set that includes it."""
+    """One step of the search: the added sub-layer, and the figures of the set that it completes."""
 
     kind: str
     layer: int
@@ -112,17 +113,17 @@ class SkipSearch(Job[SkipSearchConfig]):
         sub_layers, candidates = 2 * target.num_layers, self.config.candidates
         forwards = sum(min(candidates, sub_layers - step) for step in range(1, steps))
         print(f"cost: about {sub_layers + forwards:,} forward passes over the target's answers")
-        if not run.artefact.exists():  # a placeholder, so that later stages can be tried
+        if not run.artefact.exists():  # a placeholder for dry runs of later stages
             given = {"target": self.config.target.path, "dry_run": True}
             write_skips(run.artefact, Skips(mlp=(target.num_layers - 1,)), given)
 
     def work(self, run: Run) -> None:
         config, (target, steps) = self.config, load(self.config)
         run.folder.write_manifest(run.inputs, {}, finished=False)
-        asked = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
-        answers = AnswerScorer(target, asked, config.held_out.temperature)
-        costs = measure_sub_layers(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
-        path = search(target, answers, costs, steps, config.candidates, run.path / "search.jsonl")
+        answers = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
+        scorer = AnswerScorer(target, answers, config.held_out.temperature)
+        costs = measure_sub_layers(target, answers[0].ids.tolist(), run.path / "costs.json")
+        path = search(target, scorer, costs, steps, config.candidates, run.path / "search.jsonl")
         finish(config, run, path)
 
 
@@ -132,7 +133,7 @@ def run(config: SkipSearchConfig) -> Path:
 
 
 def check(config: SkipSearchConfig) -> None:
-    """Raise UserError for values that would otherwise fail only after the target is loaded."""
+    """Raise UserError for invalid values before the target is loaded."""
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     refuse(
@@ -149,7 +150,7 @@ def check(config: SkipSearchConfig) -> None:
 
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
-    """Return the target and the maximum number of skipped sub-layers."""
+    """Load the target. Returns it and the maximum number of skipped sub-layers."""
     target = load_target(
         resolve(config.target.path),
         backend="native",
@@ -182,18 +183,22 @@ def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
         f"{run.artefact}"
     )
     if best.speedup <= 1:
-        print("no set gives a speedup on this machine: this target needs a separate drafter")
+        print("no set of sub-layers gives a speedup on this machine: use a separate drafter")
 
 
 def search(
     target: NativeTarget,
-    answers: "AnswerScorer",
+    scorer: "AnswerScorer",
     costs: SubLayerCosts,
     steps: int,
     candidates: int,
     file: Path,
 ) -> list[SearchStep]:
-    """Return the greedy path of `steps` sub-layers; resumes from the steps stored in `file`."""
+    """Return the greedy path of `steps` sub-layers.
+
+    candidates: number of sub-layers that a step evaluates. file: journal of the path, from which an
+    interrupted search resumes.
+    """
     found = read_journal_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
         raise UserError(
@@ -206,12 +211,14 @@ def search(
     ranked = [one for one in every if one not in skipped]
     with ProgressBar("skips", steps, len(path)) as bar:
         while len(path) < steps:
-            tried = []
+            evaluated = []
             for sub_layer in ranked[:candidates] if path else ranked:
                 skips = make_skips([*skipped, sub_layer])
-                acceptance = answers.acceptance(skips)
-                tried.append(SearchStep(*sub_layer, acceptance, *costs.speedup(acceptance, skips)))
-            best, *others = sorted(tried, key=lambda step: -step.speedup)
+                acceptance = scorer.acceptance(skips)
+                evaluated.append(
+                    SearchStep(*sub_layer, acceptance, *costs.speedup(acceptance, skips))
+                )
+            best, *others = sorted(evaluated, key=lambda step: -step.speedup)
             path.append(best)
             skipped.append(best.sub_layer)
             write_bytes(file, journal_bytes(map(asdict, path)))
@@ -222,21 +229,19 @@ def search(
 
 
 def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
-    """Group sub-layers by kind."""
-    return Skips(
-        *(tuple(sorted(layer for own, layer in sub_layers if own == kind)) for kind in KINDS)
-    )
+    """Return sub-layers as a set to skip."""
+    layers = {kind: sorted(layer for one, layer in sub_layers if one == kind) for kind in KINDS}
+    return Skips(*map(tuple, layers.values()))
 
 
 def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> SubLayerCosts:
     """Measure the costs of the target and its sub-layers, or read them from `file`.
 
-    The complete target is timed, and the target without attention, without MLPs, and without both
-    after the first layer. The speed of a machine changes from second to second, so the four are
-    timed in turn in several windows, and the medians of their ratios to the complete target count.
-    The cost of a kind of sub-layer is the mean of two savings: leaving it out of the complete
-    target, and out of the target without the other kind. The costs therefore add up to the measured
-    total.
+    Four models are timed: the complete target, and the target whose layers after the first lack
+    attention, MLPs, or both. The speed of a machine changes from second to second, so the four are
+    timed in turn several times, and the medians of their ratios to the complete target count. The
+    cost of a kind of sub-layer is the mean of two savings, from the complete target and from the
+    target without the other kind. The costs therefore add up to the measured total.
     """
     if file.is_file():
         return read_object(file, "Delete it to measure the costs again", _costs_of)
@@ -276,7 +281,10 @@ def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
 
 
 class AnswerScorer:
-    """Acceptance of the target without some sub-layers, measured on its own answers."""
+    """Scorer of sets of skipped sub-layers by their acceptance on the target's answers.
+
+    Raises UserError if all answers are empty.
+    """
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
         self.samples, self.target, self.temperature = samples, target, temperature
@@ -288,14 +296,15 @@ class AnswerScorer:
             predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
         if not predicts_BT.any():
             raise UserError(
-                "the target gives an empty answer to every held-out prompt: change held_out.prompts"
+                "the target's answers to all held-out prompts are empty, expected tokens. Change "
+                "held_out.prompts"
             )
         self._predicts_BT = predicts_BT
         self._complete_NC = self._hidden(Skips())
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
-        """Return the hidden states that predict answer tokens, [N, C]; the cache is unchanged."""
+        """Return the hidden states that predict the answer tokens, [N, C]."""
         self.target.open(*self._ids_BT.shape)
         return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
 

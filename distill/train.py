@@ -1,5 +1,7 @@
 """`python -m distill.train`: distil the frozen target into a student and write a drafter folder."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,9 @@ import torch
 
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
-from distill.acceptance import HeldOutAcceptance, HeldOutMixture
+from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
-from distill.drafter_folder import pruning_on_card, write_card
+from distill.drafter_folder import read_pruning, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
@@ -51,11 +53,11 @@ class Distil(TargetJob[TrainConfig]):
         return list(dict.fromkeys([self.target_folder, *data, prompts]))
 
     def dry_run(self, run: Run) -> float:
-        return dry_run(self.config, self.target_folder, run.artefact, run.folder.was_dry)
+        return dry_run(self.config, self.target_folder, run)
 
     def prepare(self, run: Run) -> None:
         if self.config.student.init != "folder":
-            student_config(self.config.student, self.target)  # rejects impossible shapes
+            student_config(self.config.student, self.target)  # refuses invalid shapes
         super().prepare(run)
 
     def work(self, run: Run) -> None:
@@ -68,7 +70,7 @@ def run(config: TrainConfig) -> Path:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    """Raise UserError for invalid values before the models are loaded."""
     check_target(config.target, config.parallel)
     check_mixture(config.data, ("loss", "acceptance"))
     loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
@@ -77,8 +79,7 @@ def check(config: TrainConfig) -> None:
         "loss.temperature": (loss.temperature > 0, "more than 0"),
         "loss.cache_mb": (
             not loss.cache_mb or kind not in SHARDED_WEIGHTS,
-            f"0 with parallel.kind={kind}: all ranks run a sharded target together, so none can "
-            f"skip its forward pass",
+            f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
         "held_out.max_new_tokens": (held_out.max_new_tokens > 0, "1 or more"),
@@ -100,7 +101,7 @@ def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
     student = build_student(config.student, teacher, dtype, target_folder)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
-        describe(config, student, teacher, data)
+        print_overview(config, student, teacher, data)
     objective = make_objective(config, student, teacher)
     held_out = make_held_out(
         config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
@@ -118,8 +119,8 @@ def make_held_out(
     tokenizer: Any,
     parallel: Parallel,
     target_folder: Path,
-) -> HeldOutAcceptance | HeldOutMixture:
-    """Build the evaluation on the target's answers and on each domain's held-out text."""
+) -> Callable[[], dict[str, float]]:
+    """Return an evaluation of the student on the target's answers and on the domains' texts."""
 
     def scored(samples: list[Sample]) -> HeldOutAcceptance:
         return HeldOutAcceptance(
@@ -131,20 +132,21 @@ def make_held_out(
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
         return answers
-    return HeldOutMixture(answers, {name: scored(samples) for name, samples in domains.items()})
+    scorers = {name: scored(samples) for name, samples in domains.items()}
+    return partial(score_mixture, answers, scorers)
 
 
 def make_objective(
     config: TrainConfig, student: Any, teacher: Any
 ) -> Distillation | LanguageModelling:
-    """Return the training objective that loss.name names."""
+    """Return the training objective for loss.name."""
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
     states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
     return Distillation(student, teacher, config.loss.temperature, states)
 
 
-def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
+def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
     """Print the models, the data and the plan before the first step."""
     sizes = [millions(count_parameters(model.parameters())) for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
@@ -156,7 +158,7 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
         f"{data.fill:.1%} full"
     )
-    # The remaining time is predicted from recent steps, which run the teacher in the first epoch.
+    # The progress bar predicts the remaining time from steps that also run the teacher.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
     remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
@@ -172,7 +174,7 @@ def finish(
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.student.name, target_folder, progress)
     from_folder = config.student.init == "folder"
-    pruning = pruning_on_card(resolve(config.student.path)) if from_folder else None
+    pruning = read_pruning(resolve(config.student.path)) if from_folder else None
     write_card(folder, student, origin, pruning)
     close_run(run, origin, progress)
     print(

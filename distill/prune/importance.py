@@ -1,12 +1,11 @@
-"""Importance scores of a target's parts from forward passes alone, cached for later shapes.
+"""Importance scores of a target's units, collected in forward passes and cached for other shapes.
 
 The scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2): the mean over
 the tokens of a row, then the root of the sum of squares over rows. An MLP unit is scored by its
 input to the down projection, a head by the norm of its input to the output projection, a group by
 all of its heads together, and a residual channel by the outputs of the norms, summed over layers.
 The block influence of a layer is 1 - cos(input, output) (ShortGPT, Men et al. 2024, arXiv
-2403.03853). The mean square of every residual channel before each norm is recorded to rescale cut
-norms.
+2403.03853). The mean square of every residual channel before each norm serves to rescale cut norms.
 
 Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, G query heads
 per group, D head width, F MLP width, N norms, X any width.
@@ -37,9 +36,9 @@ from training.parallel.strategy import Parallel
 
 @dataclass
 class ImportanceScores:
-    """Sums over rows; `finished` turns the sums of squares into roots.
+    """Importance scores of a model, or their sums over rows before `finished`.
 
-    They are float64 so that the sums of several ranks can be added.
+    The sums are float64, because ranks add theirs.
     """
 
     units_LF: Tensor
@@ -90,8 +89,8 @@ def rank_batches(
 ) -> list[tuple[PackedBatch, float]]:
     """Return this rank's share of the batches with their weights.
 
-    A sharded model needs the same number of forward passes on every rank. Ranks with too few
-    batches get one more with weight 0; all others have weight 1.
+    A sharded model needs the same number of forward passes on every rank. A rank with one batch
+    fewer than others gets another batch with weight 0. All other batches have weight 1.
     """
     rank, ranks = parallel.rank, parallel.world_size
     places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
@@ -102,11 +101,14 @@ def rank_batches(
 def collect_scores(
     model: Any, batches: Sequence[PackedBatch], parallel: Parallel
 ) -> ImportanceScores:
-    """Return the sums over this rank's rows of `batches` for a model with packed attention."""
+    """Return the sums of the scores over this rank's batches.
+
+    model: a Hugging Face model with packed attention.
+    """
     scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, parallel)
     with (
         ProgressBar("importance", len(mine), show=parallel.is_main) as bar,
-        _hooked(model, scores) as hooks,
+        _register_hooks(model, scores) as hooks,
     ):
         for number, (batch, weight) in enumerate(mine, start=1):
             hooks.weights_RT = (batch.documents_RT > 0).float()
@@ -118,9 +120,9 @@ def collect_scores(
 
 
 class _ScoreHooks:
-    """Hooks that add a module's input or output to the scores of a layer or norm.
+    """Hooks that add the inputs and outputs of modules to the scores.
 
-    Every row has the same weight despite padding.
+    Every row has the same weight, whatever its padding.
     """
 
     def __init__(self, scores: ImportanceScores) -> None:
@@ -150,8 +152,8 @@ class _ScoreHooks:
 
 
 @contextlib.contextmanager
-def _hooked(model: Any, scores: ImportanceScores) -> Iterator[_ScoreHooks]:
-    """Register the hooks inside the block."""
+def _register_hooks(model: Any, scores: ImportanceScores) -> Iterator[_ScoreHooks]:
+    """Register the hooks of all scored modules for the duration of the block."""
     hooks = _ScoreHooks(scores)
     with contextlib.ExitStack() as handles:
 
@@ -173,20 +175,21 @@ def _hooked(model: Any, scores: ImportanceScores) -> Iterator[_ScoreHooks]:
 def cut_by_scores(
     scores: ImportanceScores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
 ) -> Cut:
-    """Return the cut to `student`'s widths that keeps these layers and their highest scores.
+    """Return the cut that keeps these layers and, within them, the units with the highest scores.
 
     student, target: Hugging Face configurations that distill.shapes.refuse_wider accepted. rescale:
-    scale every norm to the output it had before channels were removed. A norm divides by the root
-    mean square of its input, and the kept channels are the largest ones.
+    multiply the weights of each norm so that the scale of its output is unchanged. Without this,
+    outputs shrink, because a norm divides by the root mean square of its input and the kept
+    channels are the largest.
     """
     ours, theirs = target_widths(student), target_widths(target)
     kept = torch.tensor(list(layers))
     groups = theirs["num_key_value_heads"]
-    a_group = theirs["num_attention_heads"] // groups
-    hidden_K = _top(scores.hidden_NC.sum(0), ours["hidden_size"])
-    groups_LK = _top(scores.groups_LH[kept], ours["num_key_value_heads"])
-    in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, a_group))
-    chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, a_group))
+    group_size = theirs["num_attention_heads"] // groups
+    hidden_K = _top_indices(scores.hidden_NC.sum(0), ours["hidden_size"])
+    groups_LK = _top_indices(scores.groups_LH[kept], ours["num_key_value_heads"])
+    in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, group_size))
+    chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, group_size))
     norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
     squares_NC = scores.square_NC[norms]
     scale_N = (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
@@ -194,35 +197,35 @@ def cut_by_scores(
         tuple(layers),
         hidden_K,
         groups_LK,
-        _top(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
-        _top(scores.units_LF[kept], ours["intermediate_size"]),
+        _top_indices(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
+        _top_indices(scores.units_LF[kept], ours["intermediate_size"]),
         scale_N.float() if rescale else torch.ones(len(norms)),
-        a_group,
+        group_size,
     )
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Return ascending indices of the `count` highest scores; ties go to the lower index."""
+def _top_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the ascending indices of the `count` highest scores; lower indices win ties."""
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values
 
 
 def read_scores(path: Path) -> ImportanceScores | None:
-    """Read the scores that `write_scores` wrote; None if they are missing or damaged."""
+    """Return the scores that `write_scores` wrote, or None if they are missing or damaged."""
     try:
         return ImportanceScores(**load_file(path)) if path.is_file() else None
     except (SafetensorError, TypeError):
-        print(f"{path} is damaged: the scores are collected again")
+        print(f"{path} is damaged: collecting the scores again")
         return None
 
 
 def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
-    """Write the scores; the members of a sweep may write the same scores at the same time."""
+    """Write the scores; several runs may write the same scores at the same time."""
     write_tensors(path, vars(scores), {"notes": json.dumps(notes)})
 
 
 def read_order(path: Path, layers: int) -> list[int]:
-    """Read the order that `write_order` wrote, complete or partial; empty if missing or damaged."""
+    """Return the layers that `write_order` wrote; none if the file is missing or damaged."""
     if not path.is_file():
         return []
     try:
@@ -231,12 +234,12 @@ def read_order(path: Path, layers: int) -> list[int]:
     except (KeyError, TypeError, ValueError):
         total, removed = 0, []
     if total != layers or not len(removed) == len({*removed} & {*range(layers)}) < layers:
-        print(f"{path} is damaged: the layers are ordered again")
+        print(f"{path} is damaged: ordering the layers again")
         return []
     return removed
 
 
 def write_order(path: Path, removed: list[int], layers: int) -> None:
-    """Write the layers removed so far, in order."""
+    """Write the layers removed so far, in order. layers: number of layers of the model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({"layers": layers, "removed": removed}))

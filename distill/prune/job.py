@@ -1,7 +1,7 @@
 """`python -m distill.prune`: prune a target and write a student folder for `distill.train`.
 
-Severe cuts are made in stages (`depths`) with a short distillation in between. Finished stages are
-not repeated.
+Severe cuts are made in stages (`depths`) with a short distillation after each but the last. A
+resumed run does not repeat finished stages.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from decoding.models.folder import WEIGHTS, hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
-from distill.dry_run import describe, dry_prune, wide_dtype
+from distill.dry_run import describe_wide_dtype, dry_prune, print_sizes
 from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
@@ -59,20 +59,19 @@ class Prune(TargetJob[PruneConfig]):
     def __init__(self, config: PruneConfig) -> None:
         check(config)
         super().__init__(config)
-        self.shapes = stage_shapes(config, self.target)
+        self.shapes = plan_stage_shapes(config, self.target)
 
     def inputs(self) -> list[Path]:
         return [self.target_folder, *data_files(self.config.data)]
 
     def dry_run(self, run: Run) -> float | None:
-        known = self.target, self.shapes, self.target_folder
-        planned = dry_prune(self.config, *known, run.artefact, run.folder.was_dry)
-        return planned or None  # saved masks and random weights cost nothing
+        planned = dry_prune(self.config, self.target, self.shapes, self.target_folder, run)
+        return planned or None  # None: saved masks and random weights cost nothing
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if (hint := wide_dtype(self.config, self.target)) and not is_worker():
-            print(hint)
+        if (note := describe_wide_dtype(self.config, self.target)) and not is_worker():
+            print(note)
 
     def work(self, run: Run) -> None:
         prune(self.config, run, self.target_folder, self.shapes)
@@ -84,7 +83,7 @@ def run(config: PruneConfig) -> Path:
 
 
 def check(config: PruneConfig) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
+    """Raise UserError for invalid values before the target is loaded."""
     dtype_of(config.target.dtype)
     refuse_parallel(config.target)
     refuse_own_code(config.target)
@@ -102,35 +101,38 @@ def check(config: PruneConfig) -> None:
         "l0.mask_lr": (l0.mask_lr > 0, "more than 0"),
         "l0.train_weights": (
             not learns_masks or l0.train_weights or kind in ("single", "ddp"),
-            "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
-            "to train masks alone",
+            "true with zero1, zero2, zero3 and fsdp, which shard the trained weights. Use "
+            "parallel=ddp to train only masks",
         ),
         "loop.max_steps": (
             not learns_masks or max_steps > 0,
-            "more than 0: masks follow a schedule",
+            "more than 0 because the masks follow a schedule",
         ),
         "loop.optimizer.warmup_steps": (
             not learns_masks or 0 <= config.loop.optimizer.warmup_steps < max_steps,
-            f"less than loop.max_steps={max_steps}, so that the masks reach their peak learning "
-            f"rate",
+            f"less than loop.max_steps={max_steps}, because the masks must reach their peak "
+            f"learning rate",
         ),
-        "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
+        "largest_cut": (0 < config.largest_cut <= 1, "a share of more than 0, at most 1"),
         "masks": (
             not config.masks or not config.depths,
-            "empty if depths is set: a file holds one cut",
+            "an empty text with depths, because a file holds one cut",
         ),
         "cache_mb": (
             config.cache_mb == 0 or (config.cache_mb > 0 and kind not in SHARDED_WEIGHTS),
-            "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
-            "together, so none can skip its forward pass",
+            "0 (none) or more, and 0 with zero3 and fsdp, where all ranks must run the sharded "
+            "target together",
         ),
         "between.max_steps": (config.between.max_steps > 0, "more than 0"),
     }
     check_values(config, rules)
 
 
-def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """Return the student's configuration after each stage, checked against the target."""
+def plan_stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
+    """Return the student's configuration after each stage.
+
+    Raises UserError for a shape that the target cannot be cut to.
+    """
     final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
@@ -155,15 +157,15 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
-                Masks(after, before, BETA[config.l0.beta], 0)  # rejects unreachable sparsities
+                Masks(after, before, BETA[config.l0.beta], 0)  # refuses unreachable sparsities
     return shapes
 
 
 def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Return the numbers of layers between `layers` and `final`.
+    """Return the numbers of layers after each stage but the last.
 
-    Each stage removes at most the share `largest_cut`, but at least one layer: 32, 3, 0.625 -> [12,
-    5].
+    Each stage removes at most the share `largest_cut`, but at least one layer. For example, 32
+    layers, 3 final ones and 0.625 give [12, 5].
     """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
@@ -177,8 +179,13 @@ def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any])
     context = build_context(config, target_folder)
     parallel = context.parallel
     if parallel.is_main:
-        describe(shapes[-1], context.teacher.config, name=config.student.name)
-    refuse_early(config, context, shapes[-1], target_folder)
+        print_sizes(shapes[-1], context.teacher.config, name=config.student.name)
+    # Refuse unsuitable masks or texts before the run claims its folder.
+    if config.masks:
+        cut = load_cut(resolve(config.masks), hash_input(target_folder))
+        refuse_other_shape(cut, shapes[-1], config.masks)
+    elif config.mode != "random":
+        context.data(1)
     if parallel.is_main:
         run.folder.write_manifest(run.inputs, {}, finished=False)
     source, stages = SourceModel(context.teacher, target_folder), []
@@ -194,22 +201,8 @@ def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any])
     parallel.close()
 
 
-def refuse_early(
-    config: PruneConfig, context: PruneContext, shape: Any, target_folder: Path
-) -> None:
-    """Raise UserError for unsuitable masks or texts before the run claims its folder.
-
-    The corrected command can then use the same folder.
-    """
-    if config.masks:
-        cut = load_cut(resolve(config.masks), hash_input(target_folder))
-        refuse_other_shape(cut, shape, config.masks)
-    elif config.mode != "random":
-        context.data(1)
-
-
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
-    """Load the target and the text and set up the processes."""
+    """Start the processes and load the target and the text."""
     parallel, data = Parallel(config.parallel, config.target.device), config.data
     tokenizer = load_tokenizer(target_folder)
     texts = training_texts(tokenizer, data, parallel.is_main)
@@ -225,13 +218,14 @@ def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
 def run_stage(
     context: PruneContext, source: SourceModel, shape: Any, place: Path, work: Path, distil: bool
 ) -> dict[str, Any]:
-    """Cut the source, distil the student if another cut follows, and write it to `place`.
+    """Cut a student from the source and write it to `place`. Returns notes on the stage.
 
-    Returns notes on the stage.
+    work: folder of the stage's checkpoints and notes. distil: distil the student before it is
+    written, because another cut follows.
     """
     config, parallel, done = context.config, context.parallel, work / "done.json"
-    # Rank 0 checks for all ranks: it could finish the stage before another rank checks.
-    before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
+    # Only rank 0 checks: it could finish the stage before another rank checks.
+    before = parallel.broadcast(read_finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
         return before
     target_hash = hash_input(source.folder)
@@ -262,8 +256,8 @@ def run_stage(
     return notes
 
 
-def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
-    """Return the notes of a finished stage, or None if it must run (again).
+def read_finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
+    """Return the notes of a finished stage, or None if the stage must run.
 
     A stage runs again if its model has changed since it was written.
     """
@@ -278,7 +272,7 @@ def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
 
 
 def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the notes of a stage; raises ValueError if some are missing."""
+    """Return the notes of a stage. Raises ValueError if some are missing."""
     if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
         raise ValueError(f"{', '.join(sorted(missing))} is missing")
     return values
@@ -287,9 +281,9 @@ def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
 def finish(
     config: PruneConfig, run: Run, context: PruneContext, stages: list[dict[str, Any]]
 ) -> None:
-    """Write the student's card, the masks, and the manifest with the cost of every part.
+    """Write the student's card, the masks, and the manifest with the cost by part of the work.
 
-    stages: the notes of the stages.
+    stages: the notes of every stage.
     """
     folder, last = run.artefact, run.path / "work" / str(len(stages)) / MASKS
     if last.is_file():

@@ -1,12 +1,18 @@
 """Choice of the layers to keep.
 
-No one-shot criterion is reliable at severe cuts, so sets of layers are compared by acceptance. The
-sets are: evenly spaced layers from the first to the last; the same without the last layer; the
-layers with the largest block influence; the layers left by a greedy removal that minimizes the
-change of the target (KL divergence of the next token); the first layers and the last; the first
-layers (early exit). Influence and greedy KL may drop any layer, but they measure the target before
-distillation, when a student without the last layer drafts worse. A few training steps can reverse
-this, as learned masks show, so two sets leave it out.
+No criterion alone is reliable at severe cuts, so candidate sets of layers are compared by
+acceptance:
+
+- even: evenly spaced layers from the first to the last
+- even_without_last: the same up to the last layer but one
+- influence: the layers with the largest block influence
+- greedy: the layers left by a greedy removal that changes the next-token distribution least
+- contiguous: the first layers and the last
+- early_exit: the first layers
+
+Influence and greedy removal may drop any layer, but they measure the target before distillation,
+when a student without the last layer drafts worse. A few training steps can reverse this, as
+learned masks show, so two sets always leave it out.
 
 Shapes: N supervised tokens, R rows, T tokens, C hidden size, V vocabulary, L layers.
 """
@@ -20,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.prune.importance import rank_batches
-from distill.student import evenly_spaced
+from distill.student import space_evenly
 from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
 from training.models.attention import document_mask
@@ -33,9 +39,10 @@ CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "e
 def propose_layer_sets(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
-    """Return sets of `count` of `layers` layers by the criterion that proposes them.
+    """Return sets of `count` of `layers` layers by criterion.
 
-    removal: order of `removal_order`. distinct: omit sets that an earlier criterion proposed.
+    influence_L: block influence of each layer. removal: result of `find_removal_order`. distinct:
+    omit sets that an earlier criterion proposed.
     """
     by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
     proposed = _by_place(count, layers) | {
@@ -49,44 +56,44 @@ def propose_layer_sets(
     return found
 
 
-def max_layer_sets(count: int, layers: int) -> int:
-    """Return the maximum number of distinct sets that `propose_layer_sets` proposes."""
+def count_layer_sets(count: int, layers: int) -> int:
+    """Return the maximum number of distinct sets that `propose_layer_sets` can propose."""
     by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
     return min(len(by_place) + 2, math.comb(layers, count))
 
 
 def _by_place(count: int, layers: int) -> dict[str, list[int]]:
-    """Return the sets that do not depend on the model; the last layer stays if all layers do."""
+    """Return the sets that do not depend on the model's weights."""
     return {
-        "even": evenly_spaced(count, layers),
-        "even_without_last": evenly_spaced(count, max(count, layers - 1)),
+        "even": space_evenly(count, layers),
+        "even_without_last": space_evenly(count, max(count, layers - 1)),
         "contiguous": [*range(count - 1), layers - 1],
         "early_exit": list(range(count)),
     }
 
 
 @torch.no_grad()
-def removal_order(
+def find_removal_order(
     model: Any,
     batches: Sequence[PackedBatch],
     parallel: Parallel,
-    begun: Sequence[int] = (),
-    keep: Callable[[list[int]], None] = lambda removed: None,
+    removed: Sequence[int] = (),
+    save: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
     """Return all layers but one in the order of their greedy removal from a Hugging Face model.
 
     Each step removes the layer whose absence changes the next-token distribution least, by the
-    forward KL divergence from the complete model. Ties go to the later layer. All candidates of a
-    step share the layers before them, so a step over k layers costs about k^2 / 2 layers of forward
-    passes. Ranks share the batches.
+    forward KL divergence from the complete model. Of equal layers, the later one is removed. The
+    candidates of a step share the forward pass up to their layer, so a step over k layers runs
+    about k^2 / 2 layers. Ranks divide the batches among them.
 
-    begun: layers that an interrupted search removed. keep: called with all removed layers after
+    removed: layers that an interrupted search removed. save: called with all removed layers after
     each step.
     """
-    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
+    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in removed]
     mine = rank_batches(batches, parallel)
     complete = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
-    order, steps = list(begun), len(begun) + len(layers) - 1
+    order, steps = list(removed), len(removed) + len(layers) - 1
     with ProgressBar("layers by KL", steps, len(order), parallel.is_main) as bar:
         while len(layers) > 1:
             kl_L = torch.zeros(len(layers), dtype=torch.float64)
@@ -95,13 +102,13 @@ def removal_order(
                 kl_L += weight * _kl_without_each(model, batch, layers, p_NV)
             kl_L = parallel.sum(kl_L.to(parallel.device)).cpu()
             order.append(layers.pop(int((kl_L == kl_L.min()).nonzero()[-1])))
-            keep(order)
+            save(order)
             bar.update(len(order))
     return order
 
 
 def _kl_without_each(model: Any, batch: PackedBatch, layers: Sequence[int], p_NV: Tensor) -> Tensor:
-    """Return the KL sums over the supervised tokens without each of the layers, [L].
+    """Return the KL divergence without each of the layers, summed over supervised tokens, [L].
 
     p_NV: log probabilities of the complete model.
     """

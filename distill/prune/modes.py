@@ -1,4 +1,4 @@
-"""Modes of pruning: functions (context, source model, shape, folder) -> (student, notes, cut).
+"""Modes of pruning: functions (context, source, shape, folder) -> (student, notes, cut).
 
 The source is the target or the student of the previous stage. Acceptance is always measured against
 the target.
@@ -25,8 +25,8 @@ from distill.prune.importance import (
     write_order,
     write_scores,
 )
-from distill.prune.l0 import MaskedModel, masked
-from distill.prune.layer_choice import propose_layer_sets, removal_order
+from distill.prune.l0 import MaskedModel, apply_masks
+from distill.prune.layer_choice import find_removal_order, propose_layer_sets
 from distill.prune.masks import BETA, Masks, describe_masks
 from distill.shapes import removal_flops
 from jobs.tracker import Tracker
@@ -38,7 +38,7 @@ from training.models.shapes import forward_flops, parameter_counts
 def prune_by_importance(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Cut]:
-    """Keep the units with the highest scores and the layers that draft best.
+    """Keep the units with the highest scores and the set of layers with the best acceptance.
 
     Returns (student, notes, cut).
     """
@@ -57,7 +57,7 @@ def prune_by_importance(
             context, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
         )
         if settings.probe_steps:
-            # A distillation costs far more than an evaluation, so only the best sets get one.
+            # A distillation costs far more than an evaluation, so only the best sets are distilled.
             best_first = sorted(proposed, key=lambda name: -as_cut[name])
             for name in best_first[: settings.probe_candidates]:
                 distilled[name] = _probe(context, cut_to(name)[0], name, folder / "probe" / name)
@@ -75,7 +75,7 @@ def prune_by_importance(
 
 
 def get_scores(context: PruneContext, source: SourceModel) -> ImportanceScores:
-    """Return the source's scores from the cache, or collect and cache them."""
+    """Return the scores of the source from the cache, or collect and cache them."""
     settings, parallel = context.config.importance, context.parallel
     path = _cache_folder(context, source, settings.sequences) / "scores.safetensors"
     scores = parallel.broadcast(read_scores(path) if parallel.is_main else None)
@@ -97,7 +97,7 @@ def get_scores(context: PruneContext, source: SourceModel) -> ImportanceScores:
 
 
 def _cache_folder(context: PruneContext, source: SourceModel, rows: int) -> Path:
-    """Return the cache folder for a source and a number of rows of this text."""
+    """Return the cache folder for this source and this number of rows of the text."""
     config, texts = context.config, hashlib.sha256()
     for samples in context.texts.values():
         for sample in samples:
@@ -112,7 +112,7 @@ def _cache_folder(context: PruneContext, source: SourceModel, rows: int) -> Path
 def _propose_layers(
     context: PruneContext, source: SourceModel, scores: ImportanceScores, count: int
 ) -> dict[str, list[int]]:
-    """Return the sets of layers to compare, or the single set that the configuration names."""
+    """Return the sets of layers to compare, by criterion; one set if the configuration names it."""
     settings, layers = context.config.importance, source.model.config.num_hidden_layers
     given = context.config.student.layers
     if given and len(given) == count:
@@ -125,25 +125,25 @@ def _propose_layers(
 
 
 def get_removal_order(context: PruneContext, source: SourceModel) -> list[int]:
-    """Return the layers in the order of their greedy removal, found by all ranks together.
+    """Return the order of the greedy removal of layers, from the cache as far as it is there.
 
-    The order is saved next to the scores after each step.
+    All ranks search together and save the order after each step.
     """
     rows, parallel = context.config.importance.greedy_sequences, context.parallel
     layers = source.model.config.num_hidden_layers
     path = _cache_folder(context, source, rows) / "removal.json"
-    begun = parallel.broadcast(read_order(path, layers) if parallel.is_main else None)
-    if len(begun) == layers - 1:
-        return list(begun)
+    removed = parallel.broadcast(read_order(path, layers) if parallel.is_main else None)
+    if len(removed) == layers - 1:
+        return list(removed)
 
-    def keep(removed: list[int]) -> None:
+    def save(removed: list[int]) -> None:
         if parallel.is_main:
             write_order(path, removed, layers)
 
     batches = context.rows(rows)
     tokens = len(batches) * context.config.data.max_length
-    with context.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
-        return removal_order(source.model, batches, parallel, begun, keep)
+    with context.account("layers by KL", tokens * removal_flops(source.model.config, len(removed))):
+        return find_removal_order(source.model, batches, parallel, removed, save)
 
 
 def _compare_as_cut(
@@ -155,7 +155,7 @@ def _compare_as_cut(
 ) -> dict[str, float]:
     """Return the acceptance of every candidate before distillation, cached in `file`.
 
-    This takes one forward pass over the held-out text per candidate and one of the target.
+    Each candidate and the target read the held-out text once.
     """
 
     def compare() -> dict[str, float]:
@@ -187,7 +187,7 @@ def _probe(context: PruneContext, student: Any, name: str, folder: Path) -> floa
 
 
 def _shorten(between: LoopConfig, steps: int) -> LoopConfig:
-    """Return the distillation between stages shortened to `steps` steps, without other limits.
+    """Return a distillation of `steps` steps, bounded by nothing else.
 
     The warm-up keeps its share of the steps, so the learning rate reaches its peak.
     """
@@ -208,26 +208,28 @@ def _shorten(between: LoopConfig, steps: int) -> LoopConfig:
 def prune_by_masks(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Learn masks and weights together; returns (student, notes, cut)."""
+    """Learn masks, and weights with them, and cut by the masks. Returns (student, notes, cut)."""
     config = context.config
     masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed)
     masks = masks.to(context.parallel.device)
-    # Train a copy, because acceptance is measured against the unchanged target.
+    # Train a copy, because acceptance is measured against the original target.
     model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
     objective = MaskedModel(model, masks, config.l0, config.loop.optimizer.lr)
 
     def evaluate() -> dict[str, float]:
         objective.unmask()
-        with masked(model, masks.binary()):
+        with apply_masks(model, masks.binary()):
             figures = context.acceptance(model)
-        # The last masks are used, so the score is the step.
+        # The score is the step, so the last masks are the best.
         return figures | masks.figures() | {"score": float(context.parallel.inner.step)}
 
-    a_token = (6.0 if config.l0.train_weights else 4.0) * parameter_counts(model.config)["all"]
+    flops_per_token = (6.0 if config.l0.train_weights else 4.0) * parameter_counts(model.config)[
+        "all"
+    ]
     part = f"masks of {shape.num_hidden_layers} layers"
     with context.track(part, folder) as tracker:
         progress = context.fit(
-            "masks", objective, objective, config.loop, folder, tracker, evaluate, a_token
+            "masks", objective, objective, config.loop, folder, tracker, evaluate, flops_per_token
         )
     figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
     if context.parallel.is_main:
@@ -240,16 +242,16 @@ def prune_by_masks(
 def init_randomly(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], None]:
-    """Build the control, the same shape with random weights; returns (student, notes, None)."""
+    """Build the control with random weights. Returns (student, notes, None)."""
     torch.manual_seed(context.config.seed)
     student = random_model(shape, source.model.dtype).to(context.parallel.device)
     return student, {"layers": None}, None
 
 
 def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None:
-    """Record each stage's figures at its number, and a table of the compared sets of layers.
+    """Record the figures of every stage, and a table of the compared sets of layers.
 
-    stages: the notes of the stages.
+    stages: the notes of every stage. A stage's number is its step.
     """
     tracker.rewind(0)
     compared = ("acceptance_as_cut", "probe_acceptance")
@@ -257,7 +259,7 @@ def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None
     for number, notes in enumerate(stages, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in (*compared, "masks", "seconds", "flops"):
-            # `masks` may also be the file of a saved cut.
+            # `masks` may also be a text, the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
         if notes["layers"]:

@@ -1,8 +1,8 @@
 """Generation of the target's answers to a batch of requests, with or without a drafter.
 
-Target and drafter share noise that is keyed by (seed, request). So neither the drafter, the batch
-nor the order of the requests changes an answer: it equals what `decoding.decode` returns for the
-request alone. (In 32 bits or fewer this holds up to near ties of two tokens.)
+The noise of target and drafter is keyed by (seed, request), so an answer depends neither on the
+drafter nor on the batch. It equals the answer of `decoding.decode` to the request alone, in 32 bits
+or fewer up to near ties of two tokens.
 """
 
 import json
@@ -33,31 +33,33 @@ from jobs.drafters import build, describe, uses
 from jobs.files import write_text
 from jobs.run_files import read_object
 
+# Fields of the configuration that are settings of decoding under the same name.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
 # Answer length when only the speed is measured.
 _PACE_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request to the target."""
+    """Request to the target: a chat up to the next answer."""
 
     key: Key
     messages: list[Message]
     # tokens of the messages with the generation prompt
     ids: list[int]
-    # whether it is the last one of its chat
+    # True for the last request of its chat
     last: bool
 
 
-# Returns one answer per request, in order. The second argument is true if the requests continue
+# Returns one answer per request, in order. The second argument is True if the requests continue
 # chats of the last call, which may still be cached.
 AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
 class AnswerGenerator:
-    """Target in this process, loaded by the first request.
+    """Target and drafter in this process, loaded by the first call.
 
-    costs_file: file for the measured costs of a drafter's policy.
+    costs_file: file of the measured round costs, for a drafter whose policy weighs them.
     """
 
     def __init__(
@@ -66,15 +68,10 @@ class AnswerGenerator:
         self.config, self.folder = config, folder
         self.tokenizer, self.costs_file = tokenizer, costs_file
         self.settings = Settings(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
             num_draft_tokens=config.num_draft_tokens,
             verify="coupled",  # the only rule under which a drafter cannot change sampled answers
-            seed=config.seed,
             stop_token_ids=stop_tokens(folder, tokenizer),
+            **{name: vars(config)[name] for name in SAMPLING},
         )
         self._costs: RoundCosts | None = None
 
@@ -95,7 +92,7 @@ class AnswerGenerator:
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
-        """Drafter and its use; raises UserError if the drafter does not fit the target."""
+        """Drafter and its use. Raises UserError if the drafter does not fit the target."""
         mappings = describe_drafter(self.config)
         if not mappings:
             return None, DrafterUse()
@@ -106,7 +103,7 @@ class AnswerGenerator:
         return drafter, use.with_default_stopping(drafter.capabilities)
 
     def load(self) -> None:
-        """Load the target and the drafter now; raises UserError if they do not fit."""
+        """Load the target and the drafter. Raises UserError if the drafter does not fit."""
         _ = self.target, self.drafting
 
     @cached_property
@@ -114,7 +111,10 @@ class AnswerGenerator:
         return ConversationBatches(self.target, self.drafting[0])
 
     def __call__(self, requests: Sequence[Request], continues: bool = False) -> list[Answer]:
-        """Return one answer per request, in order, decoded as one ragged batch."""
+        """Return one answer per request, in order, decoded as one ragged batch.
+
+        continues: the requests continue chats of the last call.
+        """
         settings = self._settings(requests)
         if not continues:
             self.turns.forget()
@@ -128,7 +128,7 @@ class AnswerGenerator:
         ]
 
     def tokens_per_second(self, requests: Sequence[Request]) -> float:
-        """Measure the speed on a batch over a few tokens after a warm-up."""
+        """Measure the speed on a few tokens of a batch, after a warm-up."""
         few = min(_PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
@@ -162,7 +162,7 @@ class AnswerGenerator:
         )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
-        """Return the settings, with round costs if the drafter's policy needs them."""
+        """Return the settings of decoding, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
         if drafter is None or not weighs_costs(drafter.capabilities, use.schedule, use.stopping):
@@ -174,9 +174,9 @@ class AnswerGenerator:
     def _read_or_measure(
         self, drafter: Drafter, settings: Settings, requests: Sequence[Request]
     ) -> RoundCosts:
-        """Read the round costs from the file, or measure them on these requests and write them.
+        """Read the round costs from the file, or measure and write them.
 
-        A resumed run therefore drafts as before.
+        The file makes a resumed run draft as before. requests: a typical batch to measure on.
         """
         file = self.costs_file
         if file is not None and file.is_file():
@@ -204,7 +204,7 @@ class AnswerGenerator:
 def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     """Return the drafter's Hydra mapping by name; empty without a drafter.
 
-    Raises UserError for more than one drafter and for an overlapped schedule.
+    Raises UserError for several drafters, and for a schedule other than serial.
     """
     if not config.drafters:
         return {}
@@ -212,28 +212,28 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     mappings = describe(config.drafters, target, control=False)
     if len(mappings) > 1:
         raise UserError(
-            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected at most one because "
-            f"all drafters produce the same answers"
+            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected at most one, "
+            f"because all drafters give the same answers"
         )
     for name, use in uses(mappings, DrafterUse()).items():
         check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(
-                f"drafters: {name} has schedule={use.schedule}, expected serial because answers "
+                f"drafters: {name} has schedule={use.schedule}, expected serial, because answers "
                 f"are generated in batches"
             )
     return mappings
 
 
 def rank_device(name: str) -> str:
-    """Return the device of this process; every rank on GPUs uses a separate card.
+    """Return the device of this rank: a GPU for each rank, or the CPU.
 
-    Raises UserError if one card is named for several ranks.
+    Raises UserError if `name` is one GPU for several ranks.
     """
     if ranks.world_size() > 1 and ":" in name:
         raise UserError(
-            f"target.device is '{name}', but every rank needs a separate card: use cuda, auto or "
-            f"cpu"
+            f"target.device is '{name}', expected cuda, auto or cpu, because every rank needs its "
+            f"GPU"
         )
     device = device_of(name)
     return f"cuda:{ranks.local_rank()}" if device == "cuda" and ranks.world_size() > 1 else device

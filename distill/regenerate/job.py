@@ -1,9 +1,9 @@
 """`python -m distill.regenerate`: build training chats from the target's own answers.
 
-A drafter's token is accepted if the target would choose it, so the target's own answers are better
-training data than the original ones. Chats are answered turn by turn, each turn after the target's
-earlier answers, in batches that keep their caches between turns (distill.regenerate.batches). Every
-answer is journaled, so an interrupted run resumes with the same batches and writes the same bytes.
+A draft token is accepted if the target would choose it, so the target's answers are better training
+data than the original ones. Chats are answered turn by turn, in batches that keep their caches
+between turns (distill.regenerate.batches). A journal stores every answer, so an interrupted run
+resumes with the same batches and writes the same bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ from distill.regenerate.dialogues import (
     build_dialogues,
     make_answer,
 )
-from distill.regenerate.generate import AnswerGenerator, Request, describe_drafter
+from distill.regenerate.generate import SAMPLING, AnswerGenerator, Request, describe_drafter
 from distill.regenerate.resume import Journal, read_journal
 from distill.regenerate.writer import (
     FILE,
     RegeneratedChats,
-    broken_records,
-    chats_text,
     collect_chats,
     compute_figures,
+    format_chats,
+    list_broken_records,
     print_figures,
 )
 from jobs import ranks
@@ -49,14 +49,14 @@ from jobs.run_folder import RunFolder
 from training.config import data_rules
 from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
-from training.models.build import dtype_of, folder_of, target_config, target_is_here
+from training.models.build import check_context, dtype_of, folder_of, target_config, target_is_here
 
-# Supported kinds of parallelism; each rank loads the target and answers a part of the chats.
+# Supported kinds of parallelism: each rank loads the target and answers a part of the chats.
 KINDS = ("single", "ddp")
 
 
 def run(config: RegenerateConfig) -> Path:
-    """Answer the chats, or resume, and return output_dir/chats.json."""
+    """Answer the chats, or resume an interrupted run, and return output_dir/chats.json."""
     check(config)
     artefact = Path(config.output_dir) / FILE
     if config.dry_run:
@@ -79,57 +79,45 @@ def run(config: RegenerateConfig) -> Path:
 
 
 def check(config: RegenerateConfig) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
-    target_config(config.target)
+    """Raise UserError for invalid values before the target is loaded."""
+    target = target_config(config.target)
     dtype_of(config.target.dtype)
-    check_settings(config, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
+    check_settings(config, SAMPLING)
     data = config.data
     if data.domains:
         raise UserError(
-            f"data.domains is {list(data.domains)}, expected none; run this job once for each "
+            f"data.domains is {list(data.domains)}, expected none. Run this job once for each "
             f"domain"
         )
     rules = [
         *data_rules(data),
         ("target.backend", config.target.backend in BACKENDS, " or ".join(BACKENDS)),
         ("data.chats", bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
-        ("data.texts", not data.texts, "[]: a text has no requests"),
+        ("data.texts", not data.texts, "[], because a text has no requests"),
         ("num_draft_tokens", config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size >= 1, "1 or more"),
         ("samples", config.samples >= 1, "1 or more"),
         (
             "samples",
             config.samples == 1 or config.temperature > 0,
-            "1 at temperature 0, because greedy answers are identical",
+            "1 at temperature 0, because greedy answers are equal",
         ),
         ("on_length", config.on_length in ON_LENGTH, ", ".join(ON_LENGTH)),
         ("parallel.kind", config.parallel.kind in KINDS, " or ".join(KINDS)),
         (
             "max_new_tokens",
             config.max_new_tokens < data.max_length,
-            f"less than data.max_length ({data.max_length}), which covers requests and answers",
+            f"less than data.max_length ({data.max_length}), the limit of requests and answers",
         ),
     ]
     refuse(config, rules)
     describe_drafter(config)
     chat_files(config)
-    _check_context(config)
-
-
-def _check_context(config: RegenerateConfig) -> None:
-    """Raise UserError if a chat may exceed the target's context."""
-    context = config.target.max_length or getattr(
-        target_config(config.target), "max_position_embeddings", None
-    )
-    if context is not None and config.data.max_length > context:
-        raise UserError(
-            f"data.max_length is {config.data.max_length}, but the context of "
-            f"{config.target.path} is {context} tokens: lower data.max_length"
-        )
+    check_context(config.target, data, target)
 
 
 class Regeneration:
-    """Work of one rank on the chats with its numbers; rank 0 also writes the result."""
+    """Work of one rank, which answers every n-th chat; rank 0 also writes the result."""
 
     def __init__(
         self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path
@@ -148,7 +136,7 @@ class Regeneration:
     def run(self) -> None:
         barrier = ranks.RankBarrier()
         known = _by_key(self._read_answers())
-        # Reject unanswerable input before the folder is claimed for this configuration.
+        # Refuse input without a request before the run claims its folder.
         if not any(next_request(one, self.tokenizer, self.config) for one in self.dialogues):
             self._collect()
         if not known:
@@ -176,7 +164,7 @@ class Regeneration:
         known = _by_key(answers)
         answer_all(others, known, self._refuse_missing, self.tokenizer, config, show=False)
         chats = self._collect()
-        write_text(file, chats_text(chats.records))
+        write_text(file, format_chats(chats.records))
         metrics = compute_figures(chats, answers)
         self.run_folder.write_manifest(self.inputs, metrics, finished=True)
         print_figures(chats, metrics, config.temperature, config.drop_loops)
@@ -187,15 +175,16 @@ class Regeneration:
         return collect_chats(self.dialogues, self.counts, samples, self.tokenizer, template)
 
     def _read_answers(self) -> dict[Path, list[Answer]]:
-        """Return the answers in every rank's journal."""
+        """Return the answers in the journals of all ranks."""
         files = sorted(self.folder.glob("rank_*.jsonl"))
         return {file: read_journal(file, make_answer) for file in files}
 
     def _refuse_missing(self, requests: Sequence[Request], continues: bool) -> list[Answer]:
         chat = requests[0].key[0]
         raise UserError(
-            f"{self.folder} lacks the answer of rank {chat % self.world_size} to chat {chat}. All "
-            f"ranks must share output_dir; run the same command on a shared file system"
+            f"{self.folder} lacks the answer of rank {chat % self.world_size} to chat {chat}, "
+            f"expected the answers of all ranks. Run the same command with output_dir on a shared "
+            f"file system"
         )
 
 
@@ -211,7 +200,7 @@ def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
 
 
 def chat_files(config: RegenerateConfig) -> list[Path]:
-    """Return the chat files to answer; raises UserError for a missing file."""
+    """Return the files of the chats to answer. Raises UserError for a missing one."""
     return data_files(replace(config.data, held_out_chats=[], held_out_texts=[]))
 
 
@@ -220,14 +209,14 @@ def _refuse_changed(run_folder: RunFolder) -> None:
     for path, digest in run_folder.manifest.get("inputs", {}).items():
         if hash_input(Path(path)) != digest:
             raise UserError(
-                f"{path} has changed since the run started: its hash differs from the one in "
-                f"{run_folder.path / 'manifest.json'}. Give another output_dir=, or delete the "
-                f"folder to start over"
+                f"{path} has changed since the run started, expected the hash in "
+                f"{run_folder.path / 'manifest.json'}. Set another output_dir=, or delete the "
+                f"folder to start again"
             )
 
 
 def dry_run(config: RegenerateConfig) -> None:
-    """Print what would be answered and the maximum time; writes nothing."""
+    """Print the number of requests and tokens and the maximum time. Writes nothing."""
     dialogues, counts = read_dialogues(config)
     if not target_is_here(config.target):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)
@@ -239,30 +228,32 @@ def dry_run(config: RegenerateConfig) -> None:
         return
     folder = resolve(config.target.path)
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
-    asked = next_requests(dialogues, tokenizer, config)
-    account = Account(counts.read * config.samples, skipped=broken_records(counts, config.samples))
+    pending = next_requests(dialogues, tokenizer, config)
+    account = Account(
+        counts.read * config.samples, skipped=list_broken_records(counts, config.samples)
+    )
     for dialogue in dialogues:
         if dialogue.ended:
             account.add(dialogue)
     tokens_in = tokens_out = requests = 0
-    for dialogue, request in asked:
+    for dialogue, request in pending:
         later = [message["content"] for turn in dialogue.requests[1:] for message in turn]
         room = config.data.max_length - len(request.ids)
         requests += len(dialogue.requests)
         tokens_in += len(request.ids) + sum(len(tokenizer(text)["input_ids"]) for text in later)
         tokens_out += min(len(dialogue.requests) * config.max_new_tokens, room)
     print(
-        f"would answer {requests:,} requests of {len(asked):,} chats (of {account.input:,}, "
+        f"would answer {requests:,} requests of {len(pending):,} chats (of {account.input:,}, "
         f"including samples)"
     )
     for line in list(account.lines())[1:]:
         print(line)
     print(f"tokens: {tokens_in:,} in (turns of the chats), at most {tokens_out:,} out")
-    if not asked:
+    if not pending:
         return
     pace, how = config.assumed_tokens_per_second, "as assumed"
     if not pace:
-        batch = [request for _, request in asked[len(asked) // 2 :][: config.batch_size]]
+        batch = [request for _, request in pending[len(pending) // 2 :][: config.batch_size]]
         pace = AnswerGenerator(config, folder, tokenizer).tokens_per_second(batch)
         how = "measured on one batch"
     print(

@@ -19,7 +19,7 @@ from distill.prune.cut import (
     refuse_other_shape,
     save_cut,
 )
-from distill.prune.l0 import masked
+from distill.prune.l0 import apply_masks
 from distill.shapes import (
     describe_size_mismatch,
     nearest_divisible_width,
@@ -53,7 +53,7 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     layers, groups = config.num_hidden_layers, config.num_key_value_heads
-    a_group, kept_a_group = (
+    group_size, kept_group_size = (
         config.num_attention_heads // groups,
         shape.num_attention_heads // shape.num_key_value_heads,
     )
@@ -66,12 +66,12 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
         "layers": rows(1, layers, shape.num_hidden_layers),
         "hidden": rows(1, config.hidden_size, shape.hidden_size),
         "groups": rows(layers, groups, shape.num_key_value_heads),
-        "queries": rows(layers * groups, a_group, kept_a_group),
+        "queries": rows(layers * groups, group_size, kept_group_size),
         "units": rows(layers, config.intermediate_size, shape.intermediate_size),
     }
     kept = z["layers"][0].nonzero().flatten()
     groups_LK = torch.stack([z["groups"][layer].nonzero().flatten() for layer in kept])
-    queries = z["queries"].view(layers, groups, a_group)
+    queries = z["queries"].view(layers, groups, group_size)
     queries_LKG = torch.stack(
         [
             torch.stack([queries[layer, g].nonzero().flatten() for g in groups_LK[i]])
@@ -87,7 +87,7 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
         queries_LKG,
         units_LK,
         torch.ones(2 * len(kept) + 1),
-        a_group,
+        group_size,
     )
 
 
@@ -96,7 +96,7 @@ def test_a_student_computes_what_the_masked_target_computes(name: str):
     target = family(name)
     shape = student_config(SHAPE, target.config)
     z, cut = some_masks(target, shape)
-    with masked(target, z):
+    with apply_masks(target, z):
         expected = logits(target)
     student = cut_model(target, cut, shape).eval()
     torch.testing.assert_close(logits(student), expected, rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_control_other_masks_give_other_logits():
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     z, cut = some_masks(target, shape)
-    with masked(target, z):
+    with apply_masks(target, z):
         expected = logits(target)
     for kind in ("hidden_K", "groups_LK", "queries_LKG", "units_LK"):
         kept = getattr(cut, kind).clone()

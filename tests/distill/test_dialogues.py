@@ -54,9 +54,9 @@ def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list
 
 def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
     dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
-    dialogue.take(answer(0, "mine"), EndingRules())
+    dialogue.add_answer(answer(0, "mine"), EndingRules())
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
-    dialogue.take(answer(1, "mine too"), EndingRules())
+    dialogue.add_answer(answer(1, "mine too"), EndingRules())
     assert dialogue.ended == "complete"
     assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == [
         "s",
@@ -84,8 +84,8 @@ LOOPING = [1, 2] * 20
 )
 def test_what_an_answer_does_to_its_chat(new: Answer, rules: EndingRules, kept: int, ended: str):
     dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
-    dialogue.take(answer(0), rules)
-    dialogue.take(new, rules)
+    dialogue.add_answer(answer(0), rules)
+    dialogue.add_answer(new, rules)
     assert (dialogue.kept, dialogue.ended) == (kept, ended)
     record = dialogue.record(1)
     assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][
@@ -109,7 +109,7 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
         return [Answer(*request.key, 10, 9, [5, 2], "stop", "fine", 2, 0.1) for request in requests]
 
     def ask(dialogue: Dialogue) -> Request | None:
-        last = len(dialogue.drawn) + 1 == len(dialogue.requests)
+        last = len(dialogue.generated) + 1 == len(dialogue.requests)
         return None if dialogue.ended else Request(dialogue.key, dialogue.history, [1], last)
 
     def run_all(known: dict[Key, Answer]) -> list[int]:

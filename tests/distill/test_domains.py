@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 import distill.pretrain
 import distill.train
 from decoding.errors import UserError
-from distill.acceptance import HeldOutAcceptance, HeldOutMixture
+from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import PretrainConfig, TrainConfig
 from jobs.config import typed
 from jobs.job import CONF, register
@@ -241,7 +241,7 @@ def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
         name: HeldOutAcceptance(student, teacher, samples, 64, 1.0)
         for name, samples in found.items()
     }
-    figures = HeldOutMixture(scored["a"], scored)()
+    figures = score_mixture(scored["a"], scored)
     for key, value in expected.items():
         assert figures[key] == pytest.approx(value, rel=1e-5)
     assert figures["worst_domain_acceptance"] == min(

@@ -21,7 +21,12 @@ from distill.prune.importance import (
     write_order,
     write_scores,
 )
-from distill.prune.layer_choice import CRITERIA, max_layer_sets, propose_layer_sets, removal_order
+from distill.prune.layer_choice import (
+    CRITERIA,
+    count_layer_sets,
+    find_removal_order,
+    propose_layer_sets,
+)
 from distill.shapes import student_config
 from tests.support.model_families import FAMILIES, family
 from training.config import StudentConfig
@@ -103,7 +108,7 @@ def test_what_does_nothing_goes_first(name: str):
     """
     target = family(name)
     config = target.config
-    a_group = config.num_attention_heads // config.num_key_value_heads
+    group_size = config.num_attention_heads // config.num_key_value_heads
     kept_groups = config.num_key_value_heads // 3 * 2
     with torch.no_grad():
         for number, layer in enumerate(target.model.layers):
@@ -120,7 +125,7 @@ def test_what_does_nothing_goes_first(name: str):
     shape = student_config(
         StudentConfig(
             num_hidden_layers=4,
-            num_attention_heads=kept_groups * a_group,
+            num_attention_heads=kept_groups * group_size,
             num_key_value_heads=kept_groups,
             intermediate_size=20,
         ),
@@ -174,7 +179,7 @@ def test_layers_that_do_nothing_are_taken_away_first():
     target = family("llama", num_hidden_layers=6)
     for idle in (2, 4):
         silence(target.model.layers[idle])
-    order = removal_order(target, batches(rows=2), ALONE)
+    order = find_removal_order(target, batches(rows=2), ALONE)
     assert set(order[:2]) == {2, 4}
     assert len(set(order)) == 5
 
@@ -182,9 +187,9 @@ def test_layers_that_do_nothing_are_taken_away_first():
 def test_an_interrupted_order_goes_on():
     target, rows = family("llama", num_hidden_layers=6), batches(rows=2)
     kept: list[list[int]] = []
-    order = removal_order(target, rows, ALONE, keep=lambda removed: kept.append([*removed]))
+    order = find_removal_order(target, rows, ALONE, save=lambda removed: kept.append([*removed]))
     assert kept == [order[:count] for count in range(1, 6)]
-    assert removal_order(target, rows, ALONE, begun=order[:2]) == order
+    assert find_removal_order(target, rows, ALONE, removed=order[:2]) == order
 
 
 def test_a_removal_is_the_one_that_moves_the_target_least():
@@ -208,7 +213,7 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
                 )
                 total += float((p.exp() * (p - q)).sum())
         kl.append(total)
-    assert removal_order(target, rows, ALONE)[0] == kl.index(min(kl))
+    assert find_removal_order(target, rows, ALONE)[0] == kl.index(min(kl))
 
 
 def test_candidates_are_the_sets_that_their_names_say():
@@ -256,9 +261,9 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
         assert sorted(found.values()) == sorted(
             map(list, {tuple(chosen) for chosen in every.values()})
         )
-        assert len(found) <= max_layer_sets(count, layers) <= len(CRITERIA)
+        assert len(found) <= count_layer_sets(count, layers) <= len(CRITERIA)
         assert (count == layers) == all(layers - 1 in chosen for chosen in found.values())
-    assert max_layer_sets(layers, layers) == 1
+    assert count_layer_sets(layers, layers) == 1
 
 
 @pytest.mark.parametrize("idle", [0, 3])
@@ -267,7 +272,7 @@ def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
     target, rows = family("llama"), batches(rows=2)
     silence(target.model.layers[idle])
     scores = collect_scores(target, rows, ALONE).finished()
-    removal = removal_order(target, rows, ALONE)
+    removal = find_removal_order(target, rows, ALONE)
     every = propose_layer_sets(3, 4, scores.influence_L, removal, distinct=False)
     left = [layer for layer in range(4) if layer != idle]
     assert every["influence"] == every["greedy"] == left

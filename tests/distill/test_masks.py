@@ -10,7 +10,7 @@ import torch
 from decoding.errors import UserError
 from distill.config import L0Config
 from distill.prune.cut import cut_model
-from distill.prune.l0 import MaskedModel, masked
+from distill.prune.l0 import MaskedModel, apply_masks
 from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, describe_masks, refuse_unreachable
 from distill.shapes import student_config
 from tests.support.model_families import family
@@ -149,7 +149,7 @@ def test_the_cut_of_the_masks_computes_what_the_masked_model_does(name: str):
     with torch.no_grad():
         for _, mask in masks.each():
             mask.logit_WU.uniform_(-BOUND, BOUND)
-    with masked(target, masks.binary()):
+    with apply_masks(target, masks.binary()):
         expected = logits(target)
     torch.testing.assert_close(
         logits(cut_model(target, masks.cut(), shape).eval()), expected, rtol=1e-5, atol=1e-5
