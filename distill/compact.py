@@ -73,7 +73,43 @@ class Compact(Job[CompactConfig]):
         )
 
     def work(self, run: Run) -> None:
-        compact(self.config, run, self.folder)
+        """Write the model without its zero channels.
+
+        Raises UserError if there are none, and if the logits of both models differ.
+        """
+        config, folder = self.config, self.folder
+        state = load_state(folder)
+        if _EMBEDDING not in state:
+            raise UserError(
+                f"{folder} has no tensor '{_EMBEDDING}', expected the weights of a LLaMA. Copy the "
+                f"checkpoint again"
+            )
+        kept_C = choose_channels(folder, state)
+        model = compact_model(known_config(folder), state, kept_C)
+        dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
+        model.to(dtype)  # compare the weights as stored, including their rounding
+        difference = largest_difference(folder, model, config.seed)
+        if not difference <= config.tolerance:
+            rounded = "The norms' new weights were rounded, so store them with dtype=float32"
+            padded = "Use the padded checkpoint, which loads and decodes correctly"
+            raise UserError(
+                f"{folder}: with {len(kept_C)} channels in {dtype}, the logits differ by "
+                f"{difference:.1e} of the largest logit, expected at most "
+                f"tolerance={config.tolerance:g}. {padded if dtype == torch.float32 else rounded}"
+            )
+        write_model(model, folder, run.artefact, dtype, draft_tokens=4)
+        stored_width, count = state[_EMBEDDING].shape[1], count_parameters(model.parameters())
+        figures = {
+            "stored_hidden_size": stored_width,
+            "hidden_size": len(kept_C),
+            "parameters": count,
+            "largest_difference": difference,
+        }
+        run.folder.write_manifest(run.inputs, figures, finished=True)
+        print(
+            f"{stored_width} -> {len(kept_C)} channels, {millions(count)} parameters; logits "
+            f"differ by {difference:.1e} of the largest logit in float32: {run.artefact}"
+        )
 
 
 def run(config: CompactConfig) -> Path:
@@ -82,45 +118,6 @@ def run(config: CompactConfig) -> Path:
     Raises UserError if the checkpoint is not padded or the logits differ.
     """
     return Compact(config).run()
-
-
-def compact(config: CompactConfig, run: Run, folder: Path) -> None:
-    """Write the model in `folder` without its zero channels.
-
-    Raises UserError if there are none, and if the logits of both models differ.
-    """
-    state = load_state(folder)
-    if _EMBEDDING not in state:
-        raise UserError(
-            f"{folder} has no tensor '{_EMBEDDING}', expected the weights of a LLaMA. Copy the "
-            f"checkpoint again"
-        )
-    kept_C = choose_channels(folder, state)
-    model = compact_model(known_config(folder), state, kept_C)
-    dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
-    model.to(dtype)  # compare the weights as stored, including their rounding
-    difference = largest_difference(folder, model, config.seed)
-    if not difference <= config.tolerance:
-        rounded = "The norms' new weights were rounded, so store them with dtype=float32"
-        padded = "Use the padded checkpoint, which loads and decodes correctly"
-        raise UserError(
-            f"{folder}: with {len(kept_C)} channels in {dtype}, the logits differ by "
-            f"{difference:.1e} of the largest logit, expected at most "
-            f"tolerance={config.tolerance:g}. {padded if dtype == torch.float32 else rounded}"
-        )
-    write_model(model, folder, run.artefact, dtype, draft_tokens=4)
-    stored_width, count = state[_EMBEDDING].shape[1], count_parameters(model.parameters())
-    figures = {
-        "stored_hidden_size": stored_width,
-        "hidden_size": len(kept_C),
-        "parameters": count,
-        "largest_difference": difference,
-    }
-    run.folder.write_manifest(run.inputs, figures, finished=True)
-    print(
-        f"{stored_width} -> {len(kept_C)} channels, {millions(count)} parameters; logits differ by "
-        f"{difference:.1e} of the largest logit in float32: {run.artefact}"
-    )
 
 
 def _module(name: str) -> str:

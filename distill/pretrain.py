@@ -63,7 +63,45 @@ class Pretrain(Job[PretrainConfig]):
         self.tokenizer = load_tokenizer(resolve(self.config.tokenizer), of_model=False)
 
     def work(self, run: Run) -> None:
-        train(self.config, run, self.tokenizer)
+        config, tokenizer = self.config, self.tokenizer
+        torch.manual_seed(config.seed)
+        parallel = Parallel(config.parallel)
+        model = build_llama(
+            config.model, dtype_of(config.loop.dtype), **_base_fields(tokenizer, config)
+        )
+        if config.init_from:
+            model.load_state_dict(
+                load_causal_lm(resolve(config.init_from), model.dtype).state_dict()
+            )
+        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
+        if parallel.is_main:
+            size = count_parameters(model.parameters()) / 1e6
+            print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
+            print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
+            print(f"plan: {describe_plan(config.loop, data)}")
+        objective = LanguageModelling(model)
+
+        def evaluate() -> dict[str, float]:
+            return held_out_loss(objective, held_out, config)
+
+        progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
+        if parallel.is_main:
+            write_model(
+                model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype)
+            )
+            metrics = {
+                "held_out_loss": progress.best["loss"],
+                "best_step": progress.best_step,
+                "tokens": progress.tokens,
+                "training_seconds": round(progress.seconds, 1),
+            }
+            run.folder.write_manifest(run.inputs, metrics, finished=True)
+            print(
+                f"held-out loss {metrics['held_out_loss']:.4f} nats a token after "
+                f"{progress.seconds:.0f} s; model: {run.artefact}"
+            )
+        parallel.close()
 
 
 def run(config: PretrainConfig) -> Path:
@@ -81,44 +119,6 @@ def check(config: PretrainConfig) -> None:
         widths[f"model.{name}"] = (least <= vars(shape)[name] <= WIDEST, f"{least} to {WIDEST:,}")
     check_values(config, {"model.num_hidden_layers": layers, **widths})
     check_mixture(config.data, ("loss",))
-
-
-def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
-    """Train on one rank."""
-    torch.manual_seed(config.seed)
-    parallel = Parallel(config.parallel)
-    model = build_llama(
-        config.model, dtype_of(config.loop.dtype), **_base_fields(tokenizer, config)
-    )
-    if config.init_from:
-        model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
-    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-    held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
-    if parallel.is_main:
-        size = count_parameters(model.parameters()) / 1e6
-        print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
-        print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
-        print(f"plan: {describe_plan(config.loop, data)}")
-    objective = LanguageModelling(model)
-
-    def evaluate() -> dict[str, float]:
-        return held_out_loss(objective, held_out, config)
-
-    progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
-    if parallel.is_main:
-        write_model(model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype))
-        metrics = {
-            "held_out_loss": progress.best["loss"],
-            "best_step": progress.best_step,
-            "tokens": progress.tokens,
-            "training_seconds": round(progress.seconds, 1),
-        }
-        run.folder.write_manifest(run.inputs, metrics, finished=True)
-        print(
-            f"held-out loss {metrics['held_out_loss']:.4f} nats a token after "
-            f"{progress.seconds:.0f} s; model: {run.artefact}"
-        )
-    parallel.close()
 
 
 @torch.no_grad()

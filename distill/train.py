@@ -61,7 +61,24 @@ class Distil(TargetJob[TrainConfig]):
         super().prepare(run)
 
     def work(self, run: Run) -> None:
-        train(self.config, run, self.target_folder)
+        config, target_folder = self.config, self.target_folder
+        torch.manual_seed(config.seed)
+        parallel = Parallel(config.parallel, config.target.device)
+        tokenizer = load_tokenizer(target_folder)
+        dtype = dtype_of(config.loop.dtype)
+        teacher = load_frozen(target_folder, dtype, parallel)
+        student = build_student(config.student, teacher, dtype, target_folder)
+        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        if parallel.is_main:
+            print_overview(config, student, teacher, data)
+        objective = make_objective(config, student, teacher)
+        held_out = make_held_out(
+            config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
+        )
+        progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
+        if parallel.is_main:
+            finish(config, run, student, target_folder, progress)
+        parallel.close()
 
 
 def run(config: TrainConfig) -> Path:
@@ -89,27 +106,6 @@ def check(config: TrainConfig) -> None:
         ),
     }
     check_values(config, rules)
-
-
-def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
-    """Train on one rank."""
-    torch.manual_seed(config.seed)
-    parallel = Parallel(config.parallel, config.target.device)
-    tokenizer = load_tokenizer(target_folder)
-    dtype = dtype_of(config.loop.dtype)
-    teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.student, teacher, dtype, target_folder)
-    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-    if parallel.is_main:
-        print_overview(config, student, teacher, data)
-    objective = make_objective(config, student, teacher)
-    held_out = make_held_out(
-        config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
-    )
-    progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
-    if parallel.is_main:
-        finish(config, run, student, target_folder, progress)
-    parallel.close()
 
 
 def make_held_out(

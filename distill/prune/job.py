@@ -74,7 +74,31 @@ class Prune(TargetJob[PruneConfig]):
             print(note)
 
     def work(self, run: Run) -> None:
-        prune(self.config, run, self.target_folder, self.shapes)
+        config, target_folder, shapes = self.config, self.target_folder, self.shapes
+        torch.manual_seed(config.seed)
+        context = build_context(config, target_folder)
+        parallel = context.parallel
+        if parallel.is_main:
+            print_sizes(shapes[-1], context.teacher.config, name=config.student.name)
+        # Refuse unsuitable masks or texts before the run claims its folder.
+        if config.masks:
+            cut = load_cut(resolve(config.masks), hash_input(target_folder))
+            refuse_other_shape(cut, shapes[-1], config.masks)
+        elif config.mode != "random":
+            context.data(1)
+        if parallel.is_main:
+            run.folder.write_manifest(run.inputs, {}, finished=False)
+        source, stages = SourceModel(context.teacher, target_folder), []
+        for number, shape in enumerate(shapes, start=1):
+            last = number == len(shapes)
+            between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+            place, work = run.artefact if last else between, run.path / "work" / str(number)
+            stages.append(run_stage(context, source, shape, place, work, distil=not last))
+            if not last:
+                source = read_source(config, place, parallel)
+        if parallel.is_main:
+            finish(config, run, context, stages)
+        parallel.close()
 
 
 def run(config: PruneConfig) -> Path:
@@ -171,34 +195,6 @@ def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
         depths.append(layers)
     return depths
-
-
-def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
-    """Prune on one rank."""
-    torch.manual_seed(config.seed)
-    context = build_context(config, target_folder)
-    parallel = context.parallel
-    if parallel.is_main:
-        print_sizes(shapes[-1], context.teacher.config, name=config.student.name)
-    # Refuse unsuitable masks or texts before the run claims its folder.
-    if config.masks:
-        cut = load_cut(resolve(config.masks), hash_input(target_folder))
-        refuse_other_shape(cut, shapes[-1], config.masks)
-    elif config.mode != "random":
-        context.data(1)
-    if parallel.is_main:
-        run.folder.write_manifest(run.inputs, {}, finished=False)
-    source, stages = SourceModel(context.teacher, target_folder), []
-    for number, shape in enumerate(shapes, start=1):
-        last = number == len(shapes)
-        between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
-        place, work = run.artefact if last else between, run.path / "work" / str(number)
-        stages.append(run_stage(context, source, shape, place, work, distil=not last))
-        if not last:
-            source = read_source(config, place, parallel)
-    if parallel.is_main:
-        finish(config, run, context, stages)
-    parallel.close()
 
 
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:

@@ -16,7 +16,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from distill.config import RegenerateConfig
-from distill.regenerate.dialogues import FULL, Answer, Dialogue, EndingRules, Key
+from distill.regenerate.dialogues import FULL, Answer, Dialogue, Key
 from distill.regenerate.generate import AnswerFunction, Request
 from jobs.progress import ProgressBar
 from training.data.chat import render_prompt
@@ -33,7 +33,6 @@ def answer_all(
     show: bool,
 ) -> None:
     """Answer all dialogues. known: answers so far, to which new ones are added."""
-    rules = EndingRules(config.on_length, config.drop_loops)
     ask = partial(next_request, tokenizer=tokenizer, config=config)
     dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
@@ -42,7 +41,7 @@ def answer_all(
             done = sum(len(one.requests) if one.ended else len(one.generated) for one in dialogues)
             for start in range(0, len(requests), config.batch_size):
                 batch = requests[start : start + config.batch_size]
-                for turn, answers in answer_batch(batch, known, generate, ask, rules):
+                for turn, answers in answer_batch(batch, known, generate, ask, config):
                     tokens += sum(len(answer.tokens) for answer in answers)
                     seconds += sum(answer.seconds for answer in answers)
                     for one, _ in turn:
@@ -56,7 +55,7 @@ def answer_batch(
     known: dict[Key, Answer],
     generate: AnswerFunction,
     ask: Callable[[Dialogue], Request | None],
-    rules: EndingRules,
+    config: RegenerateConfig,
 ) -> Iterator[tuple[OpenRequests, list[Answer]]]:
     """Answer a batch turn by turn while at least half of its dialogues have a request.
 
@@ -79,7 +78,7 @@ def answer_batch(
             for answer in answers:
                 known.setdefault(answer.key, answer)
         for dialogue, request in turn:
-            dialogue.add_answer(known[request.key], rules)
+            dialogue.add_answer(known[request.key], config)
         yield turn, answers
         following = [(dialogue, ask(dialogue)) for dialogue, _ in turn]
         turn = [(dialogue, request) for dialogue, request in following if request is not None]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.rounds.stats import LOOPING_BELOW, distinct_n
+from distill.config import RegenerateConfig
 from training.data.counts import SHOWN_PLACES
 from training.data.readers import Chat
 
@@ -74,16 +75,6 @@ def make_answer(values: Mapping[str, Any]) -> Answer:
     return Answer(**values)
 
 
-@dataclass(frozen=True)
-class EndingRules:
-    """Rules for incomplete and looping answers."""
-
-    # answers cut at max_new_tokens: end (kept, and the chat ends) | drop (discarded) | go_on (kept)
-    on_length: str = "end"
-    # discard an answer that loops, and end its chat
-    drop_loops: bool = False
-
-
 class Dialogue:
     """One sample of a chat: its messages so far and its remaining requests."""
 
@@ -115,16 +106,16 @@ class Dialogue:
         """Kept answers."""
         return self.generated[: self.kept]
 
-    def add_answer(self, answer: Answer, rules: EndingRules) -> None:
-        """Add the answer to the next request, or discard it, and end the dialogue by the rules."""
+    def add_answer(self, answer: Answer, config: RegenerateConfig) -> None:
+        """Add the answer to the next request, or discard it, and end the dialogue if necessary."""
         history = self.history
         self.generated.append(answer)
-        cut = answer.finish == "length" and rules.on_length != "go_on"
+        cut = answer.finish == "length" and config.on_length != "go_on"
         if not answer.text.strip():
             self.ended = EMPTY
-        elif answer.loops and rules.drop_loops:
+        elif answer.loops and config.drop_loops:
             self.ended = LOOP
-        elif cut and rules.on_length == "drop":
+        elif cut and config.on_length == "drop":
             self.ended = CUT
         else:
             self.messages = [*history, {"role": "assistant", "content": answer.text}]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from distill.config import RegenerateConfig
 from distill.regenerate.batches import answer_batch
 from distill.regenerate.dialogues import (
     CUT,
@@ -14,7 +15,6 @@ from distill.regenerate.dialogues import (
     Account,
     Answer,
     Dialogue,
-    EndingRules,
     Key,
     split_requests,
 )
@@ -26,6 +26,10 @@ def chat(*turns: str) -> Chat:
     """Turns by their first letter: s(ystem), u(ser), a(ssistant)."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
+
+
+def rules(on_length: str = "end", drop_loops: bool = False) -> RegenerateConfig:
+    return RegenerateConfig(on_length=on_length, drop_loops=drop_loops)
 
 
 def answer(
@@ -54,9 +58,9 @@ def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list
 
 def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
     dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
-    dialogue.add_answer(answer(0, "mine"), EndingRules())
+    dialogue.add_answer(answer(0, "mine"), rules())
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
-    dialogue.add_answer(answer(1, "mine too"), EndingRules())
+    dialogue.add_answer(answer(1, "mine too"), rules())
     assert dialogue.ended == "complete"
     assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == [
         "s",
@@ -71,21 +75,23 @@ LOOPING = [1, 2] * 20
 
 
 @pytest.mark.parametrize(
-    ("new", "rules", "kept", "ended"),
+    ("new", "config", "kept", "ended"),
     [
-        (answer(1, finish="length"), EndingRules("end"), 2, CUT),
-        (answer(1, finish="length"), EndingRules("drop"), 1, CUT),
-        (answer(1, finish="length"), EndingRules("go_on"), 2, ""),
-        (answer(1, text=" \n"), EndingRules(), 1, EMPTY),
-        (answer(1, tokens=LOOPING), EndingRules(drop_loops=True), 1, LOOP),
-        (answer(1, tokens=LOOPING), EndingRules(), 2, ""),
-        (answer(1), EndingRules("drop", drop_loops=True), 2, ""),
+        (answer(1, finish="length"), rules("end"), 2, CUT),
+        (answer(1, finish="length"), rules("drop"), 1, CUT),
+        (answer(1, finish="length"), rules("go_on"), 2, ""),
+        (answer(1, text=" \n"), rules(), 1, EMPTY),
+        (answer(1, tokens=LOOPING), rules(drop_loops=True), 1, LOOP),
+        (answer(1, tokens=LOOPING), rules(), 2, ""),
+        (answer(1), rules("drop", drop_loops=True), 2, ""),
     ],
 )
-def test_what_an_answer_does_to_its_chat(new: Answer, rules: EndingRules, kept: int, ended: str):
+def test_what_an_answer_does_to_its_chat(
+    new: Answer, config: RegenerateConfig, kept: int, ended: str
+):
     dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
-    dialogue.add_answer(answer(0), rules)
-    dialogue.add_answer(new, rules)
+    dialogue.add_answer(answer(0), config)
+    dialogue.add_answer(new, config)
     assert (dialogue.kept, dialogue.ended) == (kept, ended)
     record = dialogue.record(1)
     assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][
@@ -115,7 +121,7 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
     def run_all(known: dict[Key, Answer]) -> list[int]:
         dialogues = [Dialogue(number, 0, chat(*parts)) for number, parts in enumerate(turns)]
         batch = [(one, found) for one in dialogues if (found := ask(one)) is not None]
-        return [len(turn) for turn, _ in answer_batch(batch, known, answering, ask, EndingRules())]
+        return [len(turn) for turn, _ in answer_batch(batch, known, answering, ask, rules())]
 
     known: dict[Key, Answer] = {}
     first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
