@@ -1,6 +1,4 @@
-"""What distill.regenerate asks, what it feeds on, and what an answer does to its chat; nothing is
-decoded.
-"""
+"""Test the dialogues of distill.regenerate: requests, endings, batches and the account."""
 
 from collections.abc import Sequence
 
@@ -23,7 +21,7 @@ from training.data.readers import Chat
 
 
 def chat(*turns: str) -> Chat:
-    """Turns by their first letter: s(ystem), u(ser), a(ssistant)."""
+    """Return a chat. A turn's first letter is its role: s(ystem), u(ser) or a(ssistant)."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
 
@@ -56,7 +54,7 @@ def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list
     assert [[message["content"] for message in request] for request in found] == asked
 
 
-def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
+def test_a_request_contains_the_targets_answers_and_no_original_ones():
     dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
     dialogue.add_answer(answer(0, "mine"), rules())
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
@@ -86,7 +84,7 @@ LOOPING = [1, 2] * 20
         (answer(1), rules("drop", drop_loops=True), 2, ""),
     ],
 )
-def test_what_an_answer_does_to_its_chat(
+def test_incomplete_and_looping_answers_end_their_chat_by_the_rules(
     new: Answer, config: RegenerateConfig, kept: int, ended: str
 ):
     dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
@@ -100,7 +98,7 @@ def test_what_an_answer_does_to_its_chat(
     assert record["conversations"][-1]["from"] == "gpt"
 
 
-def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what_is_known():
+def test_a_batch_continues_with_half_of_its_chats_and_restarts_for_a_missing_answer():
     turns = [
         ["u", "a", "u", "a", "u"],
         ["u", "a", "u"],
@@ -125,16 +123,14 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
 
     known: dict[Key, Answer] = {}
     first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
-    assert run_all(known) == [5, 4], "the two that have a third turn are fewer than half"
+    assert run_all(known) == [5, 4], "fewer than half of the chats have a third turn"
     assert calls == [(first, False), (second, True)]
     assert sorted(known) == sorted([*first, *second])
     calls.clear()
-    assert run_all(known) == [5, 4] and not calls, "what is known is not asked again"
+    assert run_all(known) == [5, 4] and not calls, "known answers are not generated again"
     del known[(2, 0, 1)]
     assert run_all(known) == [5, 4]
-    assert calls == [(first, False), (second, True)], (
-        "the same batches once more, so that the caches are the same"
-    )
+    assert calls == [(first, False), (second, True)], "equal batches give equal caches"
 
 
 def test_an_account_that_does_not_balance_is_an_error():

@@ -1,4 +1,4 @@
-"""Importance: scores against their definitions, what they choose, and the choice of layers."""
+"""Test importance scores, their cuts, and the choice of layers."""
 
 import dataclasses
 import os
@@ -47,7 +47,7 @@ ALONE = one_rank()
 
 
 def batches(seed: int = 0, rows: int = 6):
-    """Packed rows of two documents each, with padding."""
+    """Return packed rows of two documents each, with padding."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in torch.randint(4, 9, (2 * rows,), generator=generator).tolist():
@@ -56,39 +56,39 @@ def batches(seed: int = 0, rows: int = 6):
     return [collate(samples, [[2 * row, 2 * row + 1]], 20) for row in range(rows)]
 
 
-def test_scores_are_what_their_formulas_say():
-    """Against the definitions, written out for one layer over the tokens of each row."""
+def test_scores_equal_their_formulas():
+    """Compute the definitions for one layer over the tokens of each row."""
     target = family("llama")
     scores = collect_scores(target, batches(), ALONE).finished()
     units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
-    seen: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     layer = target.model.layers[1]
     layer.mlp.down_proj.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("units", given[0])
+        lambda _, given, out: inputs.__setitem__("units", given[0])
     )
     layer.self_attn.o_proj.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("heads", given[0])
+        lambda _, given, out: inputs.__setitem__("heads", given[0])
     )
     layer.input_layernorm.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("norm", given[0])
+        lambda _, given, out: inputs.__setitem__("norm", given[0])
     )
     with torch.no_grad():
         for batch in batches():
             hidden_states(target, batch)
             real = batch.documents_RT[0] > 0
-            by_head = seen["heads"][0, real].view(-1, 6, 6)
-            units += seen["units"][0, real].abs().mean(0) ** 2
+            by_head = inputs["heads"][0, real].view(-1, 6, 6)
+            units += inputs["units"][0, real].abs().mean(0) ** 2
             heads += by_head.norm(dim=2).mean(0) ** 2
             groups += by_head.view(-1, 3, 12).norm(dim=2).mean(0) ** 2
-            square += (seen["norm"][0, real] ** 2).mean(0) / 6
+            square += (inputs["norm"][0, real] ** 2).mean(0) / 6
     torch.testing.assert_close(scores.units_LF[1].float(), units.sqrt())
     torch.testing.assert_close(scores.heads_LQ[1].float(), heads.sqrt())
     torch.testing.assert_close(scores.groups_LH[1].float(), groups.sqrt())
     torch.testing.assert_close(scores.square_NC[2].float(), square)
 
 
-def test_the_scores_of_ranks_add_up():
-    """Also where one rank has fewer rows than another: it runs one more, which counts nothing."""
+def test_scores_of_ranks_add_up():
+    """Check ranks with fewer rows too, which run one more with weight 0."""
     target, rows = family("llama"), batches(rows=5)
     alone = vars(collect_scores(target, rows, ALONE).finished())
     for ranks in (2, 3, 7):
@@ -97,14 +97,17 @@ def test_the_scores_of_ranks_add_up():
         for name, tensor in vars(summed.finished()).items():
             torch.testing.assert_close(tensor, alone[name])
     shares = [rank_batches(rows, one_rank(rank, 3)) for rank in range(3)]
-    assert [len(share) for share in shares] == [2, 2, 2], "all run as many forwards"
+    assert [len(share) for share in shares] == [2, 2, 2], (
+        "every rank runs equally many forward passes"
+    )
     assert [sum(weight for _, weight in share) for share in shares] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_does_nothing_goes_first(name: str):
-    """Units, heads and channels whose weights are zero are the ones that a cut leaves out, and then
-    nothing is lost.
+def test_useless_units_are_cut_first(name: str):
+    """Zero the weights of some units and heads, and cut the model.
+
+    The cut removes these, so the logits stay equal.
     """
     target = family(name)
     config = target.config
@@ -112,9 +115,9 @@ def test_what_does_nothing_goes_first(name: str):
     kept_groups = config.num_key_value_heads // 3 * 2
     with torch.no_grad():
         for number, layer in enumerate(target.model.layers):
-            # half of the units write nothing ...
+            # half of the units write nothing
             layer.mlp.down_proj.weight[:, number % 2 :: 2] = 0
-            layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # ... and hold nothing
+            layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # and compute nothing
             dead = torch.tensor(
                 [g for g in range(config.num_key_value_heads) if (g + number) % 3 == 0]
             )
@@ -136,7 +139,7 @@ def test_what_does_nothing_goes_first(name: str):
     torch.testing.assert_close(logits(student), logits(target), rtol=1e-4, atol=1e-4)
 
 
-def test_query_heads_are_kept_equally_in_every_group():
+def test_every_group_keeps_equally_many_query_heads():
     target = family("llama")
     scores = collect_scores(target, batches(), ALONE).finished()
     cut = cut_by_scores(scores, [0, 3], student_config(SHAPE, target.config), target.config)
@@ -148,11 +151,9 @@ def test_query_heads_are_kept_equally_in_every_group():
 
 
 def test_a_cut_norm_keeps_the_scale_of_its_output():
-    """What is left of a norm's output has the size that it had in the whole model; without the
-    factor it has not.
-    """
+    """Compare the scale with and without the factor, which is the control."""
     target = family("llama")
-    with torch.no_grad():  # a few loud channels, as real models have
+    with torch.no_grad():  # a few large channels, as in real models
         target.model.embed_tokens.weight[:, :4] *= 8
     scores = collect_scores(target, batches(), ALONE).finished()
     shape = student_config(dataclasses.replace(SHAPE, num_hidden_layers=4), target.config)
@@ -162,20 +163,20 @@ def test_a_cut_norm_keeps_the_scale_of_its_output():
         student = cut_model(target, cut, shape)
         with torch.no_grad():
             x = target.model.embed_tokens.weight[3:60]
-            whole = target.model.layers[0].input_layernorm(x)[:, cut.hidden_K]
+            complete = target.model.layers[0].input_layernorm(x)[:, cut.hidden_K]
             found = student.model.layers[0].input_layernorm(x[:, cut.hidden_K])
-        off.append(float((found.norm() / whole.norm()).log().abs()))
+        off.append(float((found.norm() / complete.norm()).log().abs()))
     assert off[0] < 0.1 < off[1]
 
 
 @torch.no_grad()
 def silence(layer: Any) -> None:
-    """It hands on what it is given."""
+    """Make a layer return its input."""
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
 
 
-def test_layers_that_do_nothing_are_taken_away_first():
+def test_useless_layers_are_removed_first():
     target = family("llama", num_hidden_layers=6)
     for idle in (2, 4):
         silence(target.model.layers[idle])
@@ -184,7 +185,7 @@ def test_layers_that_do_nothing_are_taken_away_first():
     assert len(set(order)) == 5
 
 
-def test_an_interrupted_order_goes_on():
+def test_an_interrupted_removal_resumes():
     target, rows = family("llama", num_hidden_layers=6), batches(rows=2)
     kept: list[list[int]] = []
     order = find_removal_order(target, rows, ALONE, save=lambda removed: kept.append([*removed]))
@@ -192,14 +193,12 @@ def test_an_interrupted_order_goes_on():
     assert find_removal_order(target, rows, ALONE, removed=order[:2]) == order
 
 
-def test_a_removal_is_the_one_that_moves_the_target_least():
-    """The first step against a plain search: KL of the next token with each layer left out, in
-    models built without it.
-    """
+def test_the_removed_layer_has_the_smallest_kl():
+    """Compare the first step with a search over models that lack one layer each."""
     target, rows = family("llama"), batches(rows=2)
     kl = []
-    for gone in range(4):
-        left = [layer for layer in range(4) if layer != gone]
+    for removed in range(4):
+        left = [layer for layer in range(4) if layer != removed]
         shape = student_config(StudentConfig(num_hidden_layers=3), target.config)
         student = cut_model(target, keep_layers(target.config, left), shape).eval()
         total = 0.0
@@ -216,7 +215,7 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
     assert find_removal_order(target, rows, ALONE)[0] == kl.index(min(kl))
 
 
-def test_candidates_are_the_sets_that_their_names_say():
+def test_candidates_follow_their_criteria():
     influence = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.8, 0.3])
     found = propose_layer_sets(3, 6, torch.tensor([0.9, 0.1, 0.5, 0.6, 0.2, 0.3]), [1, 3, 0, 2, 4])
     assert found == {
@@ -229,7 +228,7 @@ def test_candidates_are_the_sets_that_their_names_say():
     }
     found = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4])
     assert "influence" not in found and "greedy" not in found, (
-        "both propose what even_without_last proposes"
+        "both propose the set of even_without_last"
     )
     every = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
     assert every["influence"] == every["greedy"] == every["even_without_last"] == [0, 2, 4]
@@ -241,9 +240,10 @@ def test_candidates_are_the_sets_that_their_names_say():
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 12, 32])
-def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
-    """At every cut, one layer and all of them included; some cut leaves the last layer out, and
-    never more sets than are told.
+def test_candidates_are_distinct_sorted_and_of_the_right_size(layers: int):
+    """Check every cut.
+
+    Each has a set without the last layer, and at most as many sets as `count_layer_sets` returns.
     """
     generator = torch.Generator().manual_seed(layers)
     for count in range(1, layers + 1):
@@ -267,8 +267,8 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
 
 
 @pytest.mark.parametrize("idle", [0, 3])
-def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
-    """A layer that does nothing goes, wherever it stands."""
+def test_criteria_may_drop_the_first_or_the_last_layer(idle: int):
+    """Check that influence and greedy removal drop a layer that does nothing, at any position."""
     target, rows = family("llama"), batches(rows=2)
     silence(target.model.layers[idle])
     scores = collect_scores(target, rows, ALONE).finished()
@@ -276,10 +276,10 @@ def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
     every = propose_layer_sets(3, 4, scores.influence_L, removal, distinct=False)
     left = [layer for layer in range(4) if layer != idle]
     assert every["influence"] == every["greedy"] == left
-    assert every["even"] != left, "the control: this one looks at no layer"
+    assert every["even"] != left, "control: this criterion ignores the weights"
 
 
-def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
+def test_scores_and_orders_are_cached_and_damaged_ones_ignored(tmp_path: Path):
     target = family("llama")
     scores = collect_scores(target, batches(), ALONE).finished()
     path = tmp_path / "deep" / "scores.safetensors"
@@ -301,7 +301,7 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
         assert read_order(order, 4) == []
 
 
-def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
+def test_two_runs_may_write_the_same_scores_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     scores, path = (
@@ -318,4 +318,4 @@ def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
     monkeypatch.setattr(jobs.files.os, "replace", write_another_first)
     write_scores(path, scores, {})
     assert read_scores(path) is not None
-    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "no temporary file is left"
