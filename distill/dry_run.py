@@ -26,7 +26,7 @@ from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from jobs.protocol import Run
 from jobs.ranks import ZERO
-from training.config import LoopConfig
+from training.config import LoopConfig, TrainingJobConfig
 from training.drafter_folder import Provenance, keeps_folder, write_untrained
 from training.models.build import dtype_of, known_config, print_missing, random_model, target_config
 from training.models.shapes import (
@@ -58,7 +58,7 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
         student = student_config(config.student, target)
     print_sizes(student, target, name=config.student.name)
     frozen = {"target": target}
-    flops = print_cost(config.loop, config.parallel, student, frozen, config.assumed_tflops)
+    flops = print_cost(config, config.loop, student, frozen)
     # Before the first step, a second copy of the target on rank 0 answers the held-out prompts.
     held = {
         "target": _frozen_bytes(target, config.parallel, config.loop.dtype),
@@ -96,8 +96,7 @@ def dry_prune(
             print("random weights: nothing is scored or trained")
         if number < len(shapes):
             print("then a short distillation, before the next cut:")
-            tflops = config.assumed_tflops
-            flops += print_cost(config.between, config.parallel, shape, frozen, tflops, dtype)
+            flops += print_cost(config, config.between, shape, frozen, dtype)
         source, role = shape, "cut from"
         frozen = {"target": target, "student of the stage before": source}
     if note := describe_size_mismatch(config.student.name, shapes[-1]):
@@ -129,8 +128,7 @@ def _print_importance(
     _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
     if distilled:
         trained = parameter_counts(shape)["all"]
-        bytes_of_one = size(_checkpoint_bytes(config.between, trained, trained))
-        print(f"disk: {bytes_of_one} while a candidate is distilled")
+        _print_checkpoint(config.between, trained, trained)
     return flops
 
 
@@ -218,11 +216,10 @@ def print_sizes(student: Any, target: Any, role: str = "target", name: str = "")
 
 
 def print_cost(
+    config: TrainingJobConfig,
     loop: LoopConfig,
-    parallel: ParallelConfig,
     student: Any,
     frozen: Mapping[str, Any],
-    tflops: float,
     frozen_dtype: str = "",
 ) -> float:
     """Print the cost of training a student. Returns FLOPs; 0 if they depend on the data.
@@ -235,8 +232,8 @@ def print_cost(
     flops_per_token = 6 * trained + 2 * teacher
     terms = "6 x student + 2 x teacher" if teacher else "6 x student"
     print(f"cost: {operations(flops_per_token)} a token ({terms})")
-    flops = print_plan(loop, flops_per_token, tflops, "loop.max_steps")
-    _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
+    flops = print_plan(loop, flops_per_token, config.assumed_tflops, "loop.max_steps")
+    _print_memory(loop, config.parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
     return flops
 
@@ -246,15 +243,11 @@ def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
 
     trained: number of weights with optimizer states. stored: number of all stored weights.
     """
-    size_of_one = size(_checkpoint_bytes(loop, trained, stored))
+    one = size(stored * dtype_of(loop.dtype).itemsize + 12 * trained)
     print(
-        f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), "
-        f"{loop.keep + 1} of them at most"
+        f"disk: {one} a checkpoint (weights, float32 masters, two moments), at most "
+        f"{loop.keep + 1} of them"
     )
-
-
-def _checkpoint_bytes(loop: LoopConfig, trained: int, stored: int) -> int:
-    return stored * dtype_of(loop.dtype).itemsize + 12 * trained
 
 
 def _print_memory(

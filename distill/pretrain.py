@@ -57,7 +57,7 @@ class Pretrain(Job[PretrainConfig]):
         with torch.device("meta"):
             model = build_llama(config.model, dtype, **_base_fields(self.tokenizer, config))
         print(f"model: {millions(count_parameters(model.parameters()))} parameters")
-        return print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
+        return print_cost(config, config.loop, model.config, {})
 
     def prepare(self, run: Run) -> None:
         self.tokenizer = load_tokenizer(resolve(self.config.tokenizer), of_model=False)

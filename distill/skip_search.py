@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.self_speculation import FILE, write_skips
@@ -249,9 +250,8 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
     for _ in range(_WINDOWS):
-        complete = time_parts(
-            target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1
-        ).t_target_ms
+        widths = range(1, _LONGEST_DRAFT + 2)
+        complete = time_parts(target, None, prompt, widths=widths, repeats=6, warmup=1).t_target_ms
         paces.append(complete[1])
         wider.append([ms / complete[1] for ms in complete.values()])
         without = []
@@ -261,9 +261,8 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
             without.append(cut.t_target_ms[1] / complete[1])
         shares.append(without)
     pace_ms, count = median(paces), max(1, len(layers))
-    t_target_ms = [
-        pace_ms * ratio for ratio in rising([median(column) for column in zip(*wider, strict=True)])
-    ]
+    ratios = rising([median(column) for column in zip(*wider, strict=True)])
+    t_target_ms = [pace_ms * ratio for ratio in ratios]
     step_ms = t_target_ms[0]
     no_attention, no_mlp, neither = (median(column) for column in zip(*shares, strict=True))
     attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
@@ -275,9 +274,8 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
 
 
 def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
-    return SubLayerCosts(
-        {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values
-    )
+    t_target_ms = {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}
+    return SubLayerCosts(t_target_ms, **values)
 
 
 class AnswerScorer:
@@ -288,18 +286,16 @@ class AnswerScorer:
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
         self.samples, self.target, self.temperature = samples, target, temperature
-        length = max(len(sample.ids) for sample in samples)
-        self._ids_BT = torch.zeros(len(samples), length, dtype=torch.long, device=target.device)
-        predicts_BT = torch.zeros(len(samples), length, dtype=torch.bool, device=target.device)
-        for row, sample in enumerate(samples):
-            self._ids_BT[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype("int64"))
-            predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
-        if not predicts_BT.any():
+        ids = [torch.from_numpy(sample.ids).long() for sample in samples]
+        self._ids_BT = pad_sequence(ids, batch_first=True).to(target.device)
+        answer_BT = pad_sequence([torch.from_numpy(one.mask) for one in samples], batch_first=True)
+        # The token before predicts a token. The first one belongs to the prompt.
+        self._predicts_BT = answer_BT.roll(-1, dims=1).to(target.device)
+        if not answer_BT.any():
             raise UserError(
                 "the target's answers to all held-out prompts are empty, expected tokens. Change "
                 "held_out.prompts"
             )
-        self._predicts_BT = predicts_BT
         self._complete_NC = self._hidden(Skips())
 
     @torch.inference_mode()

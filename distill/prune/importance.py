@@ -57,19 +57,9 @@ class ImportanceScores:
         """Return the scores before the first row."""
         widths, layers = target_widths(config), config.num_hidden_layers
         norms = (2 * layers + 1, widths["hidden_size"])
-
-        def sums(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-
-        return ImportanceScores(
-            units_LF=sums(layers, widths["intermediate_size"]),
-            heads_LQ=sums(layers, widths["num_attention_heads"]),
-            groups_LH=sums(layers, widths["num_key_value_heads"]),
-            hidden_NC=sums(*norms),
-            square_NC=sums(*norms),
-            influence_L=sums(layers),
-            rows=sums(1),
-        )
+        units = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+        shapes = [*((layers, widths[name]) for name in units), norms, norms, (layers,), (1,)]
+        return ImportanceScores(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     def finished(self) -> "ImportanceScores":
         """Return the roots of the sums of squares and the means of the other sums."""
