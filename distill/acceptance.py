@@ -54,7 +54,7 @@ def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -
 class HeldOutAcceptance:
     """Callable that scores the current weights of the student on the target's answers.
 
-    max_length: tokens of a packed row. temperature: of sum_v min(p, q); 0 counts as 1.
+    max_length: tokens of a packed row. temperature: of p and q; 0 counts as 1.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def refuse_wider(student: Any, target: Any) -> None:
 
 
 def warn_unaligned_widths(student: Any) -> list[str]:
-    """Return a warning for the hidden size and the MLP width if they are no multiple of ALIGNED.
+    """Return a warning for the hidden size and the MLP width if not multiples of ALIGNED.
 
     Their matrix products are slower than slightly larger ones.
     """

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +172,9 @@ class PruneContext:
     ) -> Progress:
         """Distil the target into `student` in loop.dtype; resumes from `folder`."""
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
-        before, flops_per_token = (
-            self.states.tokens_read,
-            6.0 * parameter_counts(student.config)["all"],
-        )
-        progress = self.fit(
-            title,
-            objective,
-            student,
-            loop,
-            folder,
-            tracker,
-            lambda: self.acceptance(student),
-            flops_per_token,
-        )
+        count, before = parameter_counts(student.config)["all"], self.states.tokens_read
+        evaluate = partial(self.acceptance, student)
+        progress = self.fit(title, objective, student, loop, folder, tracker, evaluate, 6.0 * count)
         read = torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
         self.flops[title] += forward_flops(self.teacher.config) * float(self.parallel.sum(read))
         return progress

@@ -98,7 +98,7 @@ class Dialogue:
 
     @property
     def history(self) -> list[Message]:
-        """Messages up to the next request, with it."""
+        """Messages up to and including the next request."""
         return [*self.messages, *self.requests[len(self.generated)]]
 
     @property

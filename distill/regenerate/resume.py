@@ -45,7 +45,7 @@ class Journal:
         self._file.close()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write the records, one a line, and flush them to the disk."""
+        """Write the records, one per line, and flush them to the disk."""
         self._file.write(journal_bytes(records))
         self._file.flush()
         os.fsync(self._file.fileno())

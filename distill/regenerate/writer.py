@@ -93,7 +93,7 @@ def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
 
 
 def format_chats(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return the text of chats.json: a JSON array with one chat a line."""
+    """Return the text of chats.json: a JSON array with one chat per line."""
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     return f"[\n{lines}\n]\n"
 
