@@ -65,7 +65,14 @@ def build_student(
     config = student_config(shape, target.config)
     if shape.init == "random":
         return random_model(config, dtype)
-    _refuse_other_widths(config, target.config)
+    ours, theirs = target_widths(config), target_widths(target.config)
+    for name in WIDTHS:
+        if ours[name] != theirs[name]:
+            raise UserError(
+                f"student.{name} is {ours[name]}, expected the target's {theirs[name]}, because "
+                f"student.init=layers copies layers at full width. Leave it at 0, prune with "
+                f"distill.prune and set student.init=folder, or use student.init=random"
+            )
     layers = choose_layers(shape, target.config.num_hidden_layers)
     return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
 
@@ -103,14 +110,3 @@ def _from_folder(
         student.config.pad_token_id = target.pad_token_id  # the target may lack the student's
         student.resize_token_embeddings(wanted, mean_resizing=False)
     return student.train()
-
-
-def _refuse_other_widths(config: Any, target: Any) -> None:
-    ours, theirs = target_widths(config), target_widths(target)
-    for name in WIDTHS:
-        if ours[name] != theirs[name]:
-            raise UserError(
-                f"student.{name} is {ours[name]}, expected the target's {theirs[name]}, because "
-                f"student.init=layers copies layers at full width. Leave it at 0, prune with "
-                f"distill.prune and set student.init=folder, or use student.init=random"
-            )
