@@ -68,16 +68,11 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
 def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
     """Raise UserError for a number of layers or a width that is out of range."""
     for name, size in theirs.items():
+        least, most, lowest = 0, WIDEST, f"0 (the target's {size})"
         if name == "num_hidden_layers":
-            least, most, expected = (
-                1,
-                DEEPEST * size,
-                f"1 to {DEEPEST * size} (the target has {size})",
-            )
-        else:
-            least, most, expected = 0, WIDEST, f"0 (the target's {size}) to {WIDEST:,}"
+            least, most, lowest = 1, DEEPEST * size, "1"
         if not least <= vars(shape)[name] <= most:
-            raise UserError(f"student.{name} is {vars(shape)[name]}, expected {expected}")
+            raise UserError(f"student.{name} is {vars(shape)[name]}, expected {lowest} to {most:,}")
     if shape.head_dim % 2:
         raise UserError(
             f"student.head_dim is {shape.head_dim}, expected an even number, because rope rotates "

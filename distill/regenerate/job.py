@@ -102,7 +102,7 @@ def check(config: RegenerateConfig) -> None:
             config.samples == 1 or config.temperature > 0,
             "1 at temperature 0, because greedy answers are equal",
         ),
-        ("on_length", config.on_length in ON_LENGTH, ", ".join(ON_LENGTH)),
+        ("on_length", config.on_length in ON_LENGTH, f"one of {', '.join(ON_LENGTH)}"),
         ("parallel.kind", config.parallel.kind in KINDS, " or ".join(KINDS)),
         (
             "max_new_tokens",

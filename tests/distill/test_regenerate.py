@@ -225,7 +225,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
         (["samples=2", "temperature=0"], r"samples is 2, expected 1 at temperature 0"),
-        (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
+        (["on_length=stop"], r"on_length is stop, expected one of end, drop, go_on"),
         (["temperature=-1"], r"temperature is -1"),
         (["top_p=0"], r"top_p is 0"),
         (
