@@ -23,6 +23,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
+from decoding.values import check_settings
 from distill.config import QualityConfig
 from jobs.config_checks import refuse
 from jobs.files import write_text
@@ -184,14 +185,8 @@ def parses(request: str, body: str) -> bool:
 
 def run(config: QualityConfig) -> Path:
     """Measure the model, print figures and samples, and return output_dir/quality.json."""
-    refuse(
-        config,
-        [
-            ("functions", config.functions >= 1, "1 or more"),
-            ("temperature", config.temperature >= 0, "0 (greedy) or more"),
-            ("max_new_tokens", config.max_new_tokens >= 1, "1 or more"),
-        ],
-    )
+    refuse(config, [("functions", config.functions >= 1, "1 or more")])
+    check_settings(config, ("temperature", "max_new_tokens"))
     folder = resolve(config.model)
     known_config(folder)
     run_folder = RunFolder(config)
@@ -205,7 +200,8 @@ def run(config: QualityConfig) -> Path:
         )
         return path
     if run_folder.finished(path):
-        _show(read_object(path, "Delete the file to measure again", _shown))
+        remedy = "Delete the file to measure again"
+        _show(read_object(path, remedy, lambda one: {**one, "samples": list(one["samples"])}))
         return path
     figures = measure(config, folder)
     write_text(path, json.dumps(figures, indent=1))
@@ -216,11 +212,6 @@ def run(config: QualityConfig) -> Path:
 
 def _short(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
-
-
-def _shown(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return figures that `_show` can print. Raises KeyError or TypeError for damaged ones."""
-    return {**figures, "samples": list(figures["samples"])}
 
 
 def _show(figures: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.values import check_value
 from distill.acceptance import sum_accepted
 from distill.config import SkipSearchConfig
 from jobs.config import refuse_parallel
@@ -144,10 +145,10 @@ def check(config: SkipSearchConfig) -> None:
             ("max_skips", config.max_skips >= 0, "0 (all but two) or more"),
             ("candidates", config.candidates >= 1, "1 or more"),
             ("held_out.max_prompts", config.held_out.max_prompts > 0, "1 or more"),
-            ("held_out.max_new_tokens", config.held_out.max_new_tokens > 0, "1 or more"),
-            ("held_out.temperature", config.held_out.temperature >= 0, "0 (greedy) or more"),
         ],
     )
+    for name in ("max_new_tokens", "temperature"):
+        check_value(name, vars(config.held_out)[name], key=f"held_out.{name}")
 
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:

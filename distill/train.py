@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from decoding.models.text.tokenizer import load_tokenizer
-from decoding.values import RULES
+from decoding.values import check_value
 from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
 from distill.drafter_folder import read_pruning, write_card
@@ -99,13 +99,10 @@ def check(config: TrainConfig) -> None:
             f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
-        "held_out.max_new_tokens": (held_out.max_new_tokens > 0, "1 or more"),
-        "held_out.temperature": (
-            RULES["temperature"].fits(held_out.temperature),
-            RULES["temperature"].expected,
-        ),
     }
     check_values(config, rules)
+    for name in ("max_new_tokens", "temperature"):
+        check_value(name, vars(held_out)[name], key=f"held_out.{name}")
 
 
 def make_held_out(
