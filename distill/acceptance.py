@@ -1,14 +1,15 @@
-"""Held-out acceptance: the share of the target's own answers that the student drafts correctly.
+"""Held-out acceptance: the acceptance rate of the student on the target's answers.
 
-The target is frozen, so our decoding produces its answers to the held-out prompts once. Every
-evaluation is then one packed forward pass of the student over these answers. The probability that
-speculative sampling accepts the student's draft at a position is sum_v min(p, q) (Leviathan et al.
-2023, section 3.3); at temperature 0 a draft is accepted if argmax p = argmax q.
+The target is frozen, so it answers the held-out prompts once. Every evaluation is one packed
+forward pass of the student over these answers. The probability that speculative sampling accepts
+the student's draft at a position is sum_v min(p, q) (Leviathan et al. 2023, section 3.3). At
+temperature 0 a draft is accepted if argmax p = argmax q.
 
 Shapes: N answer tokens, V vocabulary, C tokens of a chunk, H and G hidden sizes of student and
 teacher.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,22 @@ class AcceptanceSums:
         return self.accepted / self.tokens
 
 
+def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -> Tensor:
+    """Return the sum of the acceptance probability over positions, a scalar.
+
+    At temperature 0 this is the number of positions with equal argmaxes.
+    """
+    if temperature == 0:
+        return (p_logits_CV.argmax(-1) == q_logits_CV.argmax(-1)).sum()
+    p_CV, q_CV = ((logits / temperature).softmax(-1) for logits in (p_logits_CV, q_logits_CV))
+    return torch.minimum(p_CV, q_CV).sum()
+
+
 class HeldOutAcceptance:
-    """Callable that scores the student's current weights on the target's answers."""
+    """Callable that scores the current weights of the student on the target's answers.
+
+    max_length: tokens of a packed row. temperature: of p and q; 0 counts as 1.
+    """
 
     def __init__(
         self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float
@@ -58,21 +73,19 @@ class HeldOutAcceptance:
     def __call__(self) -> dict[str, float]:
         """Return `acceptance`, `greedy_acceptance` and `score`.
 
-        `acceptance` is the mean of sum_v min(p, q) at the held-out temperature, `greedy_acceptance`
-        the share of positions with equal argmaxes. All checkpoints of a run have the same shape and
-        cost, so acceptance alone ranks them.
+        `acceptance` is the mean of sum_v min(p, q), `greedy_acceptance` the share of positions with
+        equal argmaxes. All checkpoints of a run cost the same, so acceptance is their score.
         """
         totals = self.totals()
-        greedy = totals.greedy / totals.tokens
         return {
             "acceptance": totals.acceptance,
-            "greedy_acceptance": greedy,
+            "greedy_acceptance": totals.greedy / totals.tokens,
             "score": totals.acceptance,
         }
 
     @torch.no_grad()
     def totals(self) -> AcceptanceSums:
-        """Return the sums over all supervised tokens with the student's current weights."""
+        """Return the sums over all supervised tokens for the current weights of the student."""
         totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             if number == len(self._teacher_hidden):
@@ -85,44 +98,29 @@ class HeldOutAcceptance:
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
         totals = torch.zeros(4, dtype=torch.float64)
-        for start in range(0, len(student_NH), _CHUNK):
-            q_logits_CV = F.linear(
-                student_NH[start : start + _CHUNK], self.student.lm_head.weight
-            ).float()
-            p_logits_CV = F.linear(
-                teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight
-            ).float()
-            p_CV, q_CV = (
-                torch.softmax(logits / self.temperature, dim=-1)
-                for logits in (p_logits_CV, q_logits_CV)
-            )
-            same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
-            loss = F.cross_entropy(q_logits_CV, next_N[start : start + _CHUNK], reduction="sum")
-            count = torch.tensor(len(p_CV), device=p_CV.device)
-            totals += (
-                torch.stack([torch.minimum(p_CV, q_CV).sum(), same, loss, count]).double().cpu()
-            )
+        chunks = (states.split(_CHUNK) for states in (student_NH, teacher_NG, next_N))
+        for student_CH, teacher_CG, next_C in zip(*chunks, strict=True):
+            q_logits_CV = F.linear(student_CH, self.student.lm_head.weight).float()
+            p_logits_CV = F.linear(teacher_CG, self.teacher.lm_head.weight).float()
+            accepted = sum_accepted(p_logits_CV, q_logits_CV, self.temperature)
+            greedy = sum_accepted(p_logits_CV, q_logits_CV, 0.0)
+            loss = F.cross_entropy(q_logits_CV, next_C, reduction="sum")
+            count = torch.tensor(len(next_C), device=next_C.device)
+            totals += torch.stack([accepted, greedy, loss, count]).double().cpu()
         return totals
 
 
-class HeldOutMixture:
-    """Callable that scores the student on the target's answers and each domain's held-out text.
+def score_mixture(
+    answers: HeldOutAcceptance, domains: Mapping[str, HeldOutAcceptance]
+) -> dict[str, float]:
+    """Score the student on the target's answers and on each domain's held-out text.
 
-    The target does not answer the domains' texts: student and target read the same text, and their
-    overlap is measured at every token.
+    On a domain's text, which the target did not write, acceptance is the mean of sum_v min(p, q)
+    over all supervised tokens. Returns the figures of `answers`, acceptance/NAME and loss/NAME
+    (nats per token) of each domain, and worst_domain_acceptance.
     """
-
-    def __init__(self, answers: HeldOutAcceptance, domains: dict[str, HeldOutAcceptance]) -> None:
-        self.answers, self.domains = answers, domains
-
-    def __call__(self) -> dict[str, float]:
-        """Return the figures of `HeldOutAcceptance` and of every domain.
-
-        These are acceptance/NAME and loss/NAME (nats per token) of each domain, and
-        worst_domain_acceptance.
-        """
-        totals = {name: held_out.totals() for name, held_out in self.domains.items()}
-        figures = self.answers()
-        for name, of in totals.items():
-            figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
-        return figures | {"worst_domain_acceptance": min(of.acceptance for of in totals.values())}
+    sums = {name: held_out.totals() for name, held_out in domains.items()}
+    figures = answers()
+    for name, of in sums.items():
+        figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
+    return figures | {"worst_domain_acceptance": min(of.acceptance for of in sums.values())}

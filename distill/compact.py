@@ -3,14 +3,14 @@
 The released shallow and wide drafters (arXiv 2402.01528) have a true width of 2560 but are stored
 with a width of 4096. Hugging Face did not support heads wider than hidden size / heads at the time,
 so the residual stream was padded with zeros. Padded checkpoints load and decode correctly, but
-compact ones take and read 1.6x less memory.
+compact ones need 1.6x less memory.
 
 A channel is padding if nothing writes to it: its column of the embedding and its row of every
-o_proj and down_proj are zero. Such a channel can be dropped wherever it is read. An RMSNorm divides
+o_proj and down_proj are zero. It can be dropped from all weights that read it. An RMSNorm divides
 by sqrt(S / D + eps), where S is the sum of squares over the D stored channels. With C kept channels
-it divides by sqrt(S / C + eps'). With eps' = eps x D / C, its weights must be multiplied by sqrt(D
-/ C). The width of a head is unchanged and must be stored as head_dim, because it no longer equals
-hidden size / heads.
+it divides by sqrt(S / C + eps'). With eps' = eps x D / C, its weights must be multiplied by
+sqrt(D / C). The width of a head is unchanged and must be stored as head_dim, because it no longer
+equals hidden size / heads.
 
 Shapes: V vocabulary, D stored channels, C kept channels.
 """
@@ -33,17 +33,18 @@ from jobs.paths import resolve
 from jobs.protocol import Job, Run
 from training.drafter_folder import write_model
 from training.models.build import dtype_of, known_config
+from training.models.shapes import millions
 from training.optimizer import count_parameters
 
 _EMBEDDING = "model.embed_tokens.weight"
-# Their rows are residual channels.
+# Modules whose weights have residual channels as rows.
 _WRITERS = ("o_proj", "down_proj")
-# Their columns are residual channels.
+# Modules whose weights have residual channels as columns.
 _READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-# A table that older versions of transformers stored.
+# Modules whose tensors are no weights; older versions of transformers stored this table.
 _NOT_WEIGHTS = ("rotary_emb",)
-# Size of the random text that both forms read.
+# Size of the random text on which both models are compared.
 _ROWS, _TOKENS = 4, 64
 
 
@@ -58,8 +59,7 @@ class Compact(Job[CompactConfig]):
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":
             raise UserError(
-                f"{self.folder}: model_type is '{kind}', expected llama, the type of the released "
-                f"padded checkpoints"
+                f"{self.folder}: model_type is '{kind}', expected 'llama'. Give a zero-padded LLaMA"
             )
         check_model(self.folder)
 
@@ -68,12 +68,48 @@ class Compact(Job[CompactConfig]):
 
     def dry_run(self, run: Run) -> None:
         print(
-            f"would look for zero channels in {self.folder} and write the model without them to "
-            f"{run.artefact} if the logits stay equal"
+            f"would search {self.folder} for zero channels and, if the logits stay equal, write "
+            f"the model without them to {run.artefact}"
         )
 
     def work(self, run: Run) -> None:
-        compact(self.config, run, self.folder)
+        """Write the model without its zero channels.
+
+        Raises UserError if there are none, and if the logits of both models differ.
+        """
+        config, folder = self.config, self.folder
+        state = load_state(folder)
+        if _EMBEDDING not in state:
+            raise UserError(
+                f"{folder} has no tensor '{_EMBEDDING}', expected the weights of a LLaMA. Copy the "
+                f"checkpoint again"
+            )
+        kept_C = choose_channels(folder, state)
+        model = compact_model(known_config(folder), state, kept_C)
+        dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
+        model.to(dtype)  # compare the weights as stored, including their rounding
+        difference = largest_difference(folder, model, config.seed)
+        if not difference <= config.tolerance:
+            rounded = "The norms' new weights were rounded, so store them with dtype=float32"
+            padded = "Use the padded checkpoint, which loads and decodes correctly"
+            raise UserError(
+                f"{folder}: with {len(kept_C)} channels in {dtype}, the logits differ by "
+                f"{difference:.1e} of the largest logit, expected at most "
+                f"tolerance={config.tolerance:g}. {padded if dtype == torch.float32 else rounded}"
+            )
+        write_model(model, folder, run.artefact, dtype, draft_tokens=4)
+        stored_width, count = state[_EMBEDDING].shape[1], count_parameters(model.parameters())
+        figures = {
+            "stored_hidden_size": stored_width,
+            "hidden_size": len(kept_C),
+            "parameters": count,
+            "largest_difference": difference,
+        }
+        run.folder.write_manifest(run.inputs, figures, finished=True)
+        print(
+            f"{stored_width} -> {len(kept_C)} channels, {millions(count)} parameters; logits "
+            f"differ by {difference:.1e} of the largest logit in float32: {run.artefact}"
+        )
 
 
 def run(config: CompactConfig) -> Path:
@@ -84,46 +120,13 @@ def run(config: CompactConfig) -> Path:
     return Compact(config).run()
 
 
-def compact(config: CompactConfig, run: Run, folder: Path) -> None:
-    """Remove the zero channels of the model in `folder` and write it if the logits stay equal."""
-    state = load_state(folder)
-    if _EMBEDDING not in state:
-        raise UserError(
-            f"{folder}: the weights have no tensor '{_EMBEDDING}', which a LLaMA requires"
-        )
-    kept_C = choose_channels(folder, state)
-    model = compact_model(known_config(folder), state, kept_C)
-    dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
-    model.to(dtype)  # compare the weights as stored, including their rounding
-    difference = largest_difference(folder, model, config.seed)
-    if not difference <= config.tolerance:
-        raise UserError(
-            f"{folder}: after it was compacted to {len(kept_C)} channels in {dtype}, the logits "
-            f"differ by {difference:.1e} of the largest logit, more than "
-            f"tolerance={config.tolerance:g}; nothing was written. {_remedy(dtype)}"
-        )
-    write_model(model, folder, run.artefact, dtype, draft_tokens=4)
-    figures = {
-        "stored_hidden_size": state[_EMBEDDING].shape[1],
-        "hidden_size": len(kept_C),
-        "parameters": count_parameters(model.parameters()),
-        "largest_difference": difference,
-    }
-    run.folder.write_manifest(run.inputs, figures, finished=True)
-    print(
-        f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, "
-        f"{figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
-        f"{difference:.1e} of the largest logit in float32: {run.artefact}"
-    )
-
-
 def _module(name: str) -> str:
-    """Return the module name of a weight: `o_proj` for model.layers.0.self_attn.o_proj.weight."""
+    """Return the module of a weight: `o_proj` for model.layers.0.self_attn.o_proj.weight."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def find_zero_channels(state: Mapping[str, Tensor]) -> Tensor:
-    """Return a mask of the residual channels that nothing writes to, bool [D]."""
+    """Return True for each residual channel that nothing writes to, [D]."""
     written_D = (state[_EMBEDDING] != 0).any(dim=0)
     for name, tensor in state.items():
         if _module(name) in _WRITERS:
@@ -132,25 +135,26 @@ def find_zero_channels(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def choose_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
-    """Return the indices [C] of the channels to keep.
+    """Return the indices of the channels to keep, [C].
 
-    These are all channels that are written to, plus enough zero channels to make C a multiple of
-    the number of heads, as Hugging Face's LlamaConfig requires. Raises UserError if no channel can
-    be dropped or no channel would be left.
+    All channels that something writes to are kept, and enough zero channels to make C a multiple of
+    the number of heads, as Hugging Face's LlamaConfig requires. Raises UserError if all channels or
+    no channels can be dropped.
     """
     zero_D = find_zero_channels(state)
     if zero_D.all():
         raise UserError(
-            f"{folder}: every weight is zero, expected a trained model (dry runs write zeros)"
+            f"{folder}: every weight is zero, expected a trained model. Dry runs write such "
+            f"folders: train the model first"
         )
     heads = known_config(folder).num_attention_heads
     used, unused = (~zero_D).nonzero().flatten(), zero_D.nonzero().flatten()
     spare = -len(used) % heads
     if len(unused) <= spare:
-        few = f", too few to stay a multiple of its {heads} heads" if len(unused) else ""
+        few = f", too few to drop because {heads} heads must divide the rest" if len(unused) else ""
         raise UserError(
             f"{folder} is not padded: {len(unused)} of its {len(zero_D)} residual channels are "
-            f"zero in the embedding and in every o_proj and down_proj{few}. It is already compact"
+            f"zero in the embedding and in every o_proj and down_proj{few}. Use it unchanged"
         )
     return torch.cat((used, unused[:spare])).sort().values
 
@@ -158,8 +162,8 @@ def choose_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
 def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> Any:
     """Build the LlamaForCausalLM over the kept channels in float32.
 
-    `config` and `state` are the stored ones. Raises UserError if a weight is missing or unexpected
-    for a LLaMA of this configuration.
+    config, state: configuration and weights of the stored model. Raises UserError if a weight is
+    missing or unexpected for a LLaMA of this configuration.
     """
     ratio = config.hidden_size / len(kept_C)
     shape = {
@@ -178,7 +182,8 @@ def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> A
     odd = sorted(weights.keys() ^ model.state_dict().keys())
     if odd:
         raise UserError(
-            f"the weights do not match config.json: '{odd[0]}' is either missing or unexpected"
+            f"the weights do not match config.json: '{odd[0]}' is missing or unexpected. Copy the "
+            f"checkpoint again"
         )
     model.load_state_dict(weights)
     return model
@@ -197,9 +202,9 @@ def _compact(name: str, tensor: Tensor, kept_C: Tensor, norm_factor: float) -> T
 
 @torch.no_grad()
 def largest_difference(folder: Path, compact: Any, seed: int) -> float:
-    """Return the largest logit difference between both forms, relative to the largest logit.
+    """Return the largest difference of the logits of both models, relative to the largest logit.
 
-    Both forms read random tokens in float32.
+    The stored model in `folder` and the compact one read random tokens in float32.
     """
     stored = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -218,12 +223,6 @@ def largest_difference(folder: Path, compact: Any, seed: int) -> float:
     after_BTV = compact.float()(ids_BT).logits
     compact.to(dtype)
     return float((after_BTV - before_BTV).abs().max() / before_BTV.abs().max())
-
-
-def _remedy(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "The norms' new weights were rounded: store them with dtype=float32"
-    return "Use the padded checkpoint, which loads and decodes correctly"
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from training.config import (
 
 @dataclass
 class LossConfig:
-    """Loss of the student."""
+    """Training loss of the student."""
 
     # forward_kl: KL(teacher || student) | cross_entropy: next-token loss on the text
     name: str = "forward_kl"
-    # divides the logits of teacher and student
+    # temperature of teacher and student in forward_kl
     temperature: float = 1.0
     # memory for the teacher's hidden states, so that later epochs skip its forward pass
     cache_mb: int = 0
@@ -29,7 +29,7 @@ class LossConfig:
 
 @dataclass
 class QualityConfig(JobConfig):
-    """`python -m distill.quality`: measure bits per byte and how much generated code parses."""
+    """`python -m distill.quality`: measure bits per byte and the share of valid functions."""
 
     # model folder
     model: str = "embedded:target"
@@ -50,7 +50,7 @@ class SkipSearchConfig(JobConfig):
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # maximum number of skipped sub-layers; 0: all but two
     max_skips: int = 0
-    # number of sub-layers tried in a step: the best ones of the previous step
+    # number of sub-layers that a step evaluates: the best ones of the previous step
     candidates: int = 12
 
 
@@ -104,18 +104,18 @@ class TrainConfig(TrainingJobConfig):
 
 @dataclass
 class RegenerateConfig(JobConfig):
-    """`python -m distill.regenerate`: replace the answers in chats by the target's own."""
+    """`python -m distill.regenerate`: replace the answers in chats with the target's."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    # chats to answer: the first data.max_samples chats, each limited to data.max_length tokens
-    # including the answers
+    # chats to answer: the first data.max_samples, each limited to data.max_length tokens with its
+    # answers
     data: DataConfig = field(default_factory=DataConfig)
-    # at most one drafter, in the form that eval.run accepts: a folder, a name in conf/drafter or a
-    # mapping; it speeds up decoding and does not change the answers
+    # at most one drafter, as in eval.run: a folder, a name in conf/drafter or a mapping; it speeds
+    # up decoding and does not change the answers
     drafters: list[Any] = field(default_factory=list)
     # number of tokens that the drafter proposes per round
     num_draft_tokens: int = 4
-    # sampling temperature; 0 is greedy, which makes small targets loop
+    # sampling temperature; 0 is greedy, with which small targets often loop
     temperature: float = 1.0
     # 0: off
     top_k: int = 0
@@ -144,22 +144,22 @@ class RegenerateConfig(JobConfig):
 
 @dataclass
 class ImportanceConfig:
-    """Scores and choice of layers for mode=importance."""
+    """Importance scores and choice of layers for mode=importance."""
 
     # number of rows of data.max_length tokens to score
     sequences: int = 1024
     # cache of scores by target and data; later shapes reuse them
     cache_dir: str = "runs/importance"
-    # layers: probe (compares the other choices by acceptance) | even | even_without_last |
+    # choice of layers: probe (compare the other choices by acceptance) | even | even_without_last |
     # influence | greedy | contiguous | early_exit
     choice: str = "probe"
     # number of rows for the greedy removal of layers
     greedy_sequences: int = 8
-    # rescale every norm to the output scale it had before channels were removed
+    # rescale every norm so that removing channels leaves the scale of its output unchanged
     rescale_norms: bool = True
     # number of held-out rows on which candidates are compared
     probe_sequences: int = 100
-    # distillation steps (configured by `between`) before candidates are compared; 0: none, which
+    # steps of distillation (configured by `between`) before candidates are compared; 0: none, which
     # favours sets with the last layer
     probe_steps: int = 50
     # number of candidates that are distilled: those with the highest acceptance before distillation
@@ -168,10 +168,10 @@ class ImportanceConfig:
 
 @dataclass
 class L0Config:
-    """Masks of Sheared-LLaMA for mode=l0.
+    """Masks of Sheared-LLaMA for mode=l0, trained by `loop`.
 
-    `loop` is their training schedule. The zero kinds and fsdp shard weights and optimizer states,
-    but each evaluation gathers all weights on every rank.
+    zero1, zero2, zero3 and fsdp shard the training, but each evaluation gathers all weights on
+    every rank.
     """
 
     # beta of the hard-concrete distribution: code (2/3, the published code) | paper (0.83, the
@@ -198,8 +198,8 @@ class PruneConfig(TrainingJobConfig):
     depths: list[int] = field(default_factory=list)
     # maximum share of the layers that one stage removes (0.625: 32 -> 12 -> 5 -> 3)
     largest_cut: float = 1.0
-    # masks.safetensors of an earlier run to apply to this target; it holds the indices of the kept
-    # units, not weights or logits
+    # masks.safetensors of an earlier run to apply to this target; the file holds the indices of the
+    # kept units
     masks: str = ""
     # memory for the target's hidden states, shared by all candidates of a probe
     cache_mb: int = 0

@@ -8,10 +8,12 @@ from decoding.models.folder import CARD, read_json
 from jobs.paths import shown
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
+from training.models.shapes import WIDTHS
+from training.optimizer import count_parameters
 
 
-def pruning_on_card(folder: Path) -> dict[str, Any] | None:
-    """Return how the model in a folder was pruned, or None if its card does not record it."""
+def read_pruning(folder: Path) -> dict[str, Any] | None:
+    """Return the pruning on the card of a model folder, or None if there is none."""
     card = folder / CARD
     return read_json(card).get("pruning") if card.is_file() else None
 
@@ -19,33 +21,24 @@ def pruning_on_card(folder: Path) -> dict[str, Any] | None:
 def write_card(
     folder: Path, model: Any, origin: Provenance, pruning: dict[str, Any] | None = None
 ) -> None:
-    """Write drafter_card.json and README.md in Hub form with launch lines.
+    """Write drafter_card.json, and README.md with launch lines in the form of the Hub.
 
-    pruning: how the model was cut out of the target, or None.
+    pruning: notes on the cut from the target, or None.
     """
-    config = model.config
-    keys = (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-    )
+    keys = ("num_hidden_layers", *WIDTHS, "vocab_size")
     about = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shape": {key: getattr(config, key) for key in keys},
+        "parameters": count_parameters(model.parameters()),
+        "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
     }
-    drafter_folder.write_card(folder, origin, about, readme)
+    drafter_folder.write_card(folder, origin, about, format_readme)
 
 
-# What each launch line was tried with; a drafter's README repeats it.
-TRIED = {
+# How each launch line was tested, for a drafter's README.
+TESTED = {
     "Hugging Face": "run by scripts/bench/decoding.py",
-    "vLLM": "tried by hand with vLLM 0.32 on a CPU",
-    "SGLang": "not tried yet",
+    "vLLM": "run by hand with vLLM 0.32 on a CPU",
+    "SGLang": "not tested yet",
 }
 
 
@@ -71,16 +64,14 @@ def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]
     }
 
 
-def readme(card: dict[str, Any]) -> str:
+def format_readme(card: dict[str, Any]) -> str:
     """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
     lines = "\n\n".join(
-        f"**{engine}** ({TRIED[engine]})\n\n```\n{line}\n```"
+        f"**{engine}** ({TESTED[engine]})\n\n```\n{line}\n```"
         for engine, line in launch_lines(card["target"], ".", 4).items()
     )
     shape = card["shape"]
-    layers = (
-        "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
-    )
+    layers = f"{shape['num_hidden_layers']} layer{'s' if shape['num_hidden_layers'] != 1 else ''}"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -90,9 +81,9 @@ tags: [speculative-decoding, drafter]
 
 A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
 {training_on_card(card)}. Held-out: {figures_on_card(card)}.
-It only proposes tokens; the target decides every one of them, so the output is the target's own.
+It only proposes tokens. The target verifies all of them, so the output is the target's.
 
 {tokenizer_on_card(card)}{lines}
 
-`drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
+`drafter_card.json` lists its target, data and code. Made with Shallow Draft.
 """  # noqa: E501

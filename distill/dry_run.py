@@ -1,7 +1,8 @@
-"""Dry runs: the cost of a job, and a student's folder of zeros for trying it in a server.
+"""Dry runs: the cost of a job, and a student folder with weights of zero to try in a server.
 
-Neither the target's weights nor the data are read, and the zeros take no disk space. FLOPs count
-products with weights: two per weight and token forward, four backward; attention's are left out.
+A dry run reads neither the target's weights nor the data, and the zeros take no disk space. FLOPs
+count the products with weights, two per weight and token forward and four backward, without
+attention scores.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 from decoding import devices
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
-from distill.prune.layer_choice import max_layer_sets
+from distill.prune.layer_choice import count_layer_sets
 from distill.shapes import (
     describe_size_mismatch,
     removal_flops,
@@ -23,8 +24,9 @@ from distill.shapes import (
 from jobs.amounts import operations, size
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
+from jobs.protocol import Run
 from jobs.ranks import ZERO
-from training.config import LoopConfig, StudentConfig
+from training.config import LoopConfig, TrainingJobConfig
 from training.drafter_folder import Provenance, keeps_folder, write_untrained
 from training.models.build import dtype_of, known_config, print_missing, random_model, target_config
 from training.models.shapes import (
@@ -45,61 +47,45 @@ from training.plan import plan_tokens, print_plan, print_work
 LARGE = 10**9  # parameters above which a target's dtype is noted
 
 
-def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> float:
-    """Print the cost of `distill.train` and write the untrained drafter. Returns FLOPs.
-
-    A trained drafter is kept; was_dry: the folder was written by a dry run and is replaced.
-    """
+def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
+    """Print the cost of `distill.train` and write the untrained drafter. Returns FLOPs."""
     print_missing(config.target)
     target = target_config(config.target)
-    student = _student(config, target)
-    describe(student, target)
-    _print_other_size(config.student, student)
-    flops = print_cost(
-        config.loop, config.parallel, student, {"target": target}, config.assumed_tflops
-    )
-    _print_answering(config, student, target)
-    _write(config, student, target, target_folder, folder, was_dry)
+    if config.student.init == "folder" and config.student.path:
+        student: Any = known_config(resolve(config.student.path))
+        student.vocab_size = target.vocab_size  # training resizes it
+    else:
+        student = student_config(config.student, target)
+    print_sizes(student, target, name=config.student.name)
+    frozen = {"target": target}
+    flops = print_cost(config, config.loop, student, frozen)
+    # Before the first step, a second copy of the target on rank 0 answers the held-out prompts.
+    held = {
+        "target": _frozen_bytes(target, config.parallel, config.loop.dtype),
+        "weights": parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize,
+    }
+    print(answering_line(held | answering_bytes(target, config)))
+    _write(config, student, target, target_folder, run)
     return flops
 
 
-def _print_other_size(shape: StudentConfig, student: Any) -> None:
-    if note := describe_size_mismatch(shape.name, student):
-        print(note)
-
-
-def _student(config: TrainConfig, target: Any) -> Any:
-    """Return the student's configuration, from its shape or from the folder it continues from."""
-    if config.student.init == "folder" and config.student.path:
-        folder = resolve(config.student.path)
-        student = known_config(folder)
-        student.vocab_size = target.vocab_size  # as training fits it
-        return student
-    return student_config(config.student, target)
-
-
 def dry_prune(
-    config: PruneConfig,
-    target: Any,
-    shapes: list[Any],
-    target_folder: Path,
-    folder: Path,
-    was_dry: bool,
+    config: PruneConfig, target: Any, shapes: list[Any], target_folder: Path, run: Run
 ) -> float:
-    """Print the stages of `distill.prune` and write the untrained student. Returns FLOPs."""
-    source, flops = target, 0.0
+    """Print the cost of every stage of `distill.prune` and write the untrained student.
+
+    Returns FLOPs.
+    """
+    source, flops, dtype = target, 0.0, config.target.dtype
+    frozen, role = {"target": target}, "target"
     print_missing(config.target)
-    if hint := wide_dtype(config, target):
-        print(hint)
+    if note := describe_wide_dtype(config, target):
+        print(note)
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
-            print(
-                f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}"
-            )
-        describe(shape, source if number > 1 else target, "cut from" if number > 1 else "target")
-        frozen = {"target": target} | (
-            {"student of the stage before": source} if number > 1 else {}
-        )
+            layers = f"{source.num_hidden_layers} -> {layers_of(shape)}"
+            print(f"stage {number} of {len(shapes)}: {layers}")
+        print_sizes(shape, source, role)
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
         elif config.mode == "importance":
@@ -110,172 +96,158 @@ def dry_prune(
             print("random weights: nothing is scored or trained")
         if number < len(shapes):
             print("then a short distillation, before the next cut:")
-            flops += print_cost(
-                config.between,
-                config.parallel,
-                shape,
-                frozen,
-                config.assumed_tflops,
-                config.target.dtype,
-            )
-        source = shape
-    _print_other_size(config.student, shapes[-1])
-    stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
-    print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
-    _write(config, shapes[-1], target, target_folder, folder, was_dry)
+            flops += print_cost(config, config.between, shape, frozen, dtype)
+        source, role = shape, "cut from"
+        frozen = {"target": target, "student of the stage before": source}
+    if note := describe_size_mismatch(config.student.name, shapes[-1]):
+        print(note)
+    stored = parameter_counts(shapes[-1])["all"] * dtype_of(dtype).itemsize
+    print(f"disk: {size(stored)} for the student's folder ({dtype})")
+    _write(config, shapes[-1], target, target_folder, run)
     return flops
 
 
 def _print_importance(
     config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any
 ) -> float:
-    """Print the cost of mode=importance and its peak memory. Returns FLOPs."""
-    settings, row = config.importance, config.data.max_length
-    flops = importance_flops(config, source, frozen["target"], shape)
-    compared, tried = _probes(config, source, shape)
-    what = f", up to {compared} candidates compared on held-out text" if compared else ""
-    if tried:
-        distilled = settings.probe_steps * config.between.tokens_per_step
+    """Print the cost and the peak memory of mode=importance. Returns FLOPs."""
+    settings, tokens = config.importance, config.importance.sequences * config.data.max_length
+    compared, distilled = _count_candidates(config, source, shape)
+    what = f"importance: scores from {tokens:,} tokens"
+    if compared:
+        what += f", up to {compared} candidates compared on held-out text"
+    if distilled:
         what += (
-            f" and {tried} of them distilled on {distilled:,} tokens each "
+            f" and {distilled} of them distilled on "
+            f"{settings.probe_steps * config.between.tokens_per_step:,} tokens each "
             f"(importance.probe_steps={settings.probe_steps})"
         )
-    print_work(
-        f"importance: scores from {settings.sequences * row:,} tokens{what}",
-        flops,
-        config.assumed_tflops,
-    )
-    training = config.between if tried else None
+    flops = importance_flops(config, source, frozen["target"], shape)
+    print_work(what, flops, config.assumed_tflops)
+    training = config.between if distilled else None
     _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
-    if training is not None:
+    if distilled:
         trained = parameter_counts(shape)["all"]
-        print(
-            f"disk: {size(_checkpoint_bytes(training, trained, trained))} while a candidate is "
-            f"distilled"
-        )
+        _print_checkpoint(config.between, trained, trained)
     return flops
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
-    """Print the cost of mode=l0, which trains the source under masks. Returns FLOPs."""
-    loop, trained = config.loop, parameter_counts(source)["all"]
-    a_token = (6.0 if config.l0.train_weights else 4.0) * trained
-    what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
-    plan = plan_tokens(loop, a_token, config.assumed_tflops)
-    flops = a_token * plan.tokens
+    """Print the cost of mode=l0, which trains masks over the source. Returns FLOPs."""
+    loop, both, weights = config.loop, config.l0.train_weights, parameter_counts(source)["all"]
+    flops_per_token = (6.0 if both else 4.0) * weights
+    what = "weights and masks" if both else "masks, the weights frozen,"
+    plan = plan_tokens(loop, flops_per_token, config.assumed_tflops)
+    flops = flops_per_token * plan.tokens
     print_work(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
-    _print_memory(
-        loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights
-    )
+    _print_memory(loop, config.parallel, source, frozen, config.target.dtype, both)
     if config.parallel.kind in (*ZERO, "fsdp"):
-        whole = trained * dtype_of(loop.dtype).itemsize
+        held = weights * dtype_of(loop.dtype).itemsize
         print(
-            f"and {size(whole)} more at evaluations, which hold the weights whole on each rank; "
-            f"before the first step a rank reads them whole ({size(whole)} of the machine's "
-            f"memory) and has them twice ({size(2 * whole)}) while they are cut"
+            f"and {size(held)} more at evaluations, for which each rank gathers all weights. "
+            f"Before the first step each rank loads all weights ({size(held)} of the machine's "
+            f"memory) and holds them twice ({size(2 * held)}) while it shards them"
         )
-    _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
+    _print_checkpoint(loop, weights if both else 0, weights)
     return flops
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
-    """Return the FLOPs of mode=importance: scores, the greedy order of layers, and all probes."""
+    """Return the FLOPs of mode=importance: scores, greedy removal of layers, and probes."""
     settings, row = config.importance, config.data.max_length
-    scores = forward_flops(source) * settings.sequences * row
-    if settings.choice not in ("probe", "greedy") or not _layers_are_open(config, source, shape):
-        return scores
-    greedy = removal_flops(source) * settings.greedy_sequences * row
-    compared, tried = _probes(config, source, shape)
-    if not compared:
-        return scores + greedy
-    a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
-    distilled = settings.probe_steps * config.between.tokens_per_step * a_token
-    looked = settings.probe_sequences * row * forward_flops(shape)
-    # Each is evaluated after the cut and again after its distillation; the target reads the
-    # held-out text once.
-    all_looks = (compared + tried) * looked + settings.probe_sequences * row * forward_flops(target)
-    return scores + greedy + tried * distilled + all_looks
+    flops = forward_flops(source) * settings.sequences * row
+    if settings.choice not in ("probe", "greedy") or not _chooses_layers(config, source, shape):
+        return flops
+    flops += removal_flops(source) * settings.greedy_sequences * row
+    compared, distilled = _count_candidates(config, source, shape)
+    if compared:
+        # A candidate is evaluated after its cut and again after its distillation. The target reads
+        # the held-out text once.
+        students = (compared + distilled) * forward_flops(shape)
+        flops += (students + forward_flops(target)) * settings.probe_sequences * row
+        flops_per_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
+        flops += distilled * settings.probe_steps * config.between.tokens_per_step * flops_per_token
+    return flops
 
 
-def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
-    """Return the largest number of sets of layers that are compared, and of those distilled."""
+def _count_candidates(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
+    """Return the maximum number of candidate sets of layers, and how many of them are distilled."""
     settings = config.importance
-    if settings.choice != "probe" or not _layers_are_open(config, source, shape):
+    if settings.choice != "probe" or not _chooses_layers(config, source, shape):
         return 0, 0
-    most = max_layer_sets(shape.num_hidden_layers, source.num_hidden_layers)
+    most = count_layer_sets(shape.num_hidden_layers, source.num_hidden_layers)
     return most, min(most, settings.probe_candidates) if settings.probe_steps else 0
 
 
-def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
-    """Return True if this cut drops layers that `student.layers` does not name."""
+def _chooses_layers(config: PruneConfig, source: Any, shape: Any) -> bool:
+    """Return True if this cut drops layers and `student.layers` does not name the rest."""
     count = shape.num_hidden_layers
     return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
-def wide_dtype(config: PruneConfig, target: Any) -> str:
-    """Return a note if a large target in 16 bits would be read in 32, else an empty text."""
-    stored, whole = target.dtype or torch.float32, parameter_counts(target)["all"]
-    if config.target.dtype != "float32" or stored.itemsize > 2 or whole < LARGE:
+def describe_wide_dtype(config: PruneConfig, target: Any) -> str:
+    """Return a note if a large target is stored in 16 bits and loaded in 32, else an empty text."""
+    stored, count = target.dtype or torch.float32, parameter_counts(target)["all"]
+    if config.target.dtype != "float32" or stored.itemsize > 2 or count < LARGE:
         return ""
-    told = str(stored).removeprefix("torch.")
     return (
-        f"note: the target is stored in {told} and read in float32, {size(4 * whole)}: "
-        f"target.dtype=bfloat16 takes half"
+        f"note: the target is stored in {str(stored).removeprefix('torch.')} and loaded in "
+        f"float32, {size(4 * count)}: target.dtype=bfloat16 takes half"
     )
 
 
-def describe(student: Any, target: Any, role: str = "target") -> None:
-    """Print parameters, bytes per step, and warnings of unaligned widths.
+def print_sizes(student: Any, target: Any, role: str = "target", name: str = "") -> None:
+    """Print the parameters of student and target, and warnings about the student's shape.
 
-    role: the relation of the target to the student.
+    role: what the target is to the student. name: the student's name, which may contain a size.
     """
-    counts, whole = parameter_counts(student), parameter_counts(target)["all"]
-    print(f"{role}: {millions(whole)} parameters, {layers_of(target)}")
-    tables = f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head"
-    if not counts["head"]:
-        tables = f"{millions(counts['embedding'])} embedding, the head too"
+    counts = {part: millions(count) for part, count in parameter_counts(student).items()}
+    head = "the head too" if student.tie_word_embeddings else f"{counts['head']} head"
+    print(f"{role}: {millions(parameter_counts(target)['all'])} parameters, {layers_of(target)}")
     print(
-        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in "
-        f"{layers_of(student)}, {tables}); a step reads {size(bytes_a_step(student))} in 16 bits"
+        f"student: {counts['all']} parameters ({counts['layers']} in {layers_of(student)}, "
+        f"{counts['embedding']} embedding, {head}); a step reads {size(bytes_a_step(student))} in "
+        f"16 bits"
     )
     for warning in warn_unaligned_widths(student):
         print(f"warning: {warning}")
+    if note := describe_size_mismatch(name, student):
+        print(note)
 
 
 def print_cost(
+    config: TrainingJobConfig,
     loop: LoopConfig,
-    parallel: ParallelConfig,
     student: Any,
     frozen: Mapping[str, Any],
-    tflops: float,
     frozen_dtype: str = "",
 ) -> float:
     """Print the cost of training a student. Returns FLOPs; 0 if they depend on the data.
 
-    frozen: configurations of the frozen models in memory, by name; `target` also runs, as the
-    teacher. frozen_dtype: of their weights; empty: the loop's.
+    frozen: configurations of the frozen models in memory, by name. The one called `target` is the
+    teacher, which runs in every step. frozen_dtype: dtype of the frozen weights; empty: loop.dtype.
     """
     trained = parameter_counts(student)["all"]
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
-    a_token = 6 * trained + 2 * teacher
-    print(f"cost: {operations(a_token)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
-    flops = print_plan(loop, a_token, tflops, "loop.max_steps")
-    _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
+    flops_per_token = 6 * trained + 2 * teacher
+    terms = "6 x student + 2 x teacher" if teacher else "6 x student"
+    print(f"cost: {operations(flops_per_token)} a token ({terms})")
+    flops = print_plan(loop, flops_per_token, config.assumed_tflops, "loop.max_steps")
+    _print_memory(loop, config.parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
     return flops
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
-    """Print the size and number of checkpoints of `stored` weights, `trained` with states."""
-    size_of_one = size(_checkpoint_bytes(loop, trained, stored))
+    """Print the size and number of checkpoints.
+
+    trained: number of weights with optimizer states. stored: number of all stored weights.
+    """
+    one = size(stored * dtype_of(loop.dtype).itemsize + 12 * trained)
     print(
-        f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), "
-        f"{loop.keep + 1} of them at most"
+        f"disk: {one} a checkpoint (weights, float32 masters, two moments), at most "
+        f"{loop.keep + 1} of them"
     )
-
-
-def _checkpoint_bytes(loop: LoopConfig, trained: int, stored: int) -> int:
-    return stored * dtype_of(loop.dtype).itemsize + 12 * trained
 
 
 def _print_memory(
@@ -286,68 +258,54 @@ def _print_memory(
     frozen_dtype: str,
     trains: bool = True,
 ) -> None:
-    """Print the memory of a rank, part by part.
+    """Print the memory of a rank by part.
 
     loop: None if nothing is trained. trains: False if only masks are trained.
     """
-    ranks, known = _ranks(parallel)
-    kept = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
+    ranks = _ranks(parallel)
+    held = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
     if loop is not None:
         counts = parameter_counts(student)
         outside = counts["embedding"] + counts["head"]
         plan = bytes_per_rank(counts["all"], 0, parallel.kind, ranks, loop.dtype, outside)
         parts = ("weights", "gradients", "optimizer", "buffers") if trains else ("weights",)
-        kept |= {name: plan[name] for name in parts}
         made = activation_bytes(
             student, loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
         )
-        kept |= {"activations": made["layers"], "loss": made["loss"]}
-    told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
-    of = (
-        f"each of {ranks} ranks ({parallel.kind}{known})"
-        if parallel.kind != "single"
-        else "one process"
-    )
-    print(f"memory of {of}: {size(sum(kept.values()))} ({told})")
-
-
-def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
-    """Print the memory of rank 0 before the first step, while the target's second copy answers."""
-    held = {"target": _frozen_bytes(target, config.parallel, config.loop.dtype)}
-    held["weights"] = parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize
-    print(answering_line(held | answering_bytes(target, config)))
+        held |= {name: plan[name] for name in parts}
+        held |= {"activations": made["layers"], "loss": made["loss"]}
+    listed = ", ".join(f"{name} {size(count)}" for name, count in held.items() if count)
+    known = parallel.processes or devices.count_gpus()
+    assumed = "" if known else "; give parallel.processes for another number"
+    ranked = f"each of {ranks} ranks ({parallel.kind}{assumed})"
+    of = "one process" if parallel.kind == "single" else ranked
+    print(f"memory of {of}: {size(sum(held.values()))} ({listed})")
 
 
 def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
     """Return the bytes that a rank holds of a frozen model."""
-    whole = parameter_counts(model)
-    held = bytes_per_rank(
-        0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"]
-    )["frozen"]
-    return held * dtype_of(dtype).itemsize / 2
+    counts = parameter_counts(model)
+    plan = bytes_per_rank(
+        0, counts["all"], parallel.kind, _ranks(parallel), "bfloat16", 0, counts["head"]
+    )
+    return plan["frozen"] * dtype_of(dtype).itemsize / 2
 
 
-def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
-    """Return the number of ranks to plan for, and a remark if it is assumed."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.count_gpus()
-    return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
+def _ranks(parallel: ParallelConfig) -> int:
+    """Return the number of ranks to plan for; 8 if it is unknown."""
+    return 1 if parallel.kind == "single" else parallel.processes or devices.count_gpus() or 8
 
 
 def _write(
-    config: TrainConfig | PruneConfig,
-    student: Any,
-    target: Any,
-    target_folder: Path,
-    folder: Path,
-    was_dry: bool,
+    config: TrainConfig | PruneConfig, student: Any, target: Any, target_folder: Path, run: Run
 ) -> None:
-    """Write the untrained folder, unless there is a trained one."""
-    if keeps_folder(folder, was_dry):
+    """Write the untrained student, unless the folder holds a trained one."""
+    folder = run.artefact
+    if keeps_folder(folder, run.folder.was_dry):
         return
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
-    write_card(
-        folder, model, Provenance.untrained(config.student.name, config.target.path, target_folder)
-    )
+    origin = Provenance.untrained(config.student.name, config.target.path, target_folder)
+    write_card(folder, model, origin)
     print(f"untrained student folder, to try serving with: {folder}")

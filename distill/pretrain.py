@@ -1,7 +1,7 @@
 """`python -m distill.pretrain`: train a LLaMA from scratch on text and chats.
 
-It made the embedded target. It also trains the "same shape from scratch" control that pruned
-drafters are compared with.
+This job trained the embedded target. It also trains controls from scratch, with which pruned
+drafters of the same shape are compared.
 """
 
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
@@ -18,7 +17,7 @@ from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.protocol import Job, Run
 from training.config import check_values
-from training.data.from_config import data_files, held_out_domains, read_samples, training_data
+from training.data.from_config import data_files, held_out_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample, collate
 from training.drafter_folder import write_model
@@ -30,8 +29,10 @@ from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
 
-# A larger number of layers is a typing error that would fill the memory.
+# A larger number of layers is a typing error, and would fill the memory.
 MOST_LAYERS = 1000
+# Widths without a default, because there is no target to copy them from.
+REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
 
 
 class Pretrain(Job[PretrainConfig]):
@@ -54,15 +55,53 @@ class Pretrain(Job[PretrainConfig]):
         self.prepare(run)
         config, dtype = self.config, dtype_of(self.config.loop.dtype)
         with torch.device("meta"):
-            model = build_llama(config.model, dtype, **_base(self.tokenizer, config))
+            model = build_llama(config.model, dtype, **_base_fields(self.tokenizer, config))
         print(f"model: {millions(count_parameters(model.parameters()))} parameters")
-        return print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
+        return print_cost(config, config.loop, model.config, {})
 
     def prepare(self, run: Run) -> None:
         self.tokenizer = load_tokenizer(resolve(self.config.tokenizer), of_model=False)
 
     def work(self, run: Run) -> None:
-        train(self.config, run, self.tokenizer)
+        config, tokenizer = self.config, self.tokenizer
+        torch.manual_seed(config.seed)
+        parallel = Parallel(config.parallel)
+        model = build_llama(
+            config.model, dtype_of(config.loop.dtype), **_base_fields(tokenizer, config)
+        )
+        if config.init_from:
+            model.load_state_dict(
+                load_causal_lm(resolve(config.init_from), model.dtype).state_dict()
+            )
+        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
+        if parallel.is_main:
+            size = count_parameters(model.parameters()) / 1e6
+            print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
+            print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
+            print(f"plan: {describe_plan(config.loop, data)}")
+        objective = LanguageModelling(model)
+
+        def evaluate() -> dict[str, float]:
+            return held_out_loss(objective, held_out, config)
+
+        progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
+        if parallel.is_main:
+            write_model(
+                model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype)
+            )
+            metrics = {
+                "held_out_loss": progress.best["loss"],
+                "best_step": progress.best_step,
+                "tokens": progress.tokens,
+                "training_seconds": round(progress.seconds, 1),
+            }
+            run.folder.write_manifest(run.inputs, metrics, finished=True)
+            print(
+                f"held-out loss {metrics['held_out_loss']:.4f} nats a token after "
+                f"{progress.seconds:.0f} s; model: {run.artefact}"
+            )
+        parallel.close()
 
 
 def run(config: PretrainConfig) -> Path:
@@ -71,123 +110,42 @@ def run(config: PretrainConfig) -> Path:
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise UserError for values that would otherwise fail only after the data is read."""
+    """Raise UserError for invalid values before the data is read."""
     shape = config.model
-    check_values(
-        config,
-        {
-            "model.num_hidden_layers": (
-                1 <= shape.num_hidden_layers <= MOST_LAYERS,
-                f"1 to {MOST_LAYERS:,}",
-            ),
-            **{
-                f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}")
-                for name in WIDTHS
-            },
-        },
-    )
+    layers = (1 <= shape.num_hidden_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS:,}")
+    widths = {}
+    for name in WIDTHS:
+        least = 1 if name in REQUIRED else 0
+        widths[f"model.{name}"] = (least <= vars(shape)[name] <= WIDEST, f"{least} to {WIDEST:,}")
+    check_values(config, {"model.num_hidden_layers": layers, **widths})
     check_mixture(config.data, ("loss",))
 
 
-def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
-    """Train on one rank."""
-    torch.manual_seed(config.seed)
-    parallel = Parallel(config.parallel)
-    model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
-    if config.init_from:
-        model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
-    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-    held_out = held_out_samples(tokenizer, config, parallel.is_main)
-    if parallel.is_main:
-        size = count_parameters(model.parameters()) / 1e6
-        print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
-        print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
-        print(f"plan: {describe_plan(config.loop, data)}")
-    objective = LanguageModelling(model)
-
-    def evaluate() -> dict[str, float]:
-        return held_out_loss(objective, held_out, config)
-
-    progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
-    if parallel.is_main:
-        write_model(model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype))
-        best = progress.best
-        metrics = {
-            "held_out_loss": best["loss"],
-            "best_step": progress.best_step,
-            "tokens": progress.tokens,
-        }
-        run.folder.write_manifest(
-            run.inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True
-        )
-        print(
-            f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: "
-            f"{run.artefact}"
-        )
-    parallel.close()
-
-
-def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict[str, list[Sample]]:
-    """Return the held-out samples by domain, or under an empty name without domains.
-
-    Raises UserError if there are none.
-    """
-    if not config.data.domains:
-        return {"": read_samples(tokenizer, config.data, "held_out", show)}
-    found = held_out_domains(tokenizer, config.data, show)
-    if not found:
-        raise UserError(
-            f"no domain has held-out text ({', '.join(config.data.domains)}): set held_out_chats "
-            f"or held_out_texts for at least one domain"
-        )
-    return found
-
-
+@torch.no_grad()
 def held_out_loss(
     objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
 ) -> dict[str, float]:
     """Return the held-out losses in nats per token.
 
-    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a named domain,
-    and `score` is -`loss`.
+    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a domain, and
+    `score` is -`loss`.
     """
+    capacity, device = config.data.max_length, next(objective.parameters()).device
+    per_forward = max(1, config.loop.micro_batch_tokens // capacity)
     figures, total, tokens = {}, 0.0, 0
     for name, samples in domains.items():
-        nats, count = _nats(objective, samples, config)
-        total, tokens = total + nats, tokens + count
+        packed, nats = PackedData(samples, capacity, 1, 0), 0.0
+        for start in range(0, len(packed.rows), per_forward):
+            batch = collate(samples, packed.rows[start : start + per_forward], capacity, device)
+            nats += float(objective(batch)[0])
+        total, tokens = total + nats, tokens + packed.supervised
         if name:
-            figures[f"loss/{name}"] = nats / count
+            figures[f"loss/{name}"] = nats / packed.supervised
     return {"loss": total / tokens, "score": -total / tokens, **figures}
 
 
-@torch.no_grad()
-def _nats(
-    objective: LanguageModelling, samples: list[Sample], config: PretrainConfig
-) -> tuple[float, int]:
-    """Return the sum of cross-entropies in nats and the number of supervised tokens."""
-    capacity = config.data.max_length
-    packed = PackedData(samples, capacity, 1, 0)
-    per_forward = max(1, config.loop.micro_batch_tokens // capacity)
-    total = 0.0
-    device = next(objective.parameters()).device
-    for start in range(0, len(packed.rows), per_forward):
-        batch = collate(samples, packed.rows[start : start + per_forward], capacity, device)
-        total += float(objective(batch)[0])
-    return total, packed.supervised
-
-
-def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
-    shape = config.model
-    missing = [
-        name
-        for name in ("hidden_size", "num_attention_heads", "intermediate_size")
-        if getattr(shape, name) == 0
-    ]
-    if missing:
-        raise UserError(
-            f"model.{missing[0]} is 0, expected a positive width: a model from scratch has no "
-            f"target to copy its widths from"
-        )
+def _base_fields(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
+    """Return the fields of the model's configuration beyond its shape."""
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": config.data.max_length,

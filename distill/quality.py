@@ -1,8 +1,8 @@
 """`python -m distill.quality`: measure the quality of the embedded target.
 
-It reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
-functions that parse. Both figures are listed in assets/README.md. A target that writes noise would
-make every drafter look good.
+The job reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
+functions that parse. assets/README.md lists both. A target that writes noise would make every
+drafter look good.
 """
 
 import ast
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
+from decoding.values import check_settings
 from distill.config import QualityConfig
 from jobs.config_checks import refuse
 from jobs.files import write_text
@@ -43,9 +44,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """Tokens of a document that fit the context.
+    """Consecutive tokens of a document that fit the context.
 
-    Tokens from `scored_from` on were not scored in the previous window.
+    The previous windows score the tokens before `scored_from`.
     """
 
     ids: list[int]
@@ -56,8 +57,8 @@ class ScoringWindow:
 class GeneratedFunction:
     """One function written by the target.
 
-    `parses` requires that the target stopped by itself and that the function is valid Python with a
-    body.
+    finished: the target ended the answer with a stop token. parses: it did, and the function is
+    valid Python with a body.
     """
 
     prompt: str
@@ -70,15 +71,8 @@ class GeneratedFunction:
         return f"{self.prompt}\n{textwrap.indent(self.body, '    ')}"
 
 
-def quality(
-    folder: str | Path,
-    *,
-    functions: int = 50,
-    temperature: float = 0.2,
-    max_new_tokens: int = 320,
-    seed: int = 0,
-) -> dict[str, object]:
-    """Measure the model in `folder` on held-out modules and prompts of the standard library.
+def measure(config: QualityConfig, folder: Path) -> dict[str, Any]:
+    """Measure the model in `folder` on held-out modules and the embedded prompts.
 
     Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions, parse_share,
     finished_share, samples (texts) and drawn (all functions).
@@ -86,7 +80,7 @@ def quality(
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
     size_bytes = sum(len(document.encode()) for document in documents)
-    drawn = generate_functions(folder, functions, temperature, max_new_tokens, seed)
+    drawn = generate_functions(config, folder)
     return {
         "bits_per_byte": nats / math.log(2) / size_bytes,
         "nats_per_token": nats / tokens,
@@ -101,27 +95,24 @@ def quality(
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Return the size of `text` after `xz -9`, compressed as one stream, in bits per byte."""
+    """Return the size of `text` compressed by `xz -9` as one stream, in bits per byte."""
     content = text.encode()
     return 8 * len(lzma.compress(content, preset=9)) / len(content)
 
 
 @torch.no_grad()
-def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of `documents` in nats and the number of tokens.
+def held_out_nats(folder: Path, documents: Sequence[str]) -> tuple[float, int]:
+    """Return the summed negative log-likelihood of the documents in nats, and the token count.
 
     Every document begins with BOS. Windows of the model's context overlap by half, and each token
-    is scored once.
+    but BOS is scored once.
     """
     tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     ).eval()
-    windows = [
-        window
-        for document in documents
-        for window in _windows(tokenizer, document, model.config.max_position_embeddings)
-    ]
+    context = model.config.max_position_embeddings
+    windows = [window for text in documents for window in _windows(tokenizer, text, context)]
     windows.sort(key=lambda window: len(window.ids))  # batch windows of similar length
     nats, tokens = 0.0, 0
     for start in range(0, len(windows), _WINDOWS):
@@ -129,7 +120,10 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
         length = max(len(window.ids) for window in part)
         # Right padding needs no mask under causal attention; padded positions are not scored.
         ids_BT = torch.tensor([window.ids + [0] * (length - len(window.ids)) for window in part])
-        nats_BT = _nats(model(ids_BT).logits, ids_BT)
+        # -log p of each token from the second on, given the tokens before it
+        nats_BT = cross_entropy(
+            model(ids_BT).logits[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
+        )
         for row, window in enumerate(part):
             nats += float(nats_BT[row, window.scored_from - 1 : len(window.ids) - 1].double().sum())
             tokens += len(window.ids) - window.scored_from
@@ -149,51 +143,37 @@ def _windows(
             end = min(begin + context, len(ids))
 
 
-def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return -log p of each token from the second on, given the tokens before it, [B, T - 1]."""
-    return torch.nn.functional.cross_entropy(
-        logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
-    )
-
-
-def generate_functions(
-    folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int
-) -> list[GeneratedFunction]:
-    """Generate the bodies of the first `count` embedded prompts and try to parse each."""
-    tokenizer = load_tokenizer(folder)
-    target = load_target(folder)
-    prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
-    rendered = [
-        (text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts
-    ]
-    fitting = [
-        (text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length
-    ][:count]
+def generate_functions(config: QualityConfig, folder: Path) -> list[GeneratedFunction]:
+    """Generate functions for the first embedded prompts that fit the context, and parse them."""
+    tokenizer, target = load_tokenizer(folder), load_target(folder)
+    longest = target.max_length - config.max_new_tokens
+    texts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
+    prompts = {
+        text: render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts
+    }
+    texts = [text for text in texts if len(prompts[text]) <= longest][: config.functions]
     settings = Settings(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
         stop_token_ids=(tokenizer.eos_token_id,),
     )
-    drawn = []
-    for start in range(0, len(fitting), _ROWS):
-        part = fitting[start : start + _ROWS]
-        answers = decode(
-            target,
-            None,
-            [ids for _, ids in part],
-            settings,
-            request_ids=list(range(start, start + len(part))),
-        )
-        for (text, _), answer in zip(part, answers, strict=True):
+    functions = []
+    for start in range(0, len(texts), _ROWS):
+        part = texts[start : start + _ROWS]
+        numbers = list(range(start, start + len(part)))
+        ids = [prompts[text] for text in part]
+        answers = decode(target, None, ids, settings, request_ids=numbers)
+        for text, answer in zip(part, answers, strict=True):
             body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             finished = answer.finish == "stop"
-            drawn.append(GeneratedFunction(text, body, finished, finished and parses(text, body)))
-    return drawn
+            function = GeneratedFunction(text, body, finished, finished and parses(text, body))
+            functions.append(function)
+    return functions
 
 
 def parses(request: str, body: str) -> bool:
-    """Return whether signature, docstring and body are valid Python; a docstring is not a body."""
+    """Return True if a request (signature and docstring) and a body together are valid Python."""
     if not body.strip():
         return False
     try:
@@ -204,36 +184,26 @@ def parses(request: str, body: str) -> bool:
 
 
 def run(config: QualityConfig) -> Path:
-    """Measure, print the figures and three samples, and write output_dir/quality.json."""
-    refuse(
-        config,
-        [
-            ("functions", config.functions >= 1, "1 or more"),
-            ("temperature", config.temperature >= 0, "0 (greedy) or more"),
-            ("max_new_tokens", config.max_new_tokens >= 1, "1 or more"),
-        ],
-    )
+    """Measure the model, print figures and samples, and return output_dir/quality.json."""
+    refuse(config, [("functions", config.functions >= 1, "1 or more")])
+    check_settings(config, ("temperature", "max_new_tokens"))
     folder = resolve(config.model)
     known_config(folder)
     run_folder = RunFolder(config)
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(
-            f"would measure {folder} and write {path}: bits per byte on the held-out modules and "
-            f"{config.functions} functions of at most {config.max_new_tokens} tokens, sampled at "
-            f"temperature {config.temperature:g}; this takes a few minutes on two cores"
+            f"would measure bits per byte on the held-out modules and {config.functions} "
+            f"functions of at most {config.max_new_tokens} tokens at temperature "
+            f"{config.temperature:g} with {folder}, and write {path}; this takes a few minutes on "
+            f"two cores"
         )
         return path
     if run_folder.finished(path):
-        _show(read_object(path, "Delete the file to measure again", _shown))
+        remedy = "Delete the file to measure again"
+        _show(read_object(path, remedy, lambda one: {**one, "samples": list(one["samples"])}))
         return path
-    figures = quality(
-        folder,
-        functions=config.functions,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-    )
+    figures = measure(config, folder)
     write_text(path, json.dumps(figures, indent=1))
     run_folder.write_manifest([folder], _short(figures), finished=True)
     _show(figures)
@@ -242,11 +212,6 @@ def run(config: QualityConfig) -> Path:
 
 def _short(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
-
-
-def _shown(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures as `_show` needs them; raises KeyError or TypeError for damaged ones."""
-    return {**figures, "samples": list(figures["samples"])}
 
 
 def _show(figures: dict[str, Any]) -> None:

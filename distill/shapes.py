@@ -1,13 +1,14 @@
-"""Shapes of students: any LLaMA that the target can be cut to, checked before anything is built.
+"""Shapes of students: their configurations, and checks before a model is built.
 
 The width of a head need not be hidden_size / heads. With grouped-query attention every group keeps
-the same number of query heads. For serving engines, a student belongs to the target's family: it is
-a LLaMA where the computation allows it (Qwen2's biases are a LLaMA's `attention_bias`), otherwise a
-model of the target's class (Qwen3 normalizes queries and keys).
+the same number of query heads. A student is a LLaMA if one can compute it, because serving engines
+load a LLaMA best. Mistral and Qwen2 students are LLaMAs (Qwen2's biases are `attention_bias`). A
+Qwen3 student is a Qwen3, which normalizes queries and keys.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
@@ -18,12 +19,12 @@ from decoding.models.native.weights import FAMILIES
 from training.config import StudentConfig
 from training.models.shapes import WIDTHS, millions, parameter_counts, target_widths
 
-# Allowed relative difference between a size and the rounded size in a published name.
+# Allowed relative difference between the number of parameters and the size in a name.
 NAMED = 0.1
-# Limits that catch typing errors, which would fill the memory: layers as a multiple of the target's
-# layers, and any width.
+# Limits that catch typing errors, which would fill the memory: the number of layers relative to the
+# target's, and a width.
 DEEPEST, WIDEST = 16, 2**20
-# Matrix products are fastest with sides that are multiples of this.
+# Matrix products are fastest with dimensions that are multiples of this.
 ALIGNED = 64
 _SHARED = (
     "vocab_size",
@@ -37,88 +38,26 @@ _SHARED = (
 
 
 def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Config:
-    """Return the student's configuration.
+    """Return the student's Hugging Face configuration.
 
-    Vocabulary, context, rope, biases and all widths that are 0 come from `target`, a Hugging Face
-    configuration. Raises UserError for unsupported families and impossible shapes.
+    Vocabulary, context, rope, biases and all widths that are 0 come from the target's
+    configuration. Raises UserError for unsupported families and invalid shapes.
     """
     if target.model_type not in FAMILIES:
         raise UserError(
-            f"the target is of the family '{target.model_type}', students are cut from "
-            f"{', '.join(FAMILIES)}: choose a target of one of these families"
+            f"the target is of the family '{target.model_type}', expected one of "
+            f"{', '.join(FAMILIES)}. Choose a target of one of these families"
         )
     refuse_unsupported_attention(target.to_dict(), "the target")
-    theirs = target_widths(target)
-    for name in WIDTHS:
-        if vars(shape)[name] < 0:
-            raise UserError(
-                f"student.{name} is {vars(shape)[name]}, expected 0 (the target's) or more"
-            )
-    layers = target.num_hidden_layers
-    limits = {"num_hidden_layers": DEEPEST * layers, **dict.fromkeys(WIDTHS, WIDEST)}
-    for name, most in limits.items():
-        if vars(shape)[name] > most:
-            theirs_too = {**theirs, "num_hidden_layers": layers}[name]
-            raise UserError(
-                f"student.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has "
-                f"{theirs_too})"
-            )
-    if shape.head_dim % 2:
-        raise UserError(
-            f"student.head_dim is {shape.head_dim}, expected an even number because rope rotates "
-            f"pairs of channels"
-        )
-    given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
-    if shape.num_attention_heads and not shape.num_key_value_heads:
-        # Keep the target's number of groups, or the next smaller one that divides the heads.
-        most = min(given["num_attention_heads"], theirs["num_key_value_heads"])
-        given["num_key_value_heads"] = max(
-            n for n in range(1, most + 1) if given["num_attention_heads"] % n == 0
-        )
-    heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
-    if heads % groups:
-        raise UserError(
-            f"student.num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
-            f"({groups}). All groups must have the same number of query heads"
-        )
-    if (
-        given["hidden_size"] % heads
-        and heads > theirs["num_attention_heads"]
-        and not shape.hidden_size
-    ):
-        raise UserError(
-            f"student.num_attention_heads is {heads}, the target has "
-            f"{theirs['num_attention_heads']}: a pruned student cannot be larger. Lower it, or set "
-            f"student.hidden_size as well to train from scratch (mode=random)"
-        )
-    if (
-        0 < theirs["hidden_size"] < given["hidden_size"]
-        and given["hidden_size"] % heads
-        and not shape.num_attention_heads
-    ):
-        raise UserError(
-            f"student.hidden_size is {given['hidden_size']}, the target has "
-            f"{theirs['hidden_size']} and {heads} query heads: a pruned student cannot be larger, "
-            f"so use at most {theirs['hidden_size']}. To train from scratch (mode=random), set "
-            f"student.num_attention_heads as well"
-        )
-    if target.model_type != "qwen3" and given["hidden_size"] % heads:
-        nearest = nearest_divisible_width(given["hidden_size"], heads)
-        raise UserError(
-            f"student.hidden_size ({given['hidden_size']}) is not a multiple of its {heads} query "
-            f"heads. head_dim is free, but transformers and compatible engines do not load such a "
-            f"LLaMA. Use {nearest}, the nearest smaller width that fits"
-        )
-    if shape.num_hidden_layers < 1:
-        raise UserError(
-            f"student.num_hidden_layers is {shape.num_hidden_layers}, expected 1 or more"
-        )
+    theirs = {**target_widths(target), "num_hidden_layers": target.num_hidden_layers}
+    _refuse_bad_sizes(shape, theirs)
+    widths = _fill_widths(shape, theirs)
+    _refuse_bad_heads(shape, widths, theirs, target.model_type)
     fields = target.to_dict()
-    shared = {name: value for name, value in fields.items() if name in _SHARED}
-    shared |= {
+    shared = {name: fields[name] for name in _SHARED if name in fields} | {
         "num_hidden_layers": shape.num_hidden_layers,
         "rope_parameters": target.rope_parameters,
-        **given,
+        **widths,
     }
     if target.model_type == "qwen3":
         return Qwen3Config(attention_bias=fields.get("attention_bias", False), **shared)
@@ -126,8 +65,68 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
 
 
+def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
+    """Raise UserError for a number of layers or a width that is out of range."""
+    for name, size in theirs.items():
+        least, most, lowest = 0, WIDEST, f"0 (the target's {size})"
+        if name == "num_hidden_layers":
+            least, most, lowest = 1, DEEPEST * size, "1"
+        if not least <= vars(shape)[name] <= most:
+            raise UserError(f"student.{name} is {vars(shape)[name]}, expected {lowest} to {most:,}")
+    if shape.head_dim % 2:
+        raise UserError(
+            f"student.head_dim is {shape.head_dim}, expected an even number, because rope rotates "
+            f"pairs of channels"
+        )
+
+
+def _fill_widths(shape: StudentConfig, theirs: Mapping[str, int]) -> dict[str, Any]:
+    """Return the student's widths, with the target's for those that are 0.
+
+    If only the number of query heads is given, the target's number of key/value heads is kept, or
+    the next smaller one that divides the query heads.
+    """
+    widths = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
+    if shape.num_attention_heads and not shape.num_key_value_heads:
+        heads = shape.num_attention_heads
+        most = min(heads, theirs["num_key_value_heads"])
+        widths["num_key_value_heads"] = max(n for n in range(1, most + 1) if heads % n == 0)
+    return widths
+
+
+def _refuse_bad_heads(
+    shape: StudentConfig, widths: Mapping[str, int], theirs: Mapping[str, int], family: str
+) -> None:
+    """Raise UserError if the heads do not divide into groups, or the hidden size into heads."""
+    hidden, heads = widths["hidden_size"], widths["num_attention_heads"]
+    groups = widths["num_key_value_heads"]
+    if heads % groups:
+        raise UserError(
+            f"student.num_attention_heads is {heads}, expected a multiple of num_key_value_heads "
+            f"({groups}), because all groups must have the same number of query heads"
+        )
+    if hidden % heads == 0:
+        return
+    for name, other in (
+        ("num_attention_heads", "hidden_size"),
+        ("hidden_size", "num_attention_heads"),
+    ):
+        if widths[name] > theirs[name] and not vars(shape)[other]:
+            raise UserError(
+                f"student.{name} is {widths[name]}, expected at most the target's {theirs[name]} "
+                f"for a pruned student. Lower it, or also set student.{other} to train from "
+                f"scratch (mode=random)"
+            )
+    if family != "qwen3":
+        raise UserError(
+            f"student.hidden_size is {hidden}, expected a multiple of the {heads} query heads, "
+            f"because transformers loads no other LLaMA. Use "
+            f"{nearest_divisible_width(hidden, heads)}, the next smaller width that fits"
+        )
+
+
 def nearest_divisible_width(size: int, heads: int) -> int:
-    """Return the next smaller multiple of `heads`, if possible also a multiple of ALIGNED."""
+    """Return the next smaller multiple of `heads`, preferably also a multiple of ALIGNED."""
     step = math.lcm(heads, ALIGNED)
     return size // step * step or size // heads * heads
 
@@ -135,81 +134,76 @@ def nearest_divisible_width(size: int, heads: int) -> int:
 def refuse_wider(student: Any, target: Any) -> None:
     """Raise UserError if the target cannot be cut to the student.
 
-    This is the case if the student is wider or deeper, has another head width, or more query heads
-    in a group.
+    A student must not be wider or deeper, have another head width, or have more query heads in a
+    group. student, target: Hugging Face configurations.
     """
-    ours, theirs = target_widths(student), target_widths(target)
-    ours["num_hidden_layers"], theirs["num_hidden_layers"] = (
-        student.num_hidden_layers,
-        target.num_hidden_layers,
+    ours, theirs = (
+        {**target_widths(config), "num_hidden_layers": config.num_hidden_layers}
+        for config in (student, target)
     )
     for name, size in ours.items():
         if size > theirs[name]:
             raise UserError(
-                f"student.{name} is {size}, the target has {theirs[name]}: a pruned student cannot "
-                f"be larger. Lower it, or train the shape from scratch (mode=random)"
+                f"student.{name} is {size}, expected at most the target's {theirs[name]}. Lower "
+                f"it, or train the shape from scratch (mode=random)"
             )
     if ours["head_dim"] != theirs["head_dim"]:
         raise UserError(
-            f"student.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}. Heads "
-            f"cannot be narrowed because rope rotates each channel at a different frequency. Leave "
-            f"head_dim at 0, or train the shape from scratch (mode=random)"
+            f"student.head_dim is {ours['head_dim']}, expected the target's {theirs['head_dim']}, "
+            f"because rope rotates each channel of a head at its frequency. Leave head_dim at 0, "
+            f"or train the shape from scratch (mode=random)"
         )
-    a_group = [
-        widths["num_attention_heads"] // widths["num_key_value_heads"] for widths in (ours, theirs)
-    ]
-    if a_group[0] > a_group[1]:
+    kept, full = (
+        one["num_attention_heads"] // one["num_key_value_heads"] for one in (ours, theirs)
+    )
+    if kept > full:
         raise UserError(
-            f"student.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has "
-            f"{a_group[1]} query heads per key/value head: use at most "
-            f"{a_group[1] * ours['num_key_value_heads']} query heads, or more key/value heads"
+            f"student.num_attention_heads / num_key_value_heads is {kept}, expected at most the "
+            f"target's {full}. Use at most {full * ours['num_key_value_heads']} query heads, or "
+            f"more key/value heads"
         )
 
 
 def warn_unaligned_widths(student: Any) -> list[str]:
-    """Return a warning for every width that is not a multiple of ALIGNED.
+    """Return a warning for the hidden size and the MLP width if not multiples of ALIGNED.
 
-    Such matrix products are slower than slightly wider ones.
+    Their matrix products are slower than slightly larger ones.
     """
-    sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
     return [
         f"student.{name} is {size}, not a multiple of {ALIGNED}: {size + -size % ALIGNED} is often "
         f"as fast"
-        for name, size in sides.items()
-        if size % ALIGNED
+        for name, size in target_widths(student).items()
+        if name in ("hidden_size", "intermediate_size") and size % ALIGNED
     ]
 
 
 def describe_size_mismatch(name: str, student: Any) -> str:
-    """Return a note if the size in a name (`llama_796m`, `sheared_2b7`) is not the actual one.
+    """Return a note if the size in a student's name (`llama_796m`, `sheared_2b7`) is wrong.
 
-    The actual size depends on this target's vocabulary and groups. Returns an empty string if both
-    agree or the name has no size.
+    The number of parameters depends on the target's vocabulary and key/value heads. Returns an
+    empty text if the size is right or the name has none.
     """
-    told = re.search(r"_(\d+)(m|b)(\d*)$", name)
-    if told is None:
+    size = re.search(r"_(\d+)(m|b)(\d*)$", name)
+    if size is None:
         return ""
-    whole, unit, tenths = told.groups()
-    named = float(f"{whole}.{tenths or 0}") * (1e6 if unit == "m" else 1e9)
+    named = float(f"{size[1]}.{size[3] or 0}") * (1e6 if size[2] == "m" else 1e9)
     count = parameter_counts(student)["all"]
     if abs(count - named) <= NAMED * named:
         return ""
     return (
         f"note: student.name is {name}, but with this target's vocabulary of "
         f"{student.vocab_size:,} the shape has {millions(count)}: a better name is "
-        f"student.name={name[: told.start()]}_{count / 1e6:.0f}m"
+        f"student.name={name[: size.start()]}_{count / 1e6:.0f}m"
     )
 
 
-def removal_flops(config: Any, gone: int = 0) -> float:
-    """Return the operations per token of the greedy removal of layers.
+def removal_flops(config: Any, removed: int = 0) -> float:
+    """Return the FLOPs per token of `distill.prune.layer_choice.find_removal_order`.
 
-    With k layers left, each is left out in turn (distill.prune.layer_choice.removal_order). gone:
-    number of layers that were removed before.
+    removed: number of layers that an interrupted search removed.
     """
-    layers = config.num_hidden_layers
-    a_layer, head = (
-        2.0 * parameter_counts(config)["layers"] / layers,
-        2.0 * config.vocab_size * config.hidden_size,
-    )
-    return sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers - gone + 1))
+    layers, head = config.num_hidden_layers, 2.0 * config.vocab_size * config.hidden_size
+    per_layer = 2.0 * parameter_counts(config)["layers"] / layers
+    # With k layers left, a step runs the model without each of them.
+    left = range(2, layers - removed + 1)
+    return sum(k * (k + 1) / 2 * per_layer + (k + 1) * head for k in left)

@@ -1,11 +1,12 @@
 """`python -m distill.skip_search`: find the sub-layers to skip in self-speculative decoding.
 
 The result configures `decoding.drafters.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv
-2309.08168). The paper runs a Bayesian optimisation of measured tokens per second over a thousand
-generations. Here one forward pass over the target's own answers measures the acceptance of a set,
-and measured costs turn it into a predicted speedup. A greedy search adds the sub-layer with the
-best predicted speedup until the limit is reached, and keeps the best set on that path. Only the
-best sub-layers of a step are tried in the next, so a search takes a few hundred forward passes.
+2309.08168). The paper optimizes measured tokens per second by Bayesian optimization over a thousand
+generations. Here one forward pass over the target's answers measures the acceptance of a set of
+sub-layers, and measured costs give its predicted speedup. A greedy search adds the sub-layer with
+the best predicted speedup up to the limit, and the best set on its path is written. A step
+evaluates only the best sub-layers of the previous step, so a search takes a few hundred forward
+passes.
 
 Shapes: B answers, T tokens of the longest answer, N answer tokens, V vocabulary, C hidden size.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.self_speculation import FILE, write_skips
@@ -26,6 +28,8 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.values import check_value
+from distill.acceptance import sum_accepted
 from distill.config import SkipSearchConfig
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
@@ -42,38 +46,34 @@ from training.models.build import refuse_own_code
 
 _LONGEST_DRAFT = 8
 _CHUNK = 1024
-# Time windows in which the costs are measured.
+# Number of times that the costs are measured.
 _WINDOWS = 5
-# ("attention" or "mlp", layer)
-SubLayer = tuple[str, int]
+KINDS = ("attention", "mlp")
+SubLayer = tuple[str, int]  # kind and layer
 
 
 @dataclass(frozen=True)
 class SubLayerCosts:
-    """Measured costs of the target on this machine."""
+    """Measured costs of the target and its sub-layers on this machine."""
 
     # by number of new tokens
     t_target_ms: dict[int, float]
-    # one sub-layer with one new token
+    # one attention or MLP over one new token
     attention_ms: float
     mlp_ms: float
-    # forward pass over one token without any sub-layer
+    # forward pass over one new token without any sub-layer
     bare_ms: float
 
     def draft_ms(self, skips: Skips) -> float:
-        """Return the milliseconds of one draft step without these sub-layers."""
-        kept_ms = (
-            self.t_target_ms[1]
-            - len(skips.attention) * self.attention_ms
-            - len(skips.mlp) * self.mlp_ms
-        )
-        return max(self.bare_ms, kept_ms)
+        """Return the milliseconds of one draft step that skips these sub-layers."""
+        saved_ms = len(skips.attention) * self.attention_ms + len(skips.mlp) * self.mlp_ms
+        return max(self.bare_ms, self.t_target_ms[1] - saved_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
         """Return the best predicted speedup and its draft length.
 
-        The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)) without overhead, where
-        E(gamma) is the expected number of tokens per round.
+        The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), where E(gamma) is the
+        expected number of tokens per round. Overhead is not counted.
         """
         found = []
         for gamma in range(1, _LONGEST_DRAFT + 1):
@@ -85,13 +85,17 @@ class SubLayerCosts:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One step of the search: the skipped sub-layer and the figures of the set that includes it."""
+    """One step of the search: the added sub-layer, and the figures of the set that it completes."""
 
     kind: str
     layer: int
     acceptance: float
     speedup: float
     gamma: int
+
+    @property
+    def sub_layer(self) -> SubLayer:
+        return self.kind, self.layer
 
 
 class SkipSearch(Job[SkipSearchConfig]):
@@ -108,24 +112,20 @@ class SkipSearch(Job[SkipSearchConfig]):
 
     def dry_run(self, run: Run) -> None:
         target, steps = load(self.config)
-        print(
-            f"cost: about {_forwards(steps, 2 * target.num_layers, self.config.candidates):,} "
-            f"forward passes over the target's answers"
-        )
-        if not run.artefact.exists():  # a placeholder, so that later stages can be tried
-            write_skips(
-                run.artefact,
-                Skips(mlp=(target.num_layers - 1,)),
-                {"target": self.config.target.path, "dry_run": True},
-            )
+        sub_layers, candidates = 2 * target.num_layers, self.config.candidates
+        forwards = sum(min(candidates, sub_layers - step) for step in range(1, steps))
+        print(f"cost: about {sub_layers + forwards:,} forward passes over the target's answers")
+        if not run.artefact.exists():  # a placeholder for dry runs of later stages
+            given = {"target": self.config.target.path, "dry_run": True}
+            write_skips(run.artefact, Skips(mlp=(target.num_layers - 1,)), given)
 
     def work(self, run: Run) -> None:
         config, (target, steps) = self.config, load(self.config)
         run.folder.write_manifest(run.inputs, {}, finished=False)
-        asked = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
-        answers = AnswerScorer(target, asked, config.held_out.temperature)
-        costs = measure_sub_layers(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
-        path = search(target, answers, costs, steps, config.candidates, run.path / "search.jsonl")
+        answers = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
+        scorer = AnswerScorer(target, answers, config.held_out.temperature)
+        costs = measure_sub_layers(target, answers[0].ids.tolist(), run.path / "costs.json")
+        path = search(target, scorer, costs, steps, config.candidates, run.path / "search.jsonl")
         finish(config, run, path)
 
 
@@ -135,7 +135,7 @@ def run(config: SkipSearchConfig) -> Path:
 
 
 def check(config: SkipSearchConfig) -> None:
-    """Raise UserError for values that would otherwise fail only after the target is loaded."""
+    """Raise UserError for invalid values before the target is loaded."""
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     refuse(
@@ -145,14 +145,14 @@ def check(config: SkipSearchConfig) -> None:
             ("max_skips", config.max_skips >= 0, "0 (all but two) or more"),
             ("candidates", config.candidates >= 1, "1 or more"),
             ("held_out.max_prompts", config.held_out.max_prompts > 0, "1 or more"),
-            ("held_out.max_new_tokens", config.held_out.max_new_tokens > 0, "1 or more"),
-            ("held_out.temperature", config.held_out.temperature >= 0, "0 (greedy) or more"),
         ],
     )
+    for name in ("max_new_tokens", "temperature"):
+        check_value(name, vars(config.held_out)[name], key=f"held_out.{name}")
 
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
-    """Return the target and the maximum number of skipped sub-layers."""
+    """Load the target. Returns it and the maximum number of skipped sub-layers."""
     target = load_target(
         resolve(config.target.path),
         backend="native",
@@ -161,51 +161,46 @@ def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
         max_length=config.data.max_length,
     )
     assert isinstance(target, NativeTarget)
-    steps = min(config.max_skips or 2 * target.num_layers - 2, 2 * target.num_layers - 2)
+    sub_layers = 2 * target.num_layers
+    steps = min(config.max_skips or sub_layers - 2, sub_layers - 2)
     print(
-        f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} "
-        f"sub-layers are skipped"
+        f"target: {target.num_layers} layers; at most {steps} of {sub_layers} sub-layers are "
+        f"skipped"
     )
     return target, steps
 
 
 def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
     """Write the best set on the path and complete the manifest."""
-    best = max(range(len(path)), key=lambda number: path[number].speedup)
-    skips = make_skips([(step.kind, step.layer) for step in path[: best + 1]])
-    about = {
-        "target": config.target.path,
-        **asdict(path[best]),
-        "temperature": config.held_out.temperature,
-    }
-    write_skips(
-        run.artefact,
-        skips,
-        {key: value for key, value in about.items() if key not in ("kind", "layer")},
-    )
-    run.folder.write_manifest(
-        run.inputs,
-        {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup},
-        finished=True,
-    )
+    best = max(path, key=lambda step: step.speedup)
+    skips = make_skips([step.sub_layer for step in path[: path.index(best) + 1]])
+    figures = {"acceptance": best.acceptance, "speedup": best.speedup, "gamma": best.gamma}
+    given = {"target": config.target.path, "temperature": config.held_out.temperature}
+    write_skips(run.artefact, skips, given | figures)
+    metrics = {"acceptance": best.acceptance, "predicted_speedup": best.speedup}
+    run.folder.write_manifest(run.inputs, metrics, finished=True)
     print(
         f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance "
-        f"{path[best].acceptance:.3f}, {path[best].speedup:.2f}x predicted at "
-        f"gamma={path[best].gamma}: {run.artefact}"
+        f"{best.acceptance:.3f}, {best.speedup:.2f}x predicted at gamma={best.gamma}: "
+        f"{run.artefact}"
     )
-    if path[best].speedup <= 1:
-        print("no set gives a speedup on this machine: this target needs a separate drafter")
+    if best.speedup <= 1:
+        print("no set of sub-layers gives a speedup on this machine: use a separate drafter")
 
 
 def search(
     target: NativeTarget,
-    answers: "AnswerScorer",
+    scorer: "AnswerScorer",
     costs: SubLayerCosts,
     steps: int,
     candidates: int,
     file: Path,
 ) -> list[SearchStep]:
-    """Return the greedy path of `steps` sub-layers; resumes from the steps stored in `file`."""
+    """Return the greedy path of `steps` sub-layers.
+
+    candidates: number of sub-layers that a step evaluates. file: journal of the path, from which an
+    interrupted search resumes.
+    """
     found = read_journal_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
         raise UserError(
@@ -213,44 +208,42 @@ def search(
             f"start the search again"
         )
     path = found.records
-    left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
-    ranked = left = [one for one in left if one not in [(step.kind, step.layer) for step in path]]
+    every = [(kind, layer) for kind in KINDS for layer in range(target.num_layers)]
+    skipped = [step.sub_layer for step in path]
+    ranked = [one for one in every if one not in skipped]
     with ProgressBar("skips", steps, len(path)) as bar:
         while len(path) < steps:
-            gone = [(step.kind, step.layer) for step in path]
-            tried = []
-            for kind, layer in ranked[:candidates] if path else ranked:
-                skips = make_skips([*gone, (kind, layer)])
-                acceptance = answers.acceptance(skips)
-                tried.append(SearchStep(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
-            tried.sort(key=lambda step: -step.speedup)
-            path.append(tried[0])
+            evaluated = []
+            for sub_layer in ranked[:candidates] if path else ranked:
+                skips = make_skips([*skipped, sub_layer])
+                acceptance = scorer.acceptance(skips)
+                evaluated.append(
+                    SearchStep(*sub_layer, acceptance, *costs.speedup(acceptance, skips))
+                )
+            best, *others = sorted(evaluated, key=lambda step: -step.speedup)
+            path.append(best)
+            skipped.append(best.sub_layer)
             write_bytes(file, journal_bytes(map(asdict, path)))
-            order = [(step.kind, step.layer) for step in tried[1:]]
-            left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
-            ranked = order + [one for one in left if one not in order]
-            bar.update(len(path), f"acceptance {tried[0].acceptance:.3f}  {tried[0].speedup:.2f}x")
+            order = [step.sub_layer for step in others]
+            ranked = order + [one for one in every if one not in (*skipped, *order)]
+            bar.update(len(path), f"acceptance {best.acceptance:.3f}  {best.speedup:.2f}x")
     return path
 
 
 def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
-    """Group sub-layers by kind."""
-    named = {
-        kind: tuple(sorted(layer for own, layer in sub_layers if own == kind))
-        for kind in ("attention", "mlp")
-    }
-    return Skips(**named)
+    """Return sub-layers as a set to skip."""
+    layers = {kind: sorted(layer for one, layer in sub_layers if one == kind) for kind in KINDS}
+    return Skips(*map(tuple, layers.values()))
 
 
 def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> SubLayerCosts:
     """Measure the costs of the target and its sub-layers, or read them from `file`.
 
-    The complete target is timed, and the target without attention, without MLPs, and without both
-    after the first layer. The speed of a machine changes from second to second, so the four are
-    timed in turn in several windows, and the medians of their ratios to the complete target count.
-    The cost of a kind of sub-layer is the mean of two savings: leaving it out of the complete
-    target, and out of the target without the other kind. The costs therefore add up to the measured
-    total.
+    Four models are timed: the complete target, and the target whose layers after the first lack
+    attention, MLPs, or both. The speed of a machine changes from second to second, so the four are
+    timed in turn several times, and the medians of their ratios to the complete target count. The
+    cost of a kind of sub-layer is the mean of two savings, from the complete target and from the
+    target without the other kind. The costs therefore add up to the measured total.
     """
     if file.is_file():
         return read_object(file, "Delete it to measure the costs again", _costs_of)
@@ -258,9 +251,8 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
     for _ in range(_WINDOWS):
-        complete = time_parts(
-            target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1
-        ).t_target_ms
+        widths = range(1, _LONGEST_DRAFT + 2)
+        complete = time_parts(target, None, prompt, widths=widths, repeats=6, warmup=1).t_target_ms
         paces.append(complete[1])
         wider.append([ms / complete[1] for ms in complete.values()])
         without = []
@@ -270,9 +262,8 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
             without.append(cut.t_target_ms[1] / complete[1])
         shares.append(without)
     pace_ms, count = median(paces), max(1, len(layers))
-    t_target_ms = [
-        pace_ms * ratio for ratio in rising([median(column) for column in zip(*wider, strict=True)])
-    ]
+    ratios = rising([median(column) for column in zip(*wider, strict=True)])
+    t_target_ms = [pace_ms * ratio for ratio in ratios]
     step_ms = t_target_ms[0]
     no_attention, no_mlp, neither = (median(column) for column in zip(*shares, strict=True))
     attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
@@ -284,55 +275,45 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
 
 
 def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
-    return SubLayerCosts(
-        {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values
-    )
+    t_target_ms = {int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}
+    return SubLayerCosts(t_target_ms, **values)
 
 
 class AnswerScorer:
-    """Acceptance of the target without some sub-layers, measured on its own answers."""
+    """Scorer of sets of skipped sub-layers by their acceptance on the target's answers.
+
+    Raises UserError if all answers are empty.
+    """
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
         self.samples, self.target, self.temperature = samples, target, temperature
-        length = max(len(sample.ids) for sample in samples)
-        self._ids_BT = torch.zeros(len(samples), length, dtype=torch.long, device=target.device)
-        predicts_BT = torch.zeros(len(samples), length, dtype=torch.bool, device=target.device)
-        for row, sample in enumerate(samples):
-            self._ids_BT[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype("int64"))
-            predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
-        if not predicts_BT.any():
+        ids = [torch.from_numpy(sample.ids).long() for sample in samples]
+        self._ids_BT = pad_sequence(ids, batch_first=True).to(target.device)
+        answer_BT = pad_sequence([torch.from_numpy(one.mask) for one in samples], batch_first=True)
+        # The token before predicts a token. The first one belongs to the prompt.
+        self._predicts_BT = answer_BT.roll(-1, dims=1).to(target.device)
+        if not answer_BT.any():
             raise UserError(
-                "the target gives an empty answer to every held-out prompt: change held_out.prompts"
+                "the target's answers to all held-out prompts are empty, expected tokens. Change "
+                "held_out.prompts"
             )
-        self._predicts_BT = predicts_BT
-        self._whole_NC = self._hidden(Skips())
+        self._complete_NC = self._hidden(Skips())
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
-        """Return the hidden states that predict answer tokens, [N, C]; the cache is unchanged."""
+        """Return the hidden states that predict the answer tokens, [N, C]."""
         self.target.open(*self._ids_BT.shape)
         return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
 
     @torch.inference_mode()
     def acceptance(self, skips: Skips) -> float:
         """Return the mean of sum_v min(p, q), or the share of equal argmaxes at temperature 0."""
-        own_NC, total = self._hidden(skips), 0.0
-        for start in range(0, len(own_NC), _CHUNK):
-            q_NV = self.target.lm_head(own_NC[start : start + _CHUNK]).float()
-            p_NV = self.target.lm_head(self._whole_NC[start : start + _CHUNK]).float()
-            if self.temperature == 0:
-                total += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
-            else:
-                total += float(
-                    torch.minimum(
-                        (p_NV / self.temperature).softmax(-1), (q_NV / self.temperature).softmax(-1)
-                    ).sum()
-                )
-        return total / len(own_NC)
-
-
-def _forwards(steps: int, sub_layers: int, candidates: int) -> int:
-    return sub_layers + sum(min(candidates, sub_layers - step) for step in range(1, steps))
+        states_NC, total = self._hidden(skips), 0.0
+        chunks = zip(states_NC.split(_CHUNK), self._complete_NC.split(_CHUNK), strict=True)
+        for some_NC, complete_NC in chunks:
+            q_NV, p_NV = (self.target.lm_head(one).float() for one in (some_NC, complete_NC))
+            total += float(sum_accepted(p_NV, q_NV, self.temperature))
+        return total / len(states_NC)
 
 
 if __name__ == "__main__":

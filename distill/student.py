@@ -1,4 +1,4 @@
-"""The student of `distill.train`: layers of the target, a pruned folder, or random weights."""
+"""Initial student of `distill.train`: layers of the target, a pruned model, or random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
-from distill.prune.cut import Cut, cut_model, keep_everything
+from distill.prune.cut import cut_model, keep_layers
 from distill.shapes import student_config
 from jobs.paths import resolve
 from jobs.ranks import rank
@@ -21,10 +21,9 @@ INITS = ("layers", "folder", "random")
 
 
 def choose_layers(shape: StudentConfig, target_layers: int) -> list[int]:
-    """Return the target layers that the student starts from.
+    """Return the target layers that the student copies: student.layers, or evenly spaced ones.
 
-    These are student.layers, or evenly spaced layers that include the first and the last; a single
-    layer is the first. Raises UserError if they do not fit the shape or the target.
+    Raises UserError if they do not fit the shape or the target.
     """
     if shape.layers:
         wrong = [layer for layer in shape.layers if not 0 <= layer < target_layers]
@@ -36,17 +35,17 @@ def choose_layers(shape: StudentConfig, target_layers: int) -> list[int]:
         return list(shape.layers)
     if shape.num_hidden_layers > target_layers:
         raise UserError(
-            f"student.num_hidden_layers is {shape.num_hidden_layers}, but the target has only "
-            f"{target_layers} layers: use student.init=random for a deeper student"
+            f"student.num_hidden_layers is {shape.num_hidden_layers}, expected at most the "
+            f"target's {target_layers}. Use student.init=random for a deeper student"
         )
-    return evenly_spaced(shape.num_hidden_layers, target_layers)
+    return space_evenly(shape.num_hidden_layers, target_layers)
 
 
-def evenly_spaced(count: int, layers: int) -> list[int]:
+def space_evenly(count: int, layers: int) -> list[int]:
     """Return `count` evenly spaced layers from the first to the last; a single one is the first."""
-    return (
-        [0] if count == 1 else [round(index * (layers - 1) / (count - 1)) for index in range(count)]
-    )
+    if count == 1:
+        return [0]
+    return [round(index * (layers - 1) / (count - 1)) for index in range(count)]
 
 
 def build_student(
@@ -54,37 +53,28 @@ def build_student(
 ) -> Any:
     """Build a student for the Hugging Face model `target`, with packed attention.
 
-    init=layers copies the embedding, final norm, lm_head and chosen layers, so all widths must
-    equal the target's. init=folder loads a pruned student, and init=random copies nothing.
-    target_folder is used to compare tokenizers if the vocabularies of target and student.path
-    differ in size.
+    init=layers copies the embedding, final norm, lm_head and some layers, so all widths must equal
+    the target's. init=folder loads a pruned student, and init=random copies nothing. target_folder:
+    the target's tokenizer, compared with the student's if the sizes of their vocabularies differ.
+    Raises UserError for an invalid shape or folder.
     """
     if shape.init not in INITS:
-        raise UserError(f"student.init is '{shape.init}'; expected {', '.join(INITS)}")
+        raise UserError(f"student.init is '{shape.init}', expected one of {', '.join(INITS)}")
     if shape.init == "folder":
         return _from_folder(shape, target.config, dtype, target_folder)
     config = student_config(shape, target.config)
     if shape.init == "random":
         return random_model(config, dtype)
-    _refuse_other_widths(config, target.config)
+    ours, theirs = target_widths(config), target_widths(target.config)
+    for name in WIDTHS:
+        if ours[name] != theirs[name]:
+            raise UserError(
+                f"student.{name} is {ours[name]}, expected the target's {theirs[name]}, because "
+                f"student.init=layers copies layers at full width. Leave it at 0, prune with "
+                f"distill.prune and set student.init=folder, or use student.init=random"
+            )
     layers = choose_layers(shape, target.config.num_hidden_layers)
     return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
-
-
-def keep_layers(config: Any, layers: list[int]) -> Cut:
-    """Return the cut that keeps these layers of a target at full width."""
-    full = keep_everything(config)
-    norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
-    kept = torch.tensor(layers)
-    return Cut(
-        tuple(layers),
-        full.hidden_K,
-        full.groups_LK[kept],
-        full.queries_LKG[kept],
-        full.units_LK[kept],
-        full.norm_scale[norms],
-        full.a_group,
-    )
 
 
 def _from_folder(
@@ -92,14 +82,14 @@ def _from_folder(
 ) -> Any:
     """Load the model in student.path and resize its vocabulary to the target's.
 
-    Rows that exist in only one of both belong to added tokens, such as a [PAD], or pad the table.
+    With equal tokenizers, the sizes differ only by added tokens, such as a [PAD], or by padding.
     Extra rows of the student are dropped, and missing ones are initialized at random. Raises
     UserError if the tokenizers differ.
     """
     if not shape.path:
         raise UserError(
-            "student.init is folder, but student.path is empty: set it to a student folder that "
-            "distill.prune wrote"
+            "student.path is empty, expected a student folder of distill.prune with "
+            "student.init=folder"
         )
     folder = resolve(shape.path)
     read_config(folder)
@@ -108,9 +98,8 @@ def _from_folder(
     if found != wanted:
         if target_folder is None or not has_tokenizer(folder):
             raise UserError(
-                f"{folder} has a vocabulary of {found}, the target of {wanted}: a student must "
-                f"share the target's tokenizer, and this folder has none to compare. Copy its "
-                f"tokenizer files there"
+                f"{folder} has a vocabulary of {found}, expected the target's {wanted}, and has no "
+                f"tokenizer to compare with the target's. Copy the student's tokenizer files there"
             )
         check_same_tokenizer(target_folder, folder)
         if rank() == 0:
@@ -121,14 +110,3 @@ def _from_folder(
         student.config.pad_token_id = target.pad_token_id  # the target may lack the student's
         student.resize_token_embeddings(wanted, mean_resizing=False)
     return student.train()
-
-
-def _refuse_other_widths(config: Any, target: Any) -> None:
-    ours, theirs = target_widths(config), target_widths(target)
-    for name in WIDTHS:
-        if ours[name] != theirs[name]:
-            raise UserError(
-                f"student.{name} is {ours[name]}, the target's is {theirs[name]}: "
-                f"student.init=layers copies layers at full width. Leave it at 0, prune with "
-                f"distill.prune and set student.init=folder, or use student.init=random"
-            )

@@ -1,16 +1,17 @@
 """`python -m distill.train`: distil the frozen target into a student and write a drafter folder."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
-from decoding.values import RULES
-from distill.acceptance import HeldOutAcceptance, HeldOutMixture
+from decoding.values import check_value
+from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
-from distill.drafter_folder import pruning_on_card, write_card
+from distill.drafter_folder import read_pruning, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
@@ -26,13 +27,11 @@ from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of, write_model
 from training.held_out import check_stages, target_answers
 from training.job import TargetJob, fit_recorded
-from training.models.build import (
-    check_target,
-    dtype_of,
-    known_config,
-)
+from training.models.build import check_target, dtype_of, known_config
 from training.models.frozen import load_frozen
+from training.models.shapes import millions
 from training.objectives import Distillation, LanguageModelling, TeacherStates
+from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
 
@@ -54,15 +53,32 @@ class Distil(TargetJob[TrainConfig]):
         return list(dict.fromkeys([self.target_folder, *data, prompts]))
 
     def dry_run(self, run: Run) -> float:
-        return dry_run(self.config, self.target_folder, run.artefact, run.folder.was_dry)
+        return dry_run(self.config, self.target_folder, run)
 
     def prepare(self, run: Run) -> None:
         if self.config.student.init != "folder":
-            student_config(self.config.student, self.target)  # rejects impossible shapes
+            student_config(self.config.student, self.target)  # refuses invalid shapes
         super().prepare(run)
 
     def work(self, run: Run) -> None:
-        train(self.config, run, self.target_folder)
+        config, target_folder = self.config, self.target_folder
+        torch.manual_seed(config.seed)
+        parallel = Parallel(config.parallel, config.target.device)
+        tokenizer = load_tokenizer(target_folder)
+        dtype = dtype_of(config.loop.dtype)
+        teacher = load_frozen(target_folder, dtype, parallel)
+        student = build_student(config.student, teacher, dtype, target_folder)
+        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        if parallel.is_main:
+            print_overview(config, student, teacher, data)
+        objective = make_objective(config, student, teacher)
+        held_out = make_held_out(
+            config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
+        )
+        progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
+        if parallel.is_main:
+            finish(config, run, student, target_folder, progress)
+        parallel.close()
 
 
 def run(config: TrainConfig) -> Path:
@@ -71,50 +87,22 @@ def run(config: TrainConfig) -> Path:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    """Raise UserError for invalid values before the models are loaded."""
     check_target(config.target, config.parallel)
-    if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, "
-            f"expected 0: all ranks run a sharded target together, so none can skip its forward "
-            f"pass"
-        )
     check_mixture(config.data, ("loss", "acceptance"))
-    if config.loss.name not in LOSSES:
-        raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
-    check_values(
-        config,
-        {
-            "loss.temperature": (config.loss.temperature > 0, "more than 0"),
-            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
-            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 0, "1 or more"),
-            "held_out.temperature": (
-                RULES["temperature"].fits(config.held_out.temperature),
-                RULES["temperature"].expected,
-            ),
-        },
-    )
-
-
-def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
-    """Train on one rank."""
-    torch.manual_seed(config.seed)
-    parallel = Parallel(config.parallel, config.target.device)
-    tokenizer = load_tokenizer(target_folder)
-    dtype = dtype_of(config.loop.dtype)
-    teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.student, teacher, dtype, target_folder)
-    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-    if parallel.is_main:
-        describe(config, student, teacher, data)
-    objective = make_objective(config, student, teacher)
-    held_out = make_held_out(
-        config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
-    )
-    progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
-    if parallel.is_main:
-        finish(config, run, student, target_folder, progress)
-    parallel.close()
+    loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
+    rules = {
+        "loss.name": (loss.name in LOSSES, " or ".join(LOSSES)),
+        "loss.temperature": (loss.temperature > 0, "more than 0"),
+        "loss.cache_mb": (
+            not loss.cache_mb or kind not in SHARDED_WEIGHTS,
+            f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
+        ),
+        "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
+    }
+    check_values(config, rules)
+    for name in ("max_new_tokens", "temperature"):
+        check_value(name, vars(held_out)[name], key=f"held_out.{name}")
 
 
 def make_held_out(
@@ -124,53 +112,46 @@ def make_held_out(
     tokenizer: Any,
     parallel: Parallel,
     target_folder: Path,
-) -> HeldOutAcceptance | HeldOutMixture:
-    """Build the evaluation on the target's answers and on each domain's held-out text."""
-    answers = parallel.broadcast(
-        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
-    )
+) -> Callable[[], dict[str, float]]:
+    """Return an evaluation of the student on the target's answers and on the domains' texts."""
 
     def scored(samples: list[Sample]) -> HeldOutAcceptance:
         return HeldOutAcceptance(
             student, teacher, samples, config.data.max_length, config.held_out.temperature
         )
 
+    on_main = target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    answers = scored(parallel.broadcast(on_main))
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
-        return scored(answers)
-    return HeldOutMixture(
-        scored(answers), {name: scored(samples) for name, samples in domains.items()}
-    )
+        return answers
+    scorers = {name: scored(samples) for name, samples in domains.items()}
+    return partial(score_mixture, answers, scorers)
 
 
 def make_objective(
     config: TrainConfig, student: Any, teacher: Any
 ) -> Distillation | LanguageModelling:
-    """Return the training objective that loss.name names."""
-    if config.loss.name == "forward_kl":
-        states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
-        return Distillation(student, teacher, config.loss.temperature, states)
+    """Return the training objective for loss.name."""
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
-    raise AssertionError(config.loss.name)
+    states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
+    return Distillation(student, teacher, config.loss.temperature, states)
 
 
-def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
+def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
     """Print the models, the data and the plan before the first step."""
-    sizes = [
-        sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        for model in (student, teacher)
-    ]
+    sizes = [millions(count_parameters(model.parameters())) for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
     print(
-        f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: "
-        f"{sizes[1]:.1f} M, frozen"
+        f"student: {sizes[0]} parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]}, "
+        f"frozen"
     )
     print(
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
         f"{data.fill:.1%} full"
     )
-    # The remaining time is predicted from recent steps, which run the teacher in the first epoch.
+    # The progress bar predicts the remaining time from steps that also run the teacher.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
     remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
@@ -181,18 +162,14 @@ def finish(
     config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
     """Export the best weights with their card and complete the manifest."""
-    folder = run.artefact
+    folder, best = run.artefact, progress.best
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.student.name, target_folder, progress)
-    write_card(
-        folder,
-        student,
-        origin,
-        pruning_on_card(resolve(config.student.path)) if config.student.init == "folder" else None,
-    )
+    from_folder = config.student.init == "folder"
+    pruning = read_pruning(resolve(config.student.path)) if from_folder else None
+    write_card(folder, student, origin, pruning)
     close_run(run, origin, progress)
-    best = progress.best
     print(
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
         f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, after "

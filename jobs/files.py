@@ -5,7 +5,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from decoding.errors import UserError
@@ -53,6 +53,19 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file like `write_bytes`; creates its folder.
+
+    Raises UserError if the write fails.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_bytes(path, save(contiguous, metadata))
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 def disk_error(path: Path, error: Exception) -> UserError:

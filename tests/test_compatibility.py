@@ -29,6 +29,9 @@ INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # What was renamed on purpose: the name in the inventory -> the name now (a row, a test function,
 # the ids of a test's parameters, an override, a command, a drafter; `test[id]` for one test alone).
 RENAMED = {
+    "test_control_without_the_constraint_nothing_goes": (
+        "test_control_without_the_constraint_nothing_is_removed"
+    ),
     "test_the_chat_model_keeps_law_1": "test_the_chat_model_keeps_laws_1_and_2",
     "test_the_chat_model_keeps_law_1[ranked_tree]": "chains_and_a_tree",
     "test_the_control_of_one_run_is_no_rival_of_that_of_another": (

@@ -26,7 +26,7 @@ class TargetJob(Job[Config]):
     def prepare(self, run: Run) -> None:
         config: Any = self.config
         check_model(self.target_folder)
-        check_context(config.target, config.data, self.target_folder)
+        check_context(config.target, config.data, self.target)
 
 
 def fit_recorded(

@@ -1,9 +1,11 @@
-"""Context that all modes and stages of pruning share: target, text, cost accounts, distillation."""
+"""State that all modes and stages of pruning share: target, text, costs, and distillation."""
 
+import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from jobs.config import TrackerConfig, plain
+from jobs.files import write_text
 from jobs.tracker import Tracker
 from training.bounds import Progress
 from training.config import LoopConfig
@@ -25,20 +28,20 @@ from training.models.shapes import forward_flops, parameter_counts
 from training.objectives import Distillation, TeacherStates
 from training.parallel.strategy import Parallel
 
-# With fewer rows of calibration text, scores depend on a few documents.
+# Minimum number of rows: with fewer, the scores depend on a few documents.
 LEAST_ROWS = 16
 
 
 @dataclass
 class SourceModel:
-    """Frozen model to cut and its folder."""
+    """Frozen model to cut, and its folder."""
 
     model: Any
     folder: Path
 
 
 def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> SourceModel:
-    """Load a frozen model, sharded if the parallel kind shards weights."""
+    """Load a frozen model to cut, sharded if the parallel kind shards weights."""
     return SourceModel(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
 
 
@@ -49,13 +52,13 @@ class PruneContext:
     config: PruneConfig
     # the frozen target
     teacher: Any
-    # text for training and scores, by domain; under an empty name without domains
+    # training text by domain; without domains under an empty name
     texts: dict[str, list[Sample]]
     held_out: list[Sample]
     parallel: Parallel
-    # by part of the work, in this process
+    # seconds by part of the work, in this process
     seconds: dict[str, float] = field(default_factory=dict)
-    # matrix products with weights, without attention scores
+    # FLOPs by part of the work: products with weights, without attention scores
     flops: dict[str, float] = field(default_factory=dict)
     scorer: HeldOutAcceptance | None = None
     # the target's states on the training text, shared by all distillations
@@ -66,7 +69,7 @@ class PruneContext:
 
     @contextmanager
     def account(self, part: str, flops: float) -> Iterator[None]:
-        """Add the seconds spent in the block and `flops` to a part of the work."""
+        """Add the seconds of the block and `flops` to the costs of a part of the work."""
         began = time.monotonic()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - began
@@ -82,15 +85,15 @@ class PruneContext:
         return self.scorer()
 
     def data(self, rows_a_step: int) -> PackedData:
-        """Return the training text in packed rows; domains are sampled by their shares.
+        """Return the training text in packed rows, with domains mixed by their shares.
 
         Raises UserError if there is too little text.
         """
         data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
             raise UserError(
-                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, "
-                f"expected at least {LEAST_ROWS} (typically a thousand). Add data.texts or "
+                f"too little calibration text: found {len(data.rows)} rows of {data.capacity} "
+                f"tokens, expected at least {LEAST_ROWS} (better a thousand). Add data.texts or "
                 f"data.chats, or lower data.max_length"
             )
         return data
@@ -103,26 +106,61 @@ class PruneContext:
             rows += data.step_rows(len(rows))
         if len(rows) < count and self.parallel.is_main:
             print(
-                f"note: the text has only {len(rows):,} rows of {data.capacity} tokens, fewer than "
-                f"the requested {count:,}"
+                f"note: the text has {len(rows):,} rows of {data.capacity} tokens, fewer than the "
+                f"configured {count:,}"
             )
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
-    def tracked(self, part: str = "") -> TrackerConfig:
-        """Return the tracker configuration of the run or of one of its parts; all share a group."""
+    def tracker_config(self, part: str = "") -> TrackerConfig:
+        """Return the tracker configuration of this run, or of a part of it in the same group."""
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
-    def recording(self, part: str, folder: Path) -> Tracker | None:
-        """Return a tracker for a training inside this run, or None except on rank 0.
-
-        folder: location of its metrics.jsonl.
-        """
+    @contextmanager
+    def track(self, part: str, folder: Path) -> Iterator[Tracker | None]:
+        """Track a training within this run in `folder`. Yields None except on rank 0."""
         if not self.parallel.is_main:
-            return None
+            yield None
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        return Tracker(folder, self.tracked(f": {part}"), "", plain(self.config))
+        config = self.tracker_config(f": {part}")
+        with closing(Tracker(folder, config, "", plain(self.config))) as tracker:
+            yield tracker
+
+    def cached(self, file: Path, compute: Callable[[], Any]) -> Any:
+        """Return the JSON value in a file, or compute and write it if the file is missing.
+
+        All ranks must call this method. They compute together and get the value of rank 0.
+        """
+        here = self.parallel.is_main and file.is_file()
+        found = self.parallel.broadcast(json.loads(file.read_text()) if here else None)
+        if found is None:
+            found = self.parallel.broadcast(compute())
+            if self.parallel.is_main:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, json.dumps(found))
+        return found
+
+    def fit(
+        self,
+        title: str,
+        objective: Any,
+        model: Any,
+        loop: LoopConfig,
+        folder: Path,
+        tracker: Tracker | None,
+        evaluate: Callable[[], dict[str, float]],
+        flops_per_token: float,
+    ) -> Progress:
+        """Train `model` on the training text and add up the costs; resumes from `folder`."""
+        data = self.data(rows_of_step(self.config.data, loop))
+        with self.account(title, 0.0):
+            progress = fit(
+                title, objective, model, data, loop, self.parallel, folder, tracker, evaluate
+            )
+        self.flops[title] += flops_per_token * progress.step * loop.tokens_per_step
+        return progress
 
     def distil(
         self,
@@ -133,25 +171,10 @@ class PruneContext:
         tracker: Tracker | None = None,
     ) -> Progress:
         """Distil the target into `student` in loop.dtype; resumes from `folder`."""
-        data = self.data(rows_of_step(self.config.data, loop))
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
-        before = self.states.tokens_read
-        with self.account(title, 0.0):
-            progress = fit(
-                title,
-                objective,
-                student,
-                data,
-                loop,
-                self.parallel,
-                folder,
-                tracker,
-                lambda: self.acceptance(student),
-            )
-        read = self.parallel.sum(
-            torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
-        )
-        a_token = 6.0 * parameter_counts(student.config)["all"]
-        self.flops[title] += a_token * progress.step * loop.tokens_per_step
-        self.flops[title] += forward_flops(self.teacher.config) * float(read)
+        count, before = parameter_counts(student.config)["all"], self.states.tokens_read
+        evaluate = partial(self.acceptance, student)
+        progress = self.fit(title, objective, student, loop, folder, tracker, evaluate, 6.0 * count)
+        read = torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
+        self.flops[title] += forward_flops(self.teacher.config) * float(self.parallel.sum(read))
         return progress

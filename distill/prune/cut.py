@@ -1,14 +1,14 @@
 """Cut of a target: the kept layers, channels, heads and MLP units, and the resulting student.
 
-A cut is exact: the student computes what the target would compute with everything else masked to
-zero (tests/distill/test_cut.py). The RMS norms of both see only the kept channels.
+A cut is exact: the student equals the target with all other units masked to zero and with RMS norms
+over the kept channels (tests/distill/test_cut.py).
 
 Shapes: L kept layers, C hidden size, H key/value heads, G query heads per group, Q query heads, D
 head width, F MLP width; K kept units of a dimension.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoding.errors import UserError
-from jobs.files import disk_error, save_tensors
+from jobs.files import write_tensors
 from training.models.build import random_model
 from training.models.shapes import target_widths
 from training.parallel.fsdp import GatheredState
 
 FORM = 1  # version of the file format
+# Tensors of the file by their field in `Cut`; `layers` is stored too.
+_STORED = {
+    "hidden": "hidden_K",
+    "groups": "groups_LK",
+    "queries": "queries_LKG",
+    "units": "units_LK",
+    "norm_scale": "norm_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -42,33 +50,40 @@ class Cut:
     # factors for the weights of each layer's two norms and of the last norm [2 L + 1]
     norm_scale: Tensor
     # number of query heads per group of the target
-    a_group: int
+    group_size: int
 
     @property
     def heads_LQ(self) -> Tensor:
         """Kept query heads, numbered within the complete layer."""
-        return self.groups_LK[:, :, None].mul(self.a_group).add(self.queries_LKG).flatten(1)
+        return self.groups_LK[:, :, None].mul(self.group_size).add(self.queries_LKG).flatten(1)
 
 
-def keep_everything(config: Any) -> Cut:
-    """Return the cut that keeps everything."""
-    widths, layers = target_widths(config), config.num_hidden_layers
-    groups, heads = widths["num_key_value_heads"], widths["num_attention_heads"]
+def keep_layers(config: Any, layers: Sequence[int]) -> Cut:
+    """Return the cut that keeps these layers at full width.
+
+    config: the target's Hugging Face configuration.
+    """
+    widths, count = target_widths(config), len(layers)
+    groups = widths["num_key_value_heads"]
+    group_size = widths["num_attention_heads"] // groups
     return Cut(
-        tuple(range(layers)),
+        tuple(layers),
         torch.arange(widths["hidden_size"]),
-        torch.arange(groups).repeat(layers, 1),
-        torch.arange(heads // groups).repeat(layers, groups, 1),
-        torch.arange(widths["intermediate_size"]).repeat(layers, 1),
-        torch.ones(2 * layers + 1),
-        heads // groups,
+        torch.arange(groups).repeat(count, 1),
+        torch.arange(group_size).repeat(count, groups, 1),
+        torch.arange(widths["intermediate_size"]).repeat(count, 1),
+        torch.ones(2 * count + 1),
+        group_size,
     )
 
 
 def cut_state(
     state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True
 ) -> dict[str, Tensor]:
-    """Return copies of the student's weights by Hugging Face name; reads only the kept layers."""
+    """Return copies of the student's weights by Hugging Face name.
+
+    Only the kept layers are read. head: include lm_head. Raises UserError for an unknown weight.
+    """
     hidden = cut.hidden_K
     kept = {"model.embed_tokens.weight": state["model.embed_tokens.weight"][:, hidden].clone()}
     for new, old in enumerate(cut.layers):
@@ -79,7 +94,7 @@ def cut_state(
         for name, tensor in _cut_layer(source, cut, new, head_dim).items():
             kept[f"model.layers.{new}.{name}"] = tensor
     kept["model.norm.weight"] = state["model.norm.weight"][hidden] * cut.norm_scale[-1]
-    if head and "lm_head.weight" in state:
+    if head:
         kept["lm_head.weight"] = state["lm_head.weight"][:, hidden].clone()
     return kept
 
@@ -106,11 +121,11 @@ def _cut_layer(layer: Mapping[str, Tensor], cut: Cut, new: int, head_dim: int) -
         elif module in ("input_layernorm", "post_attention_layernorm"):
             kept[name] = tensor[hidden] * cut.norm_scale[2 * new + (module != "input_layernorm")]
         elif module in ("self_attn.q_norm", "self_attn.k_norm"):
-            kept[name] = tensor.clone()  # as wide as a head, shared by all heads
+            kept[name] = tensor.clone()  # one head wide, shared by all heads
         else:
             raise UserError(
-                f"the target has the weight '{name}', which no supported family has. It cannot be "
-                f"cut; choose another target"
+                f"the target has the unknown weight '{name}', which cannot be cut. Choose a "
+                f"target of a supported family"
             )
     return kept
 
@@ -121,10 +136,10 @@ def _channels(heads_K: Tensor, head_dim: int) -> Tensor:
 
 
 def cut_model(model: Any, cut: Cut, config: Any) -> Any:
-    """Cut a student out of a Hugging Face model, with its dtype and device.
+    """Cut a student out of a Hugging Face model, in the model's dtype and on its device.
 
-    `config` comes from distill.shapes.student_config. If `model` is sharded, all ranks must call
-    this: each gets the complete student, and only one layer of the model is gathered at a time.
+    config: from distill.shapes.student_config. If `model` is sharded, all ranks must call this
+    function. It gathers one layer of the model at a time, and each rank gets the complete student.
     """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
@@ -142,26 +157,16 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
 
 
 def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> None:
-    """Write a cut with the hash of its target and JSON notes on how it was found."""
-    tensors = {
-        "layers": torch.tensor(cut.layers),
-        "hidden": cut.hidden_K,
-        "groups": cut.groups_LK,
-        "queries": cut.queries_LKG,
-        "units": cut.units_LK,
-        "norm_scale": cut.norm_scale,
-    }
+    """Write a cut with the hash of its target, and notes on the cut as JSON."""
+    tensors = {name: getattr(cut, field) for name, field in _STORED.items()}
+    tensors |= {"layers": torch.tensor(cut.layers)}
     head = {
         "form": str(FORM),
         "target": target_hash,
-        "a_group": str(cut.a_group),
+        "a_group": str(cut.group_size),
         "notes": json.dumps(notes),
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, head)
-    except (OSError, SafetensorError) as error:
-        raise disk_error(path, error) from error
+    write_tensors(path, tensors, head)
 
 
 def load_cut(path: Path, target_hash: str) -> Cut:
@@ -171,7 +176,8 @@ def load_cut(path: Path, target_hash: str) -> Cut:
     """
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist, expected the masks.safetensors of a finished distill.prune run"
+            f"{path} does not exist, expected the masks.safetensors of a finished distill.prune "
+            f"run. Check masks="
         )
     try:
         with safe_open(path, "pt") as file:
@@ -179,54 +185,42 @@ def load_cut(path: Path, target_hash: str) -> Cut:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise UserError(
-            f"{path} is not a complete safetensors file ({error}). Copy it again, or prune again"
+            f"{path} is damaged, expected a safetensors file ({error}). Copy it again, or prune "
+            f"again"
         ) from error
     if head.get("form") != str(FORM):
         raise UserError(
-            f"{path} has cut format {head.get('form')}, expected {FORM}: use a file that "
+            f"{path} has cut format {head.get('form')}, expected {FORM}. Use a file that "
             f"distill.prune wrote"
         )
     if head["target"] != target_hash:
+        folder = json.loads(head.get("notes", "{}")).get("source")
+        source = f"{folder}, " if folder else ""
         raise UserError(
-            f"{path} was made for another target ({_source(head)}hash {head['target'][:12]}), "
-            f"this one has hash {target_hash[:12]}. Prune this target, or use the model that the "
-            f"masks were made for; in a staged run that is the model of the previous stage"
+            f"{path} was made for another target ({source}hash {head['target'][:12]}), expected "
+            f"one with hash {target_hash[:12]}. Prune this target, or use the model of the masks, "
+            f"which in a staged run is the model of the previous stage"
         )
-    layers = tuple(int(layer) for layer in found["layers"])
-    hidden_K, groups_LK, queries_LKG = found["hidden"], found["groups"], found["queries"]
     return Cut(
-        layers,
-        hidden_K,
-        groups_LK,
-        queries_LKG,
-        found["units"],
-        found["norm_scale"],
-        int(head["a_group"]),
+        layers=tuple(found["layers"].tolist()),
+        group_size=int(head["a_group"]),
+        **{field: found[name] for name, field in _STORED.items()},
     )
 
 
-def _source(head: dict[str, str]) -> str:
-    """Return the folder that a cut was made for, as a prefix, or an empty string if unknown."""
-    folder = json.loads(head.get("notes", "{}")).get("source")
-    return f"{folder}, " if folder else ""
-
-
 def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
-    """Raise UserError if a saved cut does not have the student's shape."""
-    widths = target_widths(student)
-    asked = {"num_hidden_layers": student.num_hidden_layers} | {
-        name: widths[name] for name in widths if name != "head_dim"
-    }
-    held = {
+    """Raise UserError if a cut does not have the student's shape. path: the cut's file."""
+    asked = {**target_widths(student), "num_hidden_layers": student.num_hidden_layers}
+    kept = {
         "num_hidden_layers": len(cut.layers),
         "hidden_size": len(cut.hidden_K),
         "num_key_value_heads": cut.groups_LK.shape[1],
         "num_attention_heads": cut.heads_LQ.shape[1],
         "intermediate_size": cut.units_LK.shape[1],
     }
-    for name, size in asked.items():
-        if held[name] != size:
+    for name, size in kept.items():
+        if asked[name] != size:
             raise UserError(
-                f"{path} keeps {held[name]} of {name}, student.{name} is {size}: set the shape "
-                f"that the masks were made for"
+                f"student.{name} is {asked[name]}, expected {size} as in {path}. Set the shape of "
+                f"the masks"
             )

@@ -1,24 +1,21 @@
-"""Importance scores of a target's parts from forward passes alone, cached for later shapes.
+"""Importance scores of a target's units, collected in forward passes and cached for other shapes.
 
 The scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2): the mean over
 the tokens of a row, then the root of the sum of squares over rows. An MLP unit is scored by its
 input to the down projection, a head by the norm of its input to the output projection, a group by
 all of its heads together, and a residual channel by the outputs of the norms, summed over layers.
 The block influence of a layer is 1 - cos(input, output) (ShortGPT, Men et al. 2024, arXiv
-2403.03853). The mean square of every residual channel before each norm is recorded to rescale cut
-norms.
+2403.03853). The mean square of every residual channel before each norm serves to rescale cut norms.
 
 Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, G query heads
 per group, D head width, F MLP width, N norms, X any width.
 """
 
 import contextlib
-import hashlib
 import json
 import math
-import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +26,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distill.prune.cut import Cut
-from jobs.files import disk_error, save_tensors, write_text
+from jobs.files import write_tensors, write_text
 from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
 from training.models.shapes import target_widths
 from training.objectives import hidden_states
+from training.parallel.strategy import Parallel
 
 
 @dataclass
 class ImportanceScores:
-    """Sums over rows; `finished` turns the sums of squares into roots.
+    """Importance scores of a model, or their sums over rows before `finished`.
 
-    They are float64 so that the sums of several ranks can be added.
+    The sums are float64, because ranks add theirs.
     """
 
     units_LF: Tensor
@@ -59,19 +57,9 @@ class ImportanceScores:
         """Return the scores before the first row."""
         widths, layers = target_widths(config), config.num_hidden_layers
         norms = (2 * layers + 1, widths["hidden_size"])
-
-        def sums(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-
-        return ImportanceScores(
-            units_LF=sums(layers, widths["intermediate_size"]),
-            heads_LQ=sums(layers, widths["num_attention_heads"]),
-            groups_LH=sums(layers, widths["num_key_value_heads"]),
-            hidden_NC=sums(*norms),
-            square_NC=sums(*norms),
-            influence_L=sums(layers),
-            rows=sums(1),
-        )
+        units = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+        shapes = [*((layers, widths[name]) for name in units), norms, norms, (layers,), (1,)]
+        return ImportanceScores(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     def finished(self) -> "ImportanceScores":
         """Return the roots of the sums of squares and the means of the other sums."""
@@ -85,41 +73,47 @@ class ImportanceScores:
             self.rows,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 def rank_batches(
-    batches: Sequence[PackedBatch], rank: int, ranks: int
+    batches: Sequence[PackedBatch], parallel: Parallel
 ) -> list[tuple[PackedBatch, float]]:
-    """Return every `ranks`-th batch from `rank` on with its weight.
+    """Return this rank's share of the batches with their weights.
 
-    A sharded model needs the same number of forward passes on every rank. Ranks with too few
-    batches get one more with weight 0; all others have weight 1.
+    A sharded model needs the same number of forward passes on every rank. A rank with one batch
+    fewer than others gets another batch with weight 0. All other batches have weight 1.
     """
+    rank, ranks = parallel.rank, parallel.world_size
     places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
     return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
 
 
 @torch.no_grad()
-def collect(
-    model: Any, batches: Sequence[PackedBatch], show: bool = True, rank: int = 0, ranks: int = 1
+def collect_scores(
+    model: Any, batches: Sequence[PackedBatch], parallel: Parallel
 ) -> ImportanceScores:
-    """Return the sums over this rank's rows of `batches` for a model with packed attention."""
-    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, rank, ranks)
-    with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
-        for number, (batch, counts) in enumerate(mine, start=1):
-            watch.weights_RT = (batch.documents_RT > 0).float()
-            watch.weights_RT *= counts / watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
+    """Return the sums of the scores over this rank's batches.
+
+    model: a Hugging Face model with packed attention.
+    """
+    scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, parallel)
+    with (
+        ProgressBar("importance", len(mine), show=parallel.is_main) as bar,
+        _register_hooks(model, scores) as hooks,
+    ):
+        for number, (batch, weight) in enumerate(mine, start=1):
+            hooks.weights_RT = (batch.documents_RT > 0).float()
+            hooks.weights_RT *= weight / hooks.weights_RT.sum(1, keepdim=True).clamp_(min=1)
             hidden_states(model, batch)
-            scores.rows += counts * len(batch.ids_RT)
+            scores.rows += weight * len(batch.ids_RT)
             bar.update(number)
     return scores
 
 
-class _Watch:
-    """Hooks that add activations to the scores; every row has the same weight despite padding."""
+class _ScoreHooks:
+    """Hooks that add the inputs and outputs of modules to the scores.
+
+    Every row has the same weight, whatever its padding.
+    """
 
     def __init__(self, scores: ImportanceScores) -> None:
         self.scores = scores
@@ -128,147 +122,114 @@ class _Watch:
     def _mean(self, values_RTX: Tensor) -> Tensor:
         return torch.bmm(self.weights_RT[:, None], values_RTX.float())[:, 0].double().cpu()
 
-    def norm(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
-        self.scores.hidden_NC[number] += self._mean(outgoing_RTC.abs()).square().sum(0)
-        self.scores.square_NC[number] += self._mean(incoming_RTC.float().square()).sum(0)
+    def norm(self, norm: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+        self.scores.hidden_NC[norm] += self._mean(outgoing_RTC.abs()).square().sum(0)
+        self.scores.square_NC[norm] += self._mean(incoming_RTC.float().square()).sum(0)
 
-    def units(self, layer: int, incoming_RTF: Tensor) -> None:
+    def units(self, layer: int, incoming_RTF: Tensor, _: Tensor) -> None:
         self.scores.units_LF[layer] += self._mean(incoming_RTF.abs()).square().sum(0)
 
-    def heads(self, layer: int, incoming_RTX: Tensor) -> None:
+    def heads(self, layer: int, incoming_RTX: Tensor, _: Tensor) -> None:
         queries, groups = self.scores.heads_LQ.shape[1], self.scores.groups_LH.shape[1]
         square_RTQ = incoming_RTX.float().unflatten(2, (queries, -1)).square().sum(-1)
         square_RTH = square_RTQ.unflatten(2, (groups, -1)).sum(-1)
         self.scores.heads_LQ[layer] += self._mean(square_RTQ.sqrt()).square().sum(0)
         self.scores.groups_LH[layer] += self._mean(square_RTH.sqrt()).square().sum(0)
 
-    def layer(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+    def influence(self, layer: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
         turned_RT = 1 - F.cosine_similarity(incoming_RTC.float(), outgoing_RTC.float(), dim=-1)
-        self.scores.influence_L[number] += (self.weights_RT * turned_RT).sum().double().cpu()
+        self.scores.influence_L[layer] += (self.weights_RT * turned_RT).sum().double().cpu()
 
 
 @contextlib.contextmanager
-def _watched(model: Any, scores: ImportanceScores) -> Iterator[_Watch]:
-    """Add hooks to the model and remove them at the end."""
-    watch, handles = _Watch(scores), []
+def _register_hooks(model: Any, scores: ImportanceScores) -> Iterator[_ScoreHooks]:
+    """Register the hooks of all scored modules for the duration of the block."""
+    hooks = _ScoreHooks(scores)
+    with contextlib.ExitStack() as handles:
 
-    def norm(module: Any, number: int) -> None:
-        handles.append(
-            module.register_forward_hook(lambda _, given, out: watch.norm(number, given[0], out))
-        )
+        def hook(module: Any, add: Callable[[int, Tensor, Tensor], None], number: int) -> None:
+            handles.enter_context(
+                module.register_forward_hook(lambda _, given, out: add(number, given[0], out))
+            )
 
-    for number, layer in enumerate(model.model.layers):
-        norm(layer.input_layernorm, 2 * number)
-        norm(layer.post_attention_layernorm, 2 * number + 1)
-        for module, see in (
-            (layer.self_attn.o_proj, watch.heads),
-            (layer.mlp.down_proj, watch.units),
-        ):
-            handles.append(
-                module.register_forward_hook(
-                    lambda _, given, out, n=number, see=see: see(n, given[0])
-                )
-            )
-        handles.append(
-            layer.register_forward_hook(
-                lambda _, given, out, n=number: watch.layer(n, given[0], out)
-            )
-        )
-    norm(model.model.norm, 2 * len(model.model.layers))
-    try:
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+        for number, layer in enumerate(model.model.layers):
+            hook(layer.input_layernorm, hooks.norm, 2 * number)
+            hook(layer.post_attention_layernorm, hooks.norm, 2 * number + 1)
+            hook(layer.self_attn.o_proj, hooks.heads, number)
+            hook(layer.mlp.down_proj, hooks.units, number)
+            hook(layer, hooks.influence, number)
+        hook(model.model.norm, hooks.norm, 2 * len(model.model.layers))
+        yield hooks
 
 
 def cut_by_scores(
     scores: ImportanceScores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
 ) -> Cut:
-    """Return the cut to `student`'s widths that keeps these layers and their highest scores.
+    """Return the cut that keeps these layers and, within them, the units with the highest scores.
 
     student, target: Hugging Face configurations that distill.shapes.refuse_wider accepted. rescale:
-    scale every norm to the output it had before channels were removed. A norm divides by the root
-    mean square of its input, and the kept channels are the largest ones.
+    multiply the weights of each norm so that the scale of its output is unchanged. Without this,
+    outputs shrink, because a norm divides by the root mean square of its input and the kept
+    channels are the largest.
     """
     ours, theirs = target_widths(student), target_widths(target)
     kept = torch.tensor(list(layers))
-    groups, a_group = (
-        theirs["num_key_value_heads"],
-        theirs["num_attention_heads"] // theirs["num_key_value_heads"],
-    )
-    hidden_K = _top(scores.hidden_NC.sum(0), ours["hidden_size"])
-    groups_LK = _top(scores.groups_LH[kept], ours["num_key_value_heads"])
-    in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, a_group))
-    chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, a_group))
+    groups = theirs["num_key_value_heads"]
+    group_size = theirs["num_attention_heads"] // groups
+    hidden_K = _top_indices(scores.hidden_NC.sum(0), ours["hidden_size"])
+    groups_LK = _top_indices(scores.groups_LH[kept], ours["num_key_value_heads"])
+    in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, group_size))
+    chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, group_size))
     norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
     squares_NC = scores.square_NC[norms]
-    scale = (
-        (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
-        if rescale
-        else torch.ones(len(norms))
-    )
+    scale_N = (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
     return Cut(
         tuple(layers),
         hidden_K,
         groups_LK,
-        _top(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
-        _top(scores.units_LF[kept], ours["intermediate_size"]),
-        scale.float(),
-        a_group,
+        _top_indices(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
+        _top_indices(scores.units_LF[kept], ours["intermediate_size"]),
+        scale_N.float() if rescale else torch.ones(len(norms)),
+        group_size,
     )
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Return ascending indices of the `count` highest scores; ties go to the lower index."""
+def _top_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the ascending indices of the `count` highest scores; lower indices win ties."""
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
     return order[..., :count].sort(dim=-1).values
 
 
-def cache_key(target_hash: str, samples_hash: str) -> str:
-    """Return the name of the cache entry for one target and one set of samples."""
-    return hashlib.sha256(f"{target_hash} {samples_hash}".encode()).hexdigest()[:16]
-
-
 def read_scores(path: Path) -> ImportanceScores | None:
-    """Read the scores that `write_scores` wrote; None if they are missing or damaged."""
+    """Return the scores that `write_scores` wrote, or None if they are missing or damaged."""
     try:
         return ImportanceScores(**load_file(path)) if path.is_file() else None
     except (SafetensorError, TypeError):
-        print(f"{path} is damaged: the scores are collected again")
+        print(f"{path} is damaged: collecting the scores again")
         return None
 
 
 def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
-    """Write the scores to a unique temporary file and rename it.
-
-    The members of a sweep may write the same scores at the same time.
-    """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(scores.tensors(), part, {"notes": json.dumps(notes)})
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise disk_error(path, error) from error
+    """Write the scores; several runs may write the same scores at the same time."""
+    write_tensors(path, vars(scores), {"notes": json.dumps(notes)})
 
 
 def read_order(path: Path, layers: int) -> list[int]:
-    """Read the order that `write_order` wrote, complete or partial; empty if missing or damaged."""
+    """Return the layers that `write_order` wrote; none if the file is missing or damaged."""
+    if not path.is_file():
+        return []
     try:
-        found: Any = (
-            json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
-        )
-        of, removed = found["layers"], [int(layer) for layer in found["removed"]]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-        of, removed = 0, []
-    if of != layers or len(removed) >= layers or len({*removed} & {*range(layers)}) != len(removed):
-        print(f"{path} is damaged: the layers are ordered again")
+        found: Any = json.loads(path.read_text())
+        total, removed = found["layers"], [int(layer) for layer in found["removed"]]
+    except (KeyError, TypeError, ValueError):
+        total, removed = 0, []
+    if total != layers or not len(removed) == len({*removed} & {*range(layers)}) < layers:
+        print(f"{path} is damaged: ordering the layers again")
         return []
     return removed
 
 
 def write_order(path: Path, removed: list[int], layers: int) -> None:
-    """Write the layers removed so far, in order."""
+    """Write the layers removed so far, in order. layers: number of layers of the model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({"layers": layers, "removed": removed}))

@@ -1,13 +1,14 @@
 """`python -m distill.prune`: prune a target and write a student folder for `distill.train`.
 
-Severe cuts are made in stages (`depths`) with a short distillation in between. Finished stages are
-not repeated.
+Severe cuts are made in stages (`depths`) with a short distillation after each but the last. A
+resumed run does not repeat finished stages.
 """
 
 import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,13 @@ from decoding.models.folder import WEIGHTS, hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
-from distill.dry_run import dry_prune, wide_dtype
+from distill.dry_run import describe_wide_dtype, dry_prune, print_sizes
 from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
 from distill.prune.masks import BETA, Masks
 from distill.prune.modes import MODES, record_stages
-from distill.shapes import (
-    describe_size_mismatch,
-    refuse_wider,
-    student_config,
-    warn_unaligned_widths,
-)
+from distill.shapes import refuse_wider, student_config
 from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
@@ -40,24 +36,13 @@ from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
 from jobs.tracker import TrackedRun
-from training.config import DataConfig, check_values
-from training.data.from_config import (
-    data_files,
-    held_out_domains,
-    read_samples,
-    sources,
-    training_texts,
-)
+from training.config import check_values
+from training.data.from_config import data_files, held_out_samples, sources, training_texts
 from training.data.mixture import check_mixture
-from training.data.packing import PackedData, Sample
+from training.data.packing import PackedData
 from training.drafter_folder import Provenance, write_model
 from training.job import TargetJob
-from training.models.build import (
-    dtype_of,
-    load_causal_lm,
-    refuse_own_code,
-)
-from training.models.shapes import bytes_a_step, layers_of, millions, parameter_counts
+from training.models.build import dtype_of, load_causal_lm, refuse_own_code
 from training.parallel.strategy import Parallel
 
 CHOICES = ("probe", *CRITERIA)
@@ -74,23 +59,46 @@ class Prune(TargetJob[PruneConfig]):
     def __init__(self, config: PruneConfig) -> None:
         check(config)
         super().__init__(config)
-        self.shapes = stage_shapes(config, self.target)
+        self.shapes = plan_stage_shapes(config, self.target)
 
     def inputs(self) -> list[Path]:
         return [self.target_folder, *data_files(self.config.data)]
 
     def dry_run(self, run: Run) -> float | None:
-        known = self.target, self.shapes, self.target_folder
-        planned = dry_prune(self.config, *known, run.artefact, run.folder.was_dry)
-        return planned or None  # saved masks and random weights cost nothing
+        planned = dry_prune(self.config, self.target, self.shapes, self.target_folder, run)
+        return planned or None  # None: saved masks and random weights cost nothing
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if (hint := wide_dtype(self.config, self.target)) and not is_worker():
-            print(hint)
+        if (note := describe_wide_dtype(self.config, self.target)) and not is_worker():
+            print(note)
 
     def work(self, run: Run) -> None:
-        prune(self.config, run, self.target_folder, self.shapes)
+        config, target_folder, shapes = self.config, self.target_folder, self.shapes
+        torch.manual_seed(config.seed)
+        context = build_context(config, target_folder)
+        parallel = context.parallel
+        if parallel.is_main:
+            print_sizes(shapes[-1], context.teacher.config, name=config.student.name)
+        # Refuse unsuitable masks or texts before the run claims its folder.
+        if config.masks:
+            cut = load_cut(resolve(config.masks), hash_input(target_folder))
+            refuse_other_shape(cut, shapes[-1], config.masks)
+        elif config.mode != "random":
+            context.data(1)
+        if parallel.is_main:
+            run.folder.write_manifest(run.inputs, {}, finished=False)
+        source, stages = SourceModel(context.teacher, target_folder), []
+        for number, shape in enumerate(shapes, start=1):
+            last = number == len(shapes)
+            between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+            place, work = run.artefact if last else between, run.path / "work" / str(number)
+            stages.append(run_stage(context, source, shape, place, work, distil=not last))
+            if not last:
+                source = read_source(config, place, parallel)
+        if parallel.is_main:
+            finish(config, run, context, stages)
+        parallel.close()
 
 
 def run(config: PruneConfig) -> Path:
@@ -99,64 +107,56 @@ def run(config: PruneConfig) -> Path:
 
 
 def check(config: PruneConfig) -> None:
-    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
+    """Raise UserError for invalid values before the target is loaded."""
     dtype_of(config.target.dtype)
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     check_mixture(config.data, ())
-    for key, value, known in (
-        ("mode", config.mode, (*MODES,)),
-        ("importance.choice", config.importance.choice, CHOICES),
-        ("l0.beta", config.l0.beta, (*BETA,)),
-    ):
-        if value not in known:
-            raise UserError(f"{key} is '{value}'; expected one of {', '.join(known)}")
-    counts = {
-        f"importance.{name}": getattr(config.importance, name)
-        for name in ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    importance, l0, kind = config.importance, config.l0, config.parallel.kind
+    learns_masks, max_steps = config.mode == "l0", config.loop.max_steps
+    counts = ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    rules = {
+        "mode": (config.mode in MODES, f"one of {', '.join(MODES)}"),
+        "importance.choice": (importance.choice in CHOICES, f"one of {', '.join(CHOICES)}"),
+        **{f"importance.{name}": (vars(importance)[name] >= 1, "1 or more") for name in counts},
+        "importance.probe_steps": (importance.probe_steps >= 0, "0 (none) or more"),
+        "l0.beta": (l0.beta in BETA, f"one of {', '.join(BETA)}"),
+        "l0.warmup_share": (0 <= l0.warmup_share <= 1, "a share from 0 to 1"),
+        "l0.mask_lr": (l0.mask_lr > 0, "more than 0"),
+        "l0.train_weights": (
+            not learns_masks or l0.train_weights or kind in ("single", "ddp"),
+            "true with zero1, zero2, zero3 and fsdp, which shard the trained weights. Use "
+            "parallel=ddp to train only masks",
+        ),
+        "loop.max_steps": (
+            not learns_masks or max_steps > 0,
+            "more than 0 because the masks follow a schedule",
+        ),
+        "loop.optimizer.warmup_steps": (
+            not learns_masks or 0 <= config.loop.optimizer.warmup_steps < max_steps,
+            f"less than loop.max_steps={max_steps}, because the masks must reach their peak "
+            f"learning rate",
+        ),
+        "largest_cut": (0 < config.largest_cut <= 1, "a share of more than 0, at most 1"),
+        "masks": (
+            not config.masks or not config.depths,
+            "an empty text with depths, because a file holds one cut",
+        ),
+        "cache_mb": (
+            config.cache_mb == 0 or (config.cache_mb > 0 and kind not in SHARDED_WEIGHTS),
+            "0 (none) or more, and 0 with zero3 and fsdp, where all ranks must run the sharded "
+            "target together",
+        ),
+        "between.max_steps": (config.between.max_steps > 0, "more than 0"),
     }
-    check_values(
-        config,
-        {
-            **{key: (value >= 1, "1 or more") for key, value in counts.items()},
-            "importance.probe_steps": (config.importance.probe_steps >= 0, "0 (none) or more"),
-            "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
-            "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
-            "l0.train_weights": (
-                config.mode != "l0"
-                or config.l0.train_weights
-                or config.parallel.kind in ("single", "ddp"),
-                "true with zero kinds and fsdp, which shard the trained weights: use parallel=ddp "
-                "to train masks alone",
-            ),
-            "loop.max_steps": (
-                config.mode != "l0" or config.loop.max_steps > 0,
-                "more than 0: masks follow a schedule",
-            ),
-            "loop.optimizer.warmup_steps": (
-                config.mode != "l0"
-                or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
-                f"less than loop.max_steps={config.loop.max_steps}, so that the masks reach their "
-                f"peak learning rate",
-            ),
-            "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
-            "masks": (
-                not config.masks or not config.depths,
-                "empty if depths is set: a file holds one cut",
-            ),
-            "cache_mb": (
-                config.cache_mb == 0
-                or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
-                "0 (none) or more, and 0 with zero3 and fsdp: all ranks run a sharded target "
-                "together, so none can skip its forward pass",
-            ),
-            "between.max_steps": (config.between.max_steps > 0, "more than 0"),
-        },
-    )
+    check_values(config, rules)
 
 
-def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """Return the student's configuration after each stage, checked against the target."""
+def plan_stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
+    """Return the student's configuration after each stage.
+
+    Raises UserError for a shape that the target cannot be cut to.
+    """
     final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
@@ -169,10 +169,10 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
             f"depths is {config.depths}, expected decreasing numbers of layers between the "
             f"target's {deeper[0]} and the student's {deeper[-1]}"
         )
-    shapes = []
-    for depth in deeper[1:]:
-        shape = dataclasses.replace(config.student, num_hidden_layers=depth)
-        shapes.append(student_config(shape, target))
+    shapes = [
+        student_config(dataclasses.replace(config.student, num_hidden_layers=depth), target)
+        for depth in deeper[1:]
+    ]
     if config.mode == "random":
         return shapes[-1:]
     refuse_wider(final, target)
@@ -181,15 +181,15 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
-                Masks(after, before, BETA[config.l0.beta], 0)  # rejects unreachable sparsities
+                Masks(after, before, BETA[config.l0.beta], 0)  # refuses unreachable sparsities
     return shapes
 
 
 def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Return the numbers of layers between `layers` and `final`.
+    """Return the numbers of layers after each stage but the last.
 
-    Each stage removes at most the share `largest_cut`, but at least one layer: 32, 3, 0.625 -> [12,
-    5].
+    Each stage removes at most the share `largest_cut`, but at least one layer. For example, 32
+    layers, 3 final ones and 0.625 give [12, 5].
     """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
@@ -197,85 +197,31 @@ def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int
     return depths
 
 
-def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
-    """Prune on one rank."""
-    torch.manual_seed(config.seed)
-    context = build_context(config, target_folder)
-    describe(config, context, shapes[-1])
-    refuse_early(config, context, shapes[-1], target_folder)
-    if context.parallel.is_main:
-        run.folder.write_manifest(run.inputs, {}, finished=False)
-    source, told = SourceModel(context.teacher, target_folder), []
-    for number, shape in enumerate(shapes, start=1):
-        last = number == len(shapes)
-        between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
-        place, work = run.artefact if last else between, run.path / "work" / str(number)
-        notes = run_stage(context, source, shape, place, work, distil=not last)
-        told.append(notes)
-        if not last:
-            source = read_source(config, place, context.parallel)
-    if context.parallel.is_main:
-        finish(config, run, context, told)
-    context.parallel.close()
-
-
-def refuse_early(
-    config: PruneConfig, context: PruneContext, shape: Any, target_folder: Path
-) -> None:
-    """Raise UserError for unsuitable masks or texts before the run claims its folder.
-
-    The corrected command can then use the same folder.
-    """
-    if config.masks:
-        refuse_other_shape(
-            load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
-        )
-    elif config.mode != "random":
-        context.data(1)
-
-
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
-    """Load the target and the text and set up the processes."""
-    parallel = Parallel(config.parallel, config.target.device)
+    """Start the processes and load the target and the text."""
+    parallel, data = Parallel(config.parallel, config.target.device), config.data
     tokenizer = load_tokenizer(target_folder)
-    texts = training_texts(tokenizer, config.data, parallel.is_main)
-    held_out = held_out_texts(tokenizer, config.data, parallel.is_main)
-    packed = PackedData(held_out, config.data.max_length, 1, config.seed)
-    rows = [
-        packed.step_rows(step)[0]
-        for step in range(min(config.importance.probe_sequences, len(packed.rows)))
-    ]
+    texts = training_texts(tokenizer, data, parallel.is_main)
+    domains = held_out_samples(tokenizer, data, parallel.is_main)
+    held_out = [sample for samples in domains.values() for sample in samples]
+    packed = PackedData(held_out, data.max_length, 1, config.seed)
+    rows = min(config.importance.probe_sequences, len(packed.rows))
+    chosen = [held_out[index] for step in range(rows) for index in packed.step_rows(step)[0]]
     teacher = read_source(config, target_folder, parallel).model
-    return PruneContext(
-        config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
-    )
-
-
-def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
-    """Return the held-out samples of all domains; raises UserError if there are none."""
-    if not data.domains:
-        return read_samples(tokenizer, data, "held_out", show)
-    found = [
-        sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples
-    ]
-    if not found:
-        raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
-            f"held_out_texts for at least one domain"
-        )
-    return found
+    return PruneContext(config, teacher, texts, chosen, parallel)
 
 
 def run_stage(
     context: PruneContext, source: SourceModel, shape: Any, place: Path, work: Path, distil: bool
 ) -> dict[str, Any]:
-    """Cut the source, distil the student if another cut follows, and write it to `place`.
+    """Cut a student from the source and write it to `place`. Returns notes on the stage.
 
-    Returns notes on the stage.
+    work: folder of the stage's checkpoints and notes. distil: distil the student before it is
+    written, because another cut follows.
     """
     config, parallel, done = context.config, context.parallel, work / "done.json"
-    # Rank 0 checks for all ranks: it could finish the stage before another rank checks.
-    before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
+    # Only rank 0 checks: it could finish the stage before another rank checks.
+    before = parallel.broadcast(read_finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
         return before
     target_hash = hash_input(source.folder)
@@ -288,10 +234,8 @@ def run_stage(
     notes["acceptance_before_distillation"] = context.acceptance(student)["acceptance"]
     if distil:
         title = f"distil {shape.num_hidden_layers} layers"
-        tracker = context.recording(title, work / "between")
-        progress = context.distil(title, student, config.between, work / "distil", tracker)
-        if tracker is not None:
-            tracker.close()
+        with context.track(title, work / "between") as tracker:
+            progress = context.distil(title, student, config.between, work / "distil", tracker)
         notes["acceptance"] = progress.best["acceptance"]
     notes |= {"seconds": dict(context.seconds), "flops": dict(context.flops)}
     context.seconds.clear()
@@ -300,7 +244,7 @@ def run_stage(
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
             save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
-        write_model(student, source.folder, place, stored_dtype(config))
+        write_model(student, source.folder, place, dtype_of(config.target.dtype))
         write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
         for checkpoints in ("probe", "distil", "checkpoints"):
             shutil.rmtree(work / checkpoints, ignore_errors=True)
@@ -308,8 +252,8 @@ def run_stage(
     return notes
 
 
-def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
-    """Return the notes of a finished stage, or None if it must run (again).
+def read_finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
+    """Return the notes of a finished stage, or None if the stage must run.
 
     A stage runs again if its model has changed since it was written.
     """
@@ -324,42 +268,24 @@ def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
 
 
 def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the notes of a stage; raises ValueError if some are missing."""
+    """Return the notes of a stage. Raises ValueError if some are missing."""
     if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
         raise ValueError(f"{', '.join(sorted(missing))} is missing")
     return values
 
 
-def stored_dtype(config: PruneConfig) -> torch.dtype:
-    """Return the dtype of the student's weights on disk, the dtype in which the target runs."""
-    return dtype_of(config.target.dtype)
-
-
-def describe(config: PruneConfig, context: PruneContext, shape: Any) -> None:
-    """Print the shapes before the first stage."""
-    if not context.parallel.is_main:
-        return
-    counts = [parameter_counts(model)["all"] for model in (context.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {layers_of(context.teacher.config)}")
-    print(
-        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
-        f"{bytes_a_step(shape) / 1e6:,.1f} MB per draft step in 16 bits"
-    )
-    for warning in warn_unaligned_widths(shape):
-        print(f"warning: {warning}")
-    if note := describe_size_mismatch(config.student.name, shape):
-        print(note)
-
-
 def finish(
-    config: PruneConfig, run: Run, context: PruneContext, told: list[dict[str, Any]]
+    config: PruneConfig, run: Run, context: PruneContext, stages: list[dict[str, Any]]
 ) -> None:
-    """Write the student's card, the masks, and the manifest with the cost of every part."""
-    folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
+    """Write the student's card, the masks, and the manifest with the cost by part of the work.
+
+    stages: the notes of every stage.
+    """
+    folder, last = run.artefact, run.path / "work" / str(len(stages)) / MASKS
     if last.is_file():
         shutil.copyfile(last, run.path / MASKS)
-    student = load_causal_lm(folder, torch.float32)
-    acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
+    untrained = config.mode == "random"
+    acceptance = {"acceptance": stages[-1]["acceptance_before_distillation"]}
     origin = Provenance(
         config.student.name,
         config.target.path,
@@ -367,33 +293,25 @@ def finish(
         {"sources": sources(config.data)},
         {
             "name": None,
-            "note": "random weights, not trained"
-            if config.mode == "random"
-            else "pruned, not distilled",
+            "note": "random weights, not trained" if untrained else "pruned, not distilled",
         },
         acceptance,
     )
-    write_card(folder, student, origin, {"mode": config.mode, "stages": told})
-    tracked = dataclasses.replace(config, tracker=context.tracked())
+    pruning = {"mode": config.mode, "stages": stages}
+    write_card(folder, load_causal_lm(folder, torch.float32), origin, pruning)
+    tracked = dataclasses.replace(config, tracker=context.tracker_config())
     with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
         assert tracker is not None, "only rank 0 runs this"
-        record_stages(tracker, told)
-    seconds, flops = (
-        {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
-        for what in ("seconds", "flops")
-    )
-    run.folder.write_manifest(
-        run.inputs,
-        {**acceptance, "stages": told, "seconds": seconds, "flops": flops},
-        finished=True,
-    )
-    kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
+        record_stages(tracker, stages)
+    seconds, flops = Counter[str](), Counter[str]()
+    for notes in stages:
+        seconds.update(notes["seconds"])
+        flops.update(notes["flops"])
+    figures = {**acceptance, "stages": stages, "seconds": seconds, "flops": flops}
+    run.folder.write_manifest(run.inputs, figures, finished=True)
+    kept = "random weights" if untrained else f"layers {stages[-1]['layers']}"
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
     if seconds:
         spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
         print(f"time: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in total")
     print(f"student: {folder}")
-
-
-def _parts(told: list[dict[str, Any]], what: str) -> list[str]:
-    return list(dict.fromkeys(part for notes in told for part in notes[what]))

@@ -1,12 +1,18 @@
 """Choice of the layers to keep.
 
-No one-shot criterion is reliable at severe cuts, so sets of layers are compared by acceptance. The
-sets are: evenly spaced layers from the first to the last; the same without the last layer; the
-layers with the largest block influence; the layers left by a greedy removal that minimizes the
-change of the target (KL divergence of the next token); the first layers and the last; the first
-layers (early exit). Influence and greedy KL may drop any layer, but they measure the target before
-distillation, when a student without the last layer drafts worse. A few training steps can reverse
-this, as learned masks show, so two sets leave it out.
+No criterion alone is reliable at severe cuts, so candidate sets of layers are compared by
+acceptance:
+
+- even: evenly spaced layers from the first to the last
+- even_without_last: the same up to the last layer but one
+- influence: the layers with the largest block influence
+- greedy: the layers left by a greedy removal that changes the next-token distribution least
+- contiguous: the first layers and the last
+- early_exit: the first layers
+
+Influence and greedy removal may drop any layer, but they measure the target before distillation,
+when a student without the last layer drafts worse. A few training steps can reverse this, as
+learned masks show, so two sets always leave it out.
 
 Shapes: N supervised tokens, R rows, T tokens, C hidden size, V vocabulary, L layers.
 """
@@ -20,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.prune.importance import rank_batches
-from distill.student import evenly_spaced
+from distill.student import space_evenly
 from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
 from training.models.attention import document_mask
 from training.objectives import hidden_states
+from training.parallel.strategy import Parallel
 
 CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
 
@@ -32,9 +39,10 @@ CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "e
 def propose_layer_sets(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
-    """Return sets of `count` of `layers` layers by the criterion that proposes them.
+    """Return sets of `count` of `layers` layers by criterion.
 
-    removal: order of `removal_order`. distinct: omit sets that an earlier criterion proposed.
+    influence_L: block influence of each layer. removal: result of `find_removal_order`. distinct:
+    omit sets that an earlier criterion proposed.
     """
     by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
     proposed = _by_place(count, layers) | {
@@ -48,88 +56,76 @@ def propose_layer_sets(
     return found
 
 
-def max_layer_sets(count: int, layers: int) -> int:
-    """Return the maximum number of distinct sets that `propose_layer_sets` proposes."""
+def count_layer_sets(count: int, layers: int) -> int:
+    """Return the maximum number of distinct sets that `propose_layer_sets` can propose."""
     by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
     return min(len(by_place) + 2, math.comb(layers, count))
 
 
 def _by_place(count: int, layers: int) -> dict[str, list[int]]:
-    """Return the sets that do not depend on the model; the last layer stays if all layers do."""
+    """Return the sets that do not depend on the model's weights."""
     return {
-        "even": evenly_spaced(count, layers),
-        "even_without_last": evenly_spaced(count, max(count, layers - 1)),
+        "even": space_evenly(count, layers),
+        "even_without_last": space_evenly(count, max(count, layers - 1)),
         "contiguous": [*range(count - 1), layers - 1],
         "early_exit": list(range(count)),
     }
 
 
 @torch.no_grad()
-def removal_order(
+def find_removal_order(
     model: Any,
     batches: Sequence[PackedBatch],
-    show: bool = True,
-    rank: int = 0,
-    ranks: int = 1,
-    add: Callable[[Tensor], Tensor] = lambda mine: mine,
-    begun: Sequence[int] = (),
-    keep: Callable[[list[int]], None] = lambda removed: None,
+    parallel: Parallel,
+    removed: Sequence[int] = (),
+    save: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
     """Return all layers but one in the order of their greedy removal from a Hugging Face model.
 
     Each step removes the layer whose absence changes the next-token distribution least, by the
-    forward KL divergence from the complete model. Ties go to the later layer. All candidates of a
-    step share the layers before them, so a step over k layers costs about k^2 / 2 layers of forward
-    passes.
+    forward KL divergence from the complete model. Of equal layers, the later one is removed. The
+    candidates of a step share the forward pass up to their layer, so a step over k layers runs
+    about k^2 / 2 layers. Ranks divide the batches among them.
 
-    Ranks share the batches, and `add` sums over them. begun: layers that an interrupted search
-    removed. keep: called with all removed layers after each step.
+    removed: layers that an interrupted search removed. save: called with all removed layers after
+    each step.
     """
-    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
-    mine = rank_batches(batches, rank, ranks)
-    whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
-    order = list(begun)
-    with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
+    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in removed]
+    mine = rank_batches(batches, parallel)
+    complete = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
+    order, steps = list(removed), len(removed) + len(layers) - 1
+    with ProgressBar("layers by KL", steps, len(order), parallel.is_main) as bar:
         while len(layers) > 1:
-            kl = torch.zeros(len(layers), dtype=torch.float64)
-            for (batch, counts), whole_NC in zip(mine, whole, strict=True):
-                whole_NV = F.linear(whole_NC, model.lm_head.weight).float().log_softmax(-1)
-                kl += counts * _kl_without_each(model, batch, layers, whole_NV)
-            kl = add(kl)
-            gone = int((kl == kl.min()).nonzero()[-1])
-            order.append(layers.pop(gone))
-            keep(order)
+            kl_L = torch.zeros(len(layers), dtype=torch.float64)
+            for (batch, weight), complete_NC in zip(mine, complete, strict=True):
+                p_NV = F.linear(complete_NC, model.lm_head.weight).float().log_softmax(-1)
+                kl_L += weight * _kl_without_each(model, batch, layers, p_NV)
+            kl_L = parallel.sum(kl_L.to(parallel.device)).cpu()
+            order.append(layers.pop(int((kl_L == kl_L.min()).nonzero()[-1])))
+            save(order)
             bar.update(len(order))
     return order
 
 
-def _kl_without_each(
-    model: Any, batch: PackedBatch, layers: Sequence[int], whole_NV: Tensor
-) -> Tensor:
-    """Return the KL sums over the supervised tokens without each of the layers, [L]."""
-    found = torch.zeros(len(layers), dtype=torch.float64)
+def _kl_without_each(model: Any, batch: PackedBatch, layers: Sequence[int], p_NV: Tensor) -> Tensor:
+    """Return the KL divergence without each of the layers, summed over supervised tokens, [L].
+
+    p_NV: log probabilities of the complete model.
+    """
+    kl_L = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)
-    seen = {
+    given = {
         "position_embeddings": model.model.rotary_emb(before_RTC, batch.positions_RT),
         "position_ids": batch.positions_RT,
         "attention_bias": document_mask(batch.documents_RT, model.dtype),
+        "use_cache": False,
     }
     for place, layer in enumerate(layers):
-        without_RTC = _run(model, layers[place + 1 :], before_RTC, seen)
-        logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
-        found[place] = (
-            F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
-        )
-        before_RTC = _run(model, [layer], before_RTC, seen)
-    return found
-
-
-def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
-    """Run these layers in order without the final norm. seen: positions and attention bias."""
-    for layer in layers:
-        hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
-    return hidden_RTC
-
-
-def _logits(model: Any, hidden_RTC: Tensor, batch: PackedBatch) -> Tensor:
-    return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)
+        hidden_RTC = before_RTC
+        for later in layers[place + 1 :]:
+            hidden_RTC = model.model.layers[later](hidden_RTC, **given)
+        hidden_NC = batch.at_supervised(model.model.norm(hidden_RTC))
+        q_NV = F.linear(hidden_NC, model.lm_head.weight).float().log_softmax(-1)
+        kl_L[place] = F.kl_div(q_NV, p_NV, reduction="sum", log_target=True).double().cpu()
+        before_RTC = model.model.layers[layer](before_RTC, **given)
+    return kl_L

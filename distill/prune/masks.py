@@ -1,11 +1,11 @@
-"""Hard-concrete masks over the parts of a target, constrained to the student's shape.
+"""Hard-concrete masks over the units of a target, constrained to the student's shape.
 
-The method is Sheared-LLaMA's (arXiv 2310.06694). Every unit has a mask z in [0, 1]. It is sampled
-during training (Louizos et al. 2018, arXiv 1712.01312); at the end the units with the highest
-logits are kept. A quadratic Lagrangian with two ascending multipliers holds the expected share of
-zeros of each kind of mask at its target. Heads and MLP units are constrained per layer, so that all
-layers get the same shape. Key/value groups have masks, and query heads within them only if the
-student has fewer per group.
+The method is Sheared-LLaMA's (arXiv 2310.06694). Every unit has a mask z in [0, 1]. Training
+samples z from a distribution with a learned logit (Louizos et al. 2018, arXiv 1712.01312). At the
+end the units with the highest logits are kept. A quadratic Lagrangian with two multipliers, which
+follow gradient ascent, holds the expected share of zeros of each kind at its target. Heads and MLP
+units are constrained per layer, so all layers get the same shape. Query heads have masks only if
+the student has fewer of them per group.
 
 Shapes: W rows of a mask (1, or one per layer or group), U units of a row.
 """
@@ -22,7 +22,7 @@ from decoding.errors import UserError
 from distill.prune.cut import Cut
 from training.models.shapes import target_widths
 
-# Published code, and appendix of the paper.
+# Beta of the published code, and of the paper's appendix.
 BETA = {"code": 2 / 3, "paper": 0.83}
 # The sigmoid is stretched to this range before it is clamped to [0, 1].
 LOW, HIGH = -0.1, 1.1
@@ -31,14 +31,14 @@ EPSILON = 1e-6
 BOUND = math.log(100)
 # Mean and standard deviation of the initial logits.
 START, SPREAD = 5.0, 0.01
-# Maximum target sparsity. At 95.29 % and the code's beta, all logits reach their bound.
+# Maximum target sparsity. With the code's beta, all logits are at their bound at 95.29 %.
 REACHABLE = 0.95
 # A larger gap from the target sparsity means that the masks are not fully trained.
 NEAR = 0.02
 
 
 class HardConcrete(nn.Module):
-    """Masks of one kind, [W, U], which keep `keep` units per row."""
+    """Masks of one kind, [W, U], of which `keep` per row remain."""
 
     def __init__(self, rows: int, units: int, keep: int, beta: float) -> None:
         super().__init__()
@@ -54,14 +54,17 @@ class HardConcrete(nn.Module):
         return 1 - self.keep / self.logit_WU.shape[1]
 
     def sample(self, uniform_WU: Tensor) -> Tensor:
-        """Return masks in [0, 1] from uniform numbers in (0, 1)."""
+        """Return masks in [0, 1], computed from uniform random numbers in (0, 1)."""
         uniform_WU = uniform_WU.clamp(EPSILON, 1 - EPSILON)
         soft_WU = torch.sigmoid((torch.logit(uniform_WU) + self.logit_WU) / self.beta)
         return (soft_WU * (HIGH - LOW) + LOW).clamp(0, 1)
 
     @torch.no_grad()
     def bound(self) -> None:
-        """Clamp the logits in place; a clamp in the graph would stop their gradients for good."""
+        """Clamp the logits in place.
+
+        A clamp in the graph would stop the gradients of clamped logits forever.
+        """
         self.logit_WU.clamp_(-BOUND, BOUND)
 
     def sparsity_W(self) -> Tensor:
@@ -73,18 +76,18 @@ class HardConcrete(nn.Module):
     def penalty(self, warm: float) -> Tensor:
         """Return the Lagrangian, the mean over rows of l1 (s - t) + l2 (s - t)^2.
 
-        s is the sparsity and t the target sparsity times `warm`.
+        s: sparsity. t: target sparsity times `warm`, its share in the warm-up. l1, l2: multipliers.
         """
         gap_W = self.sparsity_W() - self.target_sparsity * warm
         return (self.multipliers[0] * gap_W + self.multipliers[1] * gap_W.square()).mean()
 
     def binary(self) -> Tensor:
-        """Return 1 for the `keep` highest logits of each row, else 0; lower indices win ties."""
+        """Return 1 for the `keep` highest logits of each row, else 0. Lower indices win ties."""
         order_WU = torch.argsort(self.logit_WU.detach(), dim=1, descending=True, stable=True)
         return torch.zeros_like(self.logit_WU).scatter_(1, order_WU[:, : self.keep], 1.0)
 
     def margin(self) -> float:
-        """Return the smallest gap over rows between the last kept and the first removed logit.
+        """Return the gap between the lowest kept and the highest removed logit, minimal over rows.
 
         A gap of 0 means that the choice is arbitrary.
         """
@@ -95,33 +98,31 @@ class HardConcrete(nn.Module):
 
 
 class Masks(nn.Module):
-    """All kinds of masks of one target; kinds that are not cut have none."""
+    """All masks of one target, by kind; a kind that is not cut has none."""
 
     def __init__(self, student: Any, target: Any, beta: float, seed: int) -> None:
-        """Create the masks for two Hugging Face configurations.
+        """Create the masks that cut `target` to `student`, both Hugging Face configurations.
 
         Raises UserError for a sparsity that the masks cannot reach.
         """
         super().__init__()
         ours, theirs = target_widths(student), target_widths(target)
         layers, groups = target.num_hidden_layers, theirs["num_key_value_heads"]
-        self.a_group = theirs["num_attention_heads"] // groups
-        kept_a_group = ours["num_attention_heads"] // ours["num_key_value_heads"]
+        self.group_size = theirs["num_attention_heads"] // groups
+        kept_group_size = ours["num_attention_heads"] // ours["num_key_value_heads"]
         sizes = {  # rows, units, kept
             "layers": (1, layers, student.num_hidden_layers),
             "hidden": (1, theirs["hidden_size"], ours["hidden_size"]),
             "groups": (layers, groups, ours["num_key_value_heads"]),
-            "queries": (layers * groups, self.a_group, kept_a_group),
+            "queries": (layers * groups, self.group_size, kept_group_size),
             "units": (layers, theirs["intermediate_size"], ours["intermediate_size"]),
         }
         self.shape = {kind: (rows, units) for kind, (rows, units, _) in sizes.items()}
         self.seed = seed
-        state = torch.random.get_rng_state()
-        torch.manual_seed(seed)
-        self.kinds = nn.ModuleDict(
-            {kind: HardConcrete(*size, beta) for kind, size in sizes.items() if size[1] > size[2]}
-        )
-        torch.random.set_rng_state(state)
+        cut = {kind: size for kind, size in sizes.items() if size[1] > size[2]}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.kinds = nn.ModuleDict({kind: HardConcrete(*cut[kind], beta) for kind in cut})
         for kind, masks in self.each():
             refuse_unreachable(kind, masks.target_sparsity, layers, beta)
 
@@ -132,10 +133,10 @@ class Masks(nn.Module):
             yield kind, masks
 
     def sample(self, *place: int) -> dict[str, Tensor]:
-        """Sample a mask of every kind.
+        """Sample the masks of every kind; ones for kinds that are not cut.
 
-        The numbers depend only on (seed, *place), so a resumed run samples the same masks on any
-        ranks.
+        The random numbers depend only on (seed, *place), so a resumed run samples the same masks
+        with any number of ranks.
         """
         mixed = np.random.SeedSequence([self.seed, *place]).generate_state(2)
         generator = torch.Generator().manual_seed(int(mixed[0]) << 31 | int(mixed[1]) >> 1)
@@ -146,7 +147,7 @@ class Masks(nn.Module):
         return self._with_ones(found)
 
     def binary(self) -> dict[str, Tensor]:
-        """Return the masks of the cut."""
+        """Return the binary masks of the cut; ones for kinds that are not cut."""
         return self._with_ones({kind: masks.binary() for kind, masks in self.each()})
 
     def _with_ones(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -164,22 +165,21 @@ class Masks(nn.Module):
         return total
 
     def figures(self) -> dict[str, float]:
-        """Return by kind the largest sparsity gap and the margin of the cut."""
+        """Return the largest sparsity gap and the margin of the cut, by kind."""
         found = {}
         for kind, masks in self.each():
-            found[f"sparsity_gap/{kind}"] = float(
-                (masks.sparsity_W() - masks.target_sparsity).abs().max().detach()
-            )
+            gap_W = masks.sparsity_W().detach() - masks.target_sparsity
+            found[f"sparsity_gap/{kind}"] = float(gap_W.abs().max())
             found[f"margin/{kind}"] = masks.margin()
         return found
 
     def cut(self) -> Cut:
-        """Return the cut that the binary masks make."""
+        """Return the cut of the binary masks."""
         z = {kind: mask.bool().cpu() for kind, mask in self.binary().items()}
         layers = z["layers"][0].nonzero().flatten()
         groups_LK = _kept(z["groups"][layers])
-        queries = z["queries"].view(self.shape["layers"][1], -1, self.a_group)[layers]
-        chosen_LKG = queries.gather(1, groups_LK[:, :, None].expand(-1, -1, self.a_group))
+        queries = z["queries"].view(self.shape["layers"][1], -1, self.group_size)[layers]
+        chosen_LKG = queries.gather(1, groups_LK[:, :, None].expand(-1, -1, self.group_size))
         return Cut(
             tuple(layers.tolist()),
             z["hidden"][0].nonzero().flatten(),
@@ -187,68 +187,59 @@ class Masks(nn.Module):
             _kept(chosen_LKG),
             _kept(z["units"][layers]),
             torch.ones(2 * len(layers) + 1),
-            self.a_group,
+            self.group_size,
         )
 
 
 def describe_masks(figures: Mapping[str, float]) -> list[str]:
-    """Return lines that report `Masks.figures`, with warnings for unreliable cuts."""
+    """Return the lines of a report on `Masks.figures`, with warnings of unreliable cuts."""
+    kinds = [key.partition("/")[2] for key in figures if key.startswith("margin/")]
     gaps, margins = (
-        {
-            key.removeprefix(prefix): value
-            for key, value in figures.items()
-            if key.startswith(prefix)
-        }
-        for prefix in ("sparsity_gap/", "margin/")
+        {kind: figures[f"{name}/{kind}"] for kind in kinds} for name in ("sparsity_gap", "margin")
     )
-    told = "; ".join(
-        f"{kind} {gap:.2%} off, margin {margins[kind]:.2g}" for kind, gap in gaps.items()
-    )
-    lines = (
-        [f"masks (gap from the target sparsity, margin of the logits at the cut): {told}"]
-        if told
-        else []
-    )
-    off = [kind for kind, gap in gaps.items() if gap > NEAR]
-    if off:
+    listed = "; ".join(f"{kind} {gaps[kind]:.2%} off, margin {margins[kind]:.2g}" for kind in kinds)
+    lines = []
+    if kinds:
         lines.append(
-            f"warning: masks of {', '.join(off)} are more than {NEAR:.0%} off their sparsity, so "
-            f"the cut removes units that the model still uses. Train longer (loop.max_steps, or "
-            f"another limit of the loop)"
+            f"masks (gap from the target sparsity, margin of the logits at the cut): {listed}"
         )
-    tied = [kind for kind, margin in margins.items() if margin == 0]
-    if tied:
+    if off := [kind for kind in kinds if gaps[kind] > NEAR]:
         lines.append(
-            f"warning: the choice among {', '.join(tied)} is arbitrary because the last kept and "
-            f"the first removed have equal logits"
+            f"warning: the masks of {', '.join(off)} are more than {NEAR:.0%} off their target "
+            f"sparsity, so the cut removes units that the model still uses. Train longer "
+            f"(loop.max_steps, or another bound of the loop)"
+        )
+    if tied := [kind for kind in kinds if margins[kind] == 0]:
+        lines.append(
+            f"warning: the choice among {', '.join(tied)} is arbitrary, because kept and removed "
+            f"ones have equal logits"
         )
     return lines
 
 
-def max_sparsity(beta: float) -> float:
-    """Return the largest allowed sparsity: REACHABLE, or less if the logits' bound requires it."""
-    edge = beta * math.log(-LOW / HIGH)
-    return min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
-
-
 def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> None:
-    """Raise UserError if the masks cannot reach a sparsity."""
-    most = max_sparsity(beta)
+    """Raise UserError for a sparsity above REACHABLE or above the limit set by BOUND.
+
+    kind: kind of the masks. layers: number of the target's layers.
+    """
+    edge = beta * math.log(-LOW / HIGH)
+    most = min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
     if sparsity <= most:
         return
-    between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
-    stages = (
-        f"prune in stages (for example depths=[{between}] in distill.prune, or a smaller "
-        f"prune_largest_cut in an experiment)"
-    )
-    remedy = stages if kind == "layers" else "use a wider shape"
+    remedy = "Use a wider shape"
+    if kind == "layers":
+        between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
+        remedy = (
+            f"Prune in stages (for example with depths=[{between}] in distill.prune, or with a "
+            f"smaller prune_largest_cut in an experiment)"
+        )
     raise UserError(
-        f"mode=l0 must remove {sparsity:.1%} of the {kind}, but its masks can remove {most:.1%} at "
-        f"most because their logits are bounded: {remedy}, or use mode=importance"
+        f"mode=l0 would have to remove {sparsity:.1%} of the {kind}, expected {most:.1%} at most, "
+        f"because the masks' logits are bounded. {remedy}, or use mode=importance"
     )
 
 
 def _kept(mask: Tensor) -> Tensor:
-    """Return the indices of the ones along the last dimension; all rows have equally many."""
+    """Return the indices of the ones along the last dimension, of which all rows have as many."""
     count = int(mask.sum(-1).flatten()[0])
     return mask.nonzero()[:, -1].view(*mask.shape[:-1], count)

@@ -1,21 +1,22 @@
-"""Batches of dialogues: which requests are answered together and when a batch keeps its cache.
+"""Batches of dialogues: the requests that are answered together, and the turns that share a cache.
 
-The chats of a batch continue turn by turn while at least half of them have requests left. Their
-tokens stay in the cache (decoding/session.py), so only new tokens are read. The other chats wait
-and join later batches, where they are read again. Batches therefore group chats with equally many
-requests left, and among these requests of similar length.
+A batch continues turn by turn while at least half of its chats have requests left. Their tokens
+stay in the cache (decoding/session.py), so only new tokens are read. The other chats wait for a
+later batch, where they are read again. Batches therefore group chats with equal numbers of requests
+left, and among these, requests of similar length.
 
-All of this depends only on the configuration and the earlier answers. If one answer of a series of
-turns is missing, the series is answered again from its first turn: the same batches with the same
-caches give the same bits.
+Batches depend only on the configuration and on earlier answers. If one answer of a batch is
+missing, the batch is answered again from its first turn, because only equal batches with equal
+caches give equal bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from decoding.errors import UserError
 from distill.config import RegenerateConfig
-from distill.regenerate.dialogues import FULL, Answer, Dialogue, EndingRules, Key
+from distill.regenerate.dialogues import FULL, Answer, Dialogue, Key
 from distill.regenerate.generate import AnswerFunction, Request
 from jobs.progress import ProgressBar
 from training.data.chat import render_prompt
@@ -26,66 +27,59 @@ OpenRequests = list[tuple[Dialogue, Request]]
 def answer_all(
     dialogues: Sequence[Dialogue],
     known: dict[Key, Answer],
-    answering: AnswerFunction,
+    generate: AnswerFunction,
     tokenizer: Any,
     config: RegenerateConfig,
     show: bool,
 ) -> None:
-    """Answer all dialogues; known: existing answers, to which new ones are added."""
-    rules = EndingRules(config.on_length, config.drop_loops)
+    """Answer all dialogues. known: answers so far, to which new ones are added."""
+    ask = partial(next_request, tokenizer=tokenizer, config=config)
     dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
-
-    def ask(dialogue: Dialogue) -> Request | None:
-        return next_request(dialogue, tokenizer, config)
-
     with ProgressBar("regenerate", sum(len(one.requests) for one in dialogues), show=show) as bar:
-        while asked := next_requests(dialogues, tokenizer, config):
-            done = sum(len(one.requests) if one.ended else len(one.drawn) for one in dialogues)
-            for start in range(0, len(asked), config.batch_size):
-                batch = asked[start : start + config.batch_size]
-                for turn, drawn in answer_batch(batch, known, answering, ask, rules):
-                    tokens += sum(len(answer.tokens) for answer in drawn)
-                    seconds += sum(answer.seconds for answer in drawn)
-                    done += sum(
-                        1 + (len(one.requests) - len(one.drawn) if one.ended else 0)
-                        for one, _ in turn
-                    )
-                    bar.update(
-                        done, f"{tokens / seconds:.0f} tokens/s" if seconds else "already answered"
-                    )
+        while requests := next_requests(dialogues, tokenizer, config):
+            done = sum(len(one.requests) if one.ended else len(one.generated) for one in dialogues)
+            for start in range(0, len(requests), config.batch_size):
+                batch = requests[start : start + config.batch_size]
+                for turn, answers in answer_batch(batch, known, generate, ask, config):
+                    tokens += sum(len(answer.tokens) for answer in answers)
+                    seconds += sum(answer.seconds for answer in answers)
+                    for one, _ in turn:
+                        done += 1 + (len(one.requests) - len(one.generated) if one.ended else 0)
+                    pace = f"{tokens / seconds:.0f} tokens/s" if seconds else "already answered"
+                    bar.update(done, pace)
 
 
 def answer_batch(
     batch: OpenRequests,
     known: dict[Key, Answer],
-    answering: AnswerFunction,
+    generate: AnswerFunction,
     ask: Callable[[Dialogue], Request | None],
-    rules: EndingRules,
+    config: RegenerateConfig,
 ) -> Iterator[tuple[OpenRequests, list[Answer]]]:
-    """Answer a batch, then the next requests of its dialogues while at least half of them have one.
+    """Answer a batch turn by turn while at least half of its dialogues have a request.
 
-    Yields each turn with its new answers.
+    ask: returns the next request of a dialogue, or None. Yields each turn with its new answers.
     """
     turn = batch
-    # Turns whose answers are known but not in the cache.
-    passed: list[list[Request]] = []
+    # Earlier turns whose answers are known but not in the cache.
+    skipped: list[list[Request]] = []
     begun = False
     while turn and 2 * len(turn) >= len(batch):
         requests = [request for _, request in turn]
-        drawn: list[Answer] = []
+        answers: list[Answer] = []
         if not begun and all(request.key in known for request in requests):
-            passed.append(requests)
+            skipped.append(requests)
         else:
-            for number, earlier in enumerate([] if begun else passed):
-                answering(earlier, number > 0)
-            drawn = answering(requests, begun or bool(passed))
-            begun = True
-            for answer in drawn:
+            for number, earlier in enumerate(skipped):
+                generate(earlier, number > 0)
+            answers = generate(requests, begun or bool(skipped))
+            begun, skipped = True, []
+            for answer in answers:
                 known.setdefault(answer.key, answer)
         for dialogue, request in turn:
-            dialogue.take(known[request.key], rules)
-        yield turn, drawn
+            dialogue.add_answer(known[request.key], config)
+        yield turn, answers
         following = [(dialogue, ask(dialogue)) for dialogue, _ in turn]
         turn = [(dialogue, request) for dialogue, request in following if request is not None]
 
@@ -95,23 +89,20 @@ def next_requests(
 ) -> OpenRequests:
     """Return the next request of every dialogue that has one.
 
-    Dialogues with the most turns and the longest requests come first, so that a lack of memory
+    Dialogues with the most turns left and the longest requests come first, so a lack of memory
     shows early.
     """
-    asked = [(one, next_request(one, tokenizer, config)) for one in dialogues]
-    found = [(dialogue, request) for dialogue, request in asked if request is not None]
-    return sorted(
-        found,
-        key=lambda pair: (
-            len(pair[0].drawn) - len(pair[0].requests),
-            -len(pair[1].ids),
-            pair[1].key,
-        ),
-    )
+
+    def order(pair: tuple[Dialogue, Request]) -> tuple[int, int, Key]:
+        dialogue, request = pair
+        return len(dialogue.generated) - len(dialogue.requests), -len(request.ids), request.key
+
+    following = ((one, next_request(one, tokenizer, config)) for one in dialogues)
+    return sorted(((one, request) for one, request in following if request is not None), key=order)
 
 
 def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
-    """Return the dialogue's next request, or None after setting the reason that it ended."""
+    """Return the dialogue's next request, or end the dialogue and return None."""
     if dialogue.ended:
         return None
     try:
@@ -122,6 +113,5 @@ def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -
     if len(ids) + config.max_new_tokens > config.data.max_length:
         dialogue.ended = FULL
         return None
-    return Request(
-        dialogue.key, dialogue.history, ids, len(dialogue.drawn) + 1 == len(dialogue.requests)
-    )
+    last = len(dialogue.generated) + 1 == len(dialogue.requests)
+    return Request(dialogue.key, dialogue.history, ids, last)

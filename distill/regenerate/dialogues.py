@@ -1,8 +1,8 @@
-"""Dialogues with new answers: the requests, the reasons that a chat ends, and the account.
+"""Chats with new answers: requests, reasons to end a chat, and the account of all chats.
 
-A chat keeps its system and human turns. The target answers in place of the assistant turns and is
-given its own earlier answers, never the original ones. By default a chat does not continue after an
-incomplete answer. Nothing here decodes.
+A chat keeps its system and human turns. The target's answers replace the assistant turns, and each
+request contains the target's earlier answers, never the original ones. By default a chat ends after
+an incomplete answer. Nothing here decodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.rounds.stats import LOOPING_BELOW, distinct_n
+from distill.config import RegenerateConfig
 from training.data.counts import SHOWN_PLACES
 from training.data.readers import Chat
 
@@ -19,27 +20,19 @@ Message = dict[str, str]
 Key = tuple[int, int, int]
 
 ON_LENGTH = ("end", "drop", "go_on")
-# Every request was answered.
+# Reason to end a chat: every request was answered.
 COMPLETE = "complete"
-# Reasons to end a chat before its last request, or to skip it.
-CUT, EMPTY, LOOP, FULL = (
-    "answer cut at max_new_tokens",
-    "empty answer",
-    "answer loops",
-    "no room in the context",
-)
-NO_REQUEST, DUPLICATE, OVER_LIMIT = (
-    "no human turn",
-    "duplicate of an earlier chat",
-    "over data.max_samples",
-)
+# Reasons to end a chat before its last request, or to skip the chat.
+CUT, EMPTY, LOOP = "answer cut at max_new_tokens", "empty answer", "answer loops"
+FULL, NO_REQUEST = "no room in the context", "no human turn"
+DUPLICATE, OVER_LIMIT = "duplicate of an earlier chat", "over data.max_samples"
 
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the target, a line of the journal."""
+    """Answer of the target to one request, as in a line of the journal."""
 
     # number of the chat in the input
     chat: int
@@ -47,16 +40,16 @@ class Answer:
     # number of the request in the chat
     turn: int
     prompt_tokens: int
-    # prompt tokens that were read; the others except the last one were cached
+    # prompt tokens that the prefill read; all others but the last were cached
     read_tokens: int
-    # including the stop token
+    # with the stop token
     tokens: list[int]
     # stop | length
     finish: str
     text: str
     # number of target forwards, prefill excluded
     rounds: int
-    # the batch's seconds times the share of its tokens
+    # seconds of the batch times this answer's share of its tokens
     seconds: float
 
     @property
@@ -78,18 +71,8 @@ class Answer:
 
 
 def make_answer(values: Mapping[str, Any]) -> Answer:
-    """Convert a record of the journal to an answer; raises TypeError for unknown fields."""
+    """Return the answer in a record of the journal. Raises TypeError for unknown fields."""
     return Answer(**values)
-
-
-@dataclass(frozen=True)
-class EndingRules:
-    """Rules for answers that are incomplete or loop."""
-
-    # cut at max_new_tokens: end (kept, ends the chat) | drop (discarded) | go_on (kept)
-    on_length: str = "end"
-    # discard answers that loop and end their chat
-    drop_loops: bool = False
 
 
 class Dialogue:
@@ -97,53 +80,56 @@ class Dialogue:
 
     def __init__(self, chat: int, sample: int, found: Chat) -> None:
         self.chat, self.sample, self.source = chat, sample, found.source
-        # A chat without an id is named by its place, without the folder.
+        # A chat without an id is named by its file and line, without the folder.
         self.id = found.id if found.id != found.source else Path(found.source).name
         self.requests = split_requests(found.messages)
         self.messages: list[Message] = []
-        # All answers; the last one may be discarded.
-        self.drawn: list[Answer] = []
+        # All answers, of which the last one may be discarded.
+        self.generated: list[Answer] = []
         # Number of answers among the messages.
         self.kept = 0
-        # Reason that the dialogue ended; empty: another request follows.
+        # Reason to end the dialogue; empty while another request follows.
         self.ended = "" if self.requests else NO_REQUEST
 
     @property
     def key(self) -> Key:
         """Key of the next answer."""
-        return self.chat, self.sample, len(self.drawn)
+        return self.chat, self.sample, len(self.generated)
 
     @property
     def history(self) -> list[Message]:
         """Messages up to and including the next request."""
-        return [*self.messages, *self.requests[len(self.drawn)]]
+        return [*self.messages, *self.requests[len(self.generated)]]
 
     @property
     def answers(self) -> list[Answer]:
         """Kept answers."""
-        return self.drawn[: self.kept]
+        return self.generated[: self.kept]
 
-    def take(self, answer: Answer, rules: EndingRules) -> None:
-        """Add the answer to the next request, and end the dialogue if a rule requires it."""
+    def add_answer(self, answer: Answer, config: RegenerateConfig) -> None:
+        """Add the answer to the next request, or discard it, and end the dialogue if necessary."""
         history = self.history
-        self.drawn.append(answer)
-        cut = answer.finish == "length" and rules.on_length != "go_on"
+        self.generated.append(answer)
+        cut = answer.finish == "length" and config.on_length != "go_on"
         if not answer.text.strip():
             self.ended = EMPTY
-        elif answer.loops and rules.drop_loops:
+        elif answer.loops and config.drop_loops:
             self.ended = LOOP
-        elif cut and rules.on_length == "drop":
+        elif cut and config.on_length == "drop":
             self.ended = CUT
         else:
             self.messages = [*history, {"role": "assistant", "content": answer.text}]
             self.kept += 1
-            if len(self.drawn) == len(self.requests):
+            if len(self.generated) == len(self.requests):
                 self.ended = COMPLETE
             elif cut:
                 self.ended = CUT
 
     def record(self, samples: int) -> dict[str, Any]:
-        """Return the chat in ShareGPT form with the token count and ending of each answer."""
+        """Return the chat in ShareGPT form, with the token count and the finish of each answer.
+
+        samples: number of samples of every chat; with several, the chat's number is recorded.
+        """
         answers = iter(self.answers)
         turns: list[dict[str, Any]] = []
         for message in self.messages:
@@ -156,10 +142,10 @@ class Dialogue:
 
 
 def split_requests(messages: Sequence[Message]) -> list[list[Message]]:
-    """Split messages into requests: runs of system and human turns with at least one human turn.
+    """Split messages into requests, runs of system and human turns with at least one human turn.
 
-    A last human turn without an answer is a request too. Answers without a request (at the start,
-    or two in a row) are ignored.
+    A last human turn without an answer is a request too. Answers without a request, at the start or
+    after another answer, are ignored.
     """
     requests: list[list[Message]] = []
     run: list[Message] = []
@@ -177,7 +163,7 @@ def build_dialogues(
 ) -> list[Dialogue]:
     """Return a dialogue for every sample of every chat, in input order.
 
-    Duplicates and chats beyond `limit` (0: no limit) have already ended.
+    Duplicates and chats beyond `limit` (0: no limit) are ended at once.
     """
     found: list[Dialogue] = []
     seen: set[tuple[str, ...]] = set()
@@ -188,15 +174,11 @@ def build_dialogues(
             for request in new[0].requests
             for message in request
         )
-        reason = (
-            OVER_LIMIT
-            if limit and number >= limit
-            else DUPLICATE
-            if drop_duplicates and asked in seen
-            else ""
-        )
         for dialogue in new:
-            dialogue.ended = reason or dialogue.ended
+            if limit and number >= limit:
+                dialogue.ended = OVER_LIMIT
+            elif drop_duplicates and asked in seen:
+                dialogue.ended = DUPLICATE
         seen.add(asked)
         found += new
     return found
@@ -204,7 +186,10 @@ def build_dialogues(
 
 @dataclass
 class Account:
-    """Account of the input: success + skipped (never asked) + failed (no usable answer) = input."""
+    """Account of the input: success + skipped + failed = input.
+
+    A skipped chat was never answered, a failed one has no usable answer.
+    """
 
     # records of the files x samples
     input: int
@@ -212,32 +197,31 @@ class Account:
     # places ("file:line") by reason
     skipped: dict[str, list[str]] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)
-    # number of successes by reason
+    # number of successes that ended before their last request, by reason
     ended_early: dict[str, int] = field(default_factory=dict)
 
     def add(self, dialogue: Dialogue, unreadable: str = "") -> bool:
-        """Count an ended dialogue and return whether it is a success.
+        """Count an ended dialogue. Returns True if it is a success.
 
-        unreadable: reason that training cannot read it, or an empty string.
+        unreadable: why training cannot read the dialogue, or an empty text.
         """
         if dialogue.kept and not unreadable:
             self.success += 1
             if dialogue.ended != COMPLETE:
                 self.ended_early[dialogue.ended] = self.ended_early.get(dialogue.ended, 0) + 1
             return True
-        reasons = self.failed if dialogue.drawn else self.skipped
+        reasons = self.failed if dialogue.generated else self.skipped
         reasons.setdefault(unreadable or dialogue.ended, []).append(dialogue.source)
         return False
 
     def check(self) -> None:
-        """Raise RuntimeError if the account does not balance, which is a bug in this program."""
-        skipped, failed = (
-            sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed)
-        )
+        """Raise RuntimeError if the account does not balance, which is a bug."""
+        skipped, failed = _total(self.skipped), _total(self.failed)
         if self.success + skipped + failed != self.input:
             raise RuntimeError(
-                f"the account does not balance: {self.success} answered + {skipped} skipped + "
-                f"{failed} failed, expected {self.input} in total. This is a bug, please report it"
+                f"the account of chats does not balance: {self.success} answered + {skipped} "
+                f"skipped + {failed} failed, expected {self.input} in total. This is a bug, please "
+                f"report it"
             )
 
     def figures(self) -> dict[str, Any]:
@@ -251,22 +235,21 @@ class Account:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the terminal with the first places of every reason."""
+        """Yield the lines of a report with the first places of every reason."""
         yield (
-            f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} "
-            f"skipped, {_total(self.failed)} failed"
+            f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped):,} "
+            f"skipped, {_total(self.failed):,} failed"
         )
         for word, reasons in (("skipped", self.skipped), ("failed", self.failed)):
             for reason, places in reasons.items():
-                shown = ", ".join(places[:SHOWN_PLACES]) + (
-                    ", ..." if len(places) > SHOWN_PLACES else ""
-                )
-                # The places of chats over the limit are obvious.
-                where = f" ({shown})" if reason != OVER_LIMIT else ""
+                more = ", ..." if len(places) > SHOWN_PLACES else ""
+                shown = f" ({', '.join(places[:SHOWN_PLACES])}{more})"
+                # Chats over the limit need no places.
+                where = "" if reason == OVER_LIMIT else shown
                 yield f"  {len(places):,} {word}: {reason}{where}"
         for reason, count in self.ended_early.items():
             yield f"  {count:,} answered chats end before their last request: {reason}"
 
 
-def _total(reasons: dict[str, list[str]]) -> str:
-    return f"{sum(map(len, reasons.values())):,}"
+def _total(reasons: dict[str, list[str]]) -> int:
+    return sum(map(len, reasons.values()))

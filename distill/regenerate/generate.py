@@ -1,8 +1,8 @@
 """Generation of the target's answers to a batch of requests, with or without a drafter.
 
-Target and drafter share noise that is keyed by (seed, request). So neither the drafter, the batch
-nor the order of the requests changes an answer: it equals what `decoding.decode` returns for the
-request alone. (In 32 bits or fewer this holds up to near ties of two tokens.)
+The noise of target and drafter is keyed by (seed, request), so an answer depends neither on the
+drafter nor on the batch. It equals the answer of `decoding.decode` to the request alone, in 32 bits
+or fewer up to near ties of two tokens.
 """
 
 import json
@@ -33,59 +33,47 @@ from jobs.drafters import build, describe, uses
 from jobs.files import write_text
 from jobs.run_files import read_object
 
+# Fields of the configuration that are settings of decoding under the same name.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
 # Answer length when only the speed is measured.
 _PACE_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request to the target."""
+    """Request to the target: a chat up to the next answer."""
 
     key: Key
     messages: list[Message]
     # tokens of the messages with the generation prompt
     ids: list[int]
-    # whether it is the last one of its chat
+    # True for the last request of its chat
     last: bool
 
 
-# Returns one answer per request, in order. The second argument is true if the requests continue
+# Returns one answer per request, in order. The second argument is True if the requests continue
 # chats of the last call, which may still be cached.
 AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
-def request_id(key: Key) -> int:
-    """Return the key of a request's random numbers."""
-    return noise.key(*key)
-
-
 class AnswerGenerator:
-    """Target in this process, loaded by the first request.
+    """Target and drafter in this process, loaded by the first call.
 
-    costs_file: file for the measured costs of a drafter's policy.
+    costs_file: file of the measured round costs, for a drafter whose policy weighs them.
     """
 
     def __init__(
         self, config: RegenerateConfig, folder: Path, tokenizer: Any, costs_file: Path | None = None
     ) -> None:
-        self.config, self.folder, self.tokenizer, self.costs_file = (
-            config,
-            folder,
-            tokenizer,
-            costs_file,
-        )
+        self.config, self.folder = config, folder
+        self.tokenizer, self.costs_file = tokenizer, costs_file
         self.settings = Settings(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
             num_draft_tokens=config.num_draft_tokens,
             verify="coupled",  # the only rule under which a drafter cannot change sampled answers
-            seed=config.seed,
             stop_token_ids=stop_tokens(folder, tokenizer),
+            **{name: vars(config)[name] for name in SAMPLING},
         )
-        self._measured: RoundCosts | None = None
+        self._costs: RoundCosts | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -104,7 +92,7 @@ class AnswerGenerator:
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
-        """Drafter and its use; raises UserError if the drafter does not fit the target."""
+        """Drafter and its use. Raises UserError if the drafter does not fit the target."""
         mappings = describe_drafter(self.config)
         if not mappings:
             return None, DrafterUse()
@@ -115,7 +103,7 @@ class AnswerGenerator:
         return drafter, use.with_default_stopping(drafter.capabilities)
 
     def load(self) -> None:
-        """Load the target and the drafter now; raises UserError if they do not fit."""
+        """Load the target and the drafter. Raises UserError if the drafter does not fit."""
         _ = self.target, self.drafting
 
     @cached_property
@@ -123,7 +111,10 @@ class AnswerGenerator:
         return ConversationBatches(self.target, self.drafting[0])
 
     def __call__(self, requests: Sequence[Request], continues: bool = False) -> list[Answer]:
-        """Return one answer per request, in order, decoded as one ragged batch."""
+        """Return one answer per request, in order, decoded as one ragged batch.
+
+        continues: the requests continue chats of the last call.
+        """
         settings = self._settings(requests)
         if not continues:
             self.turns.forget()
@@ -137,7 +128,7 @@ class AnswerGenerator:
         ]
 
     def tokens_per_second(self, requests: Sequence[Request]) -> float:
-        """Measure the speed on a batch over a few tokens after a warm-up."""
+        """Measure the speed on a few tokens of a batch, after a warm-up."""
         few = min(_PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
@@ -147,78 +138,73 @@ class AnswerGenerator:
         return sum(len(generation.tokens) for generation in generations) / (perf_counter() - began)
 
     def _decode(self, requests: Sequence[Request], settings: Settings) -> list[Generation]:
-        chats, prompts = (
+        return self.turns.decode(
             [request.key[:2] for request in requests],
             [request.ids for request in requests],
-        )
-        last, keys = (
             [request.last for request in requests],
-            [request_id(request.key) for request in requests],
+            settings,
+            request_ids=[noise.key(*request.key) for request in requests],
         )
-        return self.turns.decode(chats, prompts, last, settings, request_ids=keys)
 
     def _answer(self, request: Request, generation: Generation, seconds: float) -> Answer:
         tokens, stopped = list(generation.tokens), generation.finish == "stop"
-        text = str(
-            self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
-        )
-        if not stopped:
-            text = text.rstrip("\ufffd")  # an incomplete character
-        asked = len(request.ids), generation.prefilled
+        body = tokens[:-1] if stopped else tokens
+        text = str(self.tokenizer.decode(body, skip_special_tokens=True))
         return Answer(
             *request.key,
-            *asked,
-            tokens,
-            generation.finish,
-            text,
-            generation.rounds,
-            round(seconds, 6),
+            prompt_tokens=len(request.ids),
+            read_tokens=generation.prefilled,
+            tokens=tokens,
+            finish=generation.finish,
+            text=text if stopped else text.rstrip("\ufffd"),  # an incomplete character
+            rounds=generation.rounds,
+            seconds=round(seconds, 6),
         )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
-        """Return the settings with the round costs that the drafter's policy needs.
-
-        The costs are read from the file, or measured on these requests and written there first, so
-        that a resumed run drafts as before.
-        """
+        """Return the settings of decoding, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
         if drafter is None or not weighs_costs(drafter.capabilities, use.schedule, use.stopping):
             return settings
+        if self._costs is None:
+            self._costs = self._read_or_measure(drafter, settings, requests)
+        return replace(settings, costs=self._costs)
+
+    def _read_or_measure(
+        self, drafter: Drafter, settings: Settings, requests: Sequence[Request]
+    ) -> RoundCosts:
+        """Read the round costs from the file, or measure and write them.
+
+        The file makes a resumed run draft as before. requests: a typical batch to measure on.
+        """
         file = self.costs_file
-        if self._measured is None and file is not None and file.is_file():
-            self._measured = read_object(
+        if file is not None and file.is_file():
+            return read_object(
                 file,
                 "Delete it to measure the costs again",
                 lambda entry: RoundCosts.read(current_costs(entry)),
             )
-        if self._measured is None:
-            prompts = sorted((request.ids for request in requests), key=len)
-            self._measured = self._measure(
-                drafter, settings, prompts[len(prompts) // 2], len(prompts)
-            )
-            if file is not None:
-                write_text(file, json.dumps(asdict(self._measured), indent=1))
-        return replace(settings, costs=self._measured)
-
-    def _measure(
-        self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int
-    ) -> RoundCosts:
-        return measure_costs(
+        prompts = sorted((request.ids for request in requests), key=len)
+        prompt = prompts[len(prompts) // 2]
+        costs = measure_costs(
             self.target,
             drafter,
             prompt,
             settings,
             widths=weighed_widths(drafter, settings.num_draft_tokens),
             context=len(prompt) + settings.max_new_tokens // 2,
-            batch_size=batch_size,
+            batch_size=len(prompts),
         )
+        if file is not None:
+            write_text(file, json.dumps(asdict(costs), indent=1))
+        return costs
 
 
 def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     """Return the drafter's Hydra mapping by name; empty without a drafter.
 
-    Raises UserError for more than one drafter and for an overlapped schedule.
+    Raises UserError for several drafters, and for a schedule other than serial.
     """
     if not config.drafters:
         return {}
@@ -226,28 +212,28 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
     mappings = describe(config.drafters, target, control=False)
     if len(mappings) > 1:
         raise UserError(
-            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected at most one because "
-            f"all drafters produce the same answers"
+            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected at most one, "
+            f"because all drafters give the same answers"
         )
     for name, use in uses(mappings, DrafterUse()).items():
         check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(
-                f"drafters: {name} has schedule={use.schedule}, expected serial because answers "
+                f"drafters: {name} has schedule={use.schedule}, expected serial, because answers "
                 f"are generated in batches"
             )
     return mappings
 
 
 def rank_device(name: str) -> str:
-    """Return the device of this process; every rank on GPUs uses a separate card.
+    """Return the device of this rank: a GPU for each rank, or the CPU.
 
-    Raises UserError if one card is named for several ranks.
+    Raises UserError if `name` is one GPU for several ranks.
     """
     if ranks.world_size() > 1 and ":" in name:
         raise UserError(
-            f"target.device is '{name}', but every rank needs a separate card: use cuda, auto or "
-            f"cpu"
+            f"target.device is '{name}', expected cuda, auto or cpu, because every rank needs its "
+            f"GPU"
         )
     device = device_of(name)
     return f"cuda:{ranks.local_rank()}" if device == "cuda" and ranks.world_size() > 1 else device

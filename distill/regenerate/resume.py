@@ -1,7 +1,7 @@
 """Journal of answers that survives a killed run: JSON lines with checksums, flushed to the disk.
 
-An incomplete last line is cut off and a damaged line is ignored; their requests are answered again.
-Every rank writes one file and reads all of them, so a run can resume with another number of ranks.
+An incomplete last line is cut off and a damaged line is ignored. Their requests are answered again.
+Every rank writes one file and reads all files, so a run can resume with another number of ranks.
 """
 
 import os
@@ -20,7 +20,10 @@ class Journal:
     """Append-only journal that continues after the last complete line of an existing file."""
 
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
-        """Open the journal; `make` raises TypeError, ValueError or KeyError for a bad record."""
+        """Open the journal, and repair it.
+
+        make: converts a record. It raises TypeError, ValueError or KeyError for a damaged one.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = read_journal_lines(path, make)
         lines.report(path, AGAIN)
@@ -51,7 +54,7 @@ class Journal:
 def read_journal(path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> list[Any]:
     """Return the records of a journal, converted by `make`.
 
-    Skips lines that are damaged or still being written by another rank.
+    Lines that are damaged, or that another rank is writing, are left out.
     """
     lines = read_journal_lines(path, make)
     lines.report(path, AGAIN)

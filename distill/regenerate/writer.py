@@ -1,13 +1,15 @@
-"""Writer of regenerated chats: chats.json in training's input format, with account and figures.
+"""Writer of regenerated chats: chats.json in training's input format, and the figures of a run.
 
-Training tokenizes the text again, possibly with different tokens than the target generated. So
-every chat is rendered once as training will render it, and chats that training cannot read are
-counted as failed.
+Training tokenizes the text again, possibly into other tokens than the target generated. Every chat
+is therefore rendered once as training will render it. A chat that training cannot read counts as
+failed.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,83 +34,82 @@ class RegeneratedChats:
     account: Account
     kept: list[Answer]
     # number of answers that training tokenizes into the generated tokens
-    as_drawn: int
+    retokenized: int
 
 
 def collect_chats(
     dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
 ) -> RegeneratedChats:
-    """Collect the chats of the dialogues, all of which have ended.
+    """Collect the chats of ended dialogues.
 
-    counts: counts of the input records. Raises UserError with the reasons if no chat is left.
+    counts: counts of the input records. samples: number of samples of every chat. Raises UserError
+    with the reasons if no chat is left.
     """
-    account = Account(counts.read * samples)
-    account.skipped = broken_records(counts, samples)
-    found = RegeneratedChats([], account, [], 0)
-    as_drawn = 0
+    account = Account(counts.read * samples, skipped=list_broken_records(counts, samples))
+    records: list[dict[str, Any]] = []
+    kept: list[Answer] = []
+    retokenized = 0
     for dialogue in dialogues:
         unreadable, same = "", 0
         if dialogue.kept:
             try:
-                same = count_same_tokens(
-                    render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
-                )
+                rendered = render_chat(tokenizer, dialogue.messages, template=template)
+                same = count_same_tokens(rendered, dialogue.answers)
             except UserError as error:
                 unreadable = f"training cannot read it: {error}"
         if account.add(dialogue, unreadable):
-            found.records.append(dialogue.record(samples))
-            found.kept.extend(dialogue.answers)
-            as_drawn += same
+            records.append(dialogue.record(samples))
+            kept += dialogue.answers
+            retokenized += same
     account.check()
-    if not found.records:
+    if not records:
         raise UserError(
-            "no usable chat is left. Check the reasons below and the input files.\n"
-            + "\n".join(account.lines())
+            "no usable chat is left, expected at least one. Check the input files for the reasons "
+            "below.\n" + "\n".join(account.lines())
         )
-    return RegeneratedChats(found.records, account, found.kept, as_drawn)
+    return RegeneratedChats(records, account, kept, retokenized)
 
 
-def broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
-    """Return the places of unreadable records by reason."""
+def list_broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
+    """Return the places of broken records by reason, once per sample."""
     return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
 
 
 def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
-    """Count the answers whose rendered tokens equal the generated ones, without stop tokens."""
-    runs: list[list[int]] = []
-    for token, before, supervised in zip(
-        rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
-    ):
-        if supervised and not before:
-            runs.append([])
-        if supervised:
-            runs[-1].append(token)
+    """Count the answers whose rendered tokens equal the generated ones, without stop tokens.
+
+    Returns 0 if the rendered chat has another number of answers.
+    """
+    tokens = zip(rendered.ids, rendered.mask, strict=True)
+    runs = [
+        [token for token, _ in run]
+        for supervised, run in groupby(tokens, key=itemgetter(1))
+        if supervised
+    ]
     if len(runs) != len(answers):
         return 0
-    return sum(
-        run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True)
-    )
+    pairs = zip(runs, answers, strict=True)
+    return sum(run[: len(answer.body)] == answer.body for run, answer in pairs)
 
 
-def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
+def format_chats(records: Iterable[Mapping[str, Any]]) -> str:
     """Return the text of chats.json: a JSON array with one chat per line."""
-    return (
-        "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
-    )
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    return f"[\n{lines}\n]\n"
 
 
 def compute_figures(
-    found: RegeneratedChats, drawn_by_rank: Mapping[Path, Sequence[Answer]]
+    found: RegeneratedChats, by_rank: Mapping[Path, Sequence[Answer]]
 ) -> dict[str, Any]:
-    """Return counts and rates for the manifest.
+    """Return the counts and rates for the manifest.
 
-    Rates include discarded answers, counts do not. drawn_by_rank: answers by journal; the ranks'
-    tokens per second add up because they work at the same time.
+    Rates include discarded answers, counts do not. by_rank: all answers by journal. The tokens per
+    second of the ranks add up, because ranks work at the same time.
     """
-    drawn = [answer for answers in drawn_by_rank.values() for answer in answers]
+    generated = [answer for answers in by_rank.values() for answer in answers]
     rates = [
         sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
-        for answers in drawn_by_rank.values()
+        for answers in by_rank.values()
         if answers
     ]
     kept = found.kept
@@ -119,11 +120,11 @@ def compute_figures(
         "prompt_tokens": sum(answer.prompt_tokens for answer in kept),
         "read_tokens": sum(answer.read_tokens for answer in kept),
         "finish": {how: sum(answer.finish == how for answer in kept) for how in ("stop", "length")},
-        "as_drawn_share": found.as_drawn / len(kept),
-        "distinct_4": fmean(answer.distinct_4 for answer in drawn),
-        "loop_share": fmean(answer.loops for answer in drawn),
-        "block_efficiency": sum(len(answer.tokens) for answer in drawn)
-        / sum(answer.rounds for answer in drawn),
+        "as_drawn_share": found.retokenized / len(kept),
+        "distinct_4": fmean(answer.distinct_4 for answer in generated),
+        "loop_share": fmean(answer.loops for answer in generated),
+        "block_efficiency": sum(len(answer.tokens) for answer in generated)
+        / sum(answer.rounds for answer in generated),
         "tokens_per_second": round(sum(rates), 1),
     }
 
@@ -131,7 +132,7 @@ def compute_figures(
 def print_figures(
     found: RegeneratedChats, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
 ) -> None:
-    """Print the account and the figures."""
+    """Print the account of the chats and the figures of their answers."""
     print("\n".join(found.account.lines()))
     print(
         f"answers: {metrics['answers']:,} with {metrics['answer_tokens']:,} tokens, "
@@ -148,6 +149,6 @@ def print_figures(
     if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
         advice = " or a temperature above 0" if temperature == 0 else ""
         print(
-            f"note: many answers loop, which teaches a drafter to loop; greedy small targets loop "
-            f"most. Try drop_loops=true{advice}"
+            f"note: many answers loop, and a drafter trained on them loops too. Try "
+            f"drop_loops=true{advice}"
         )

@@ -30,7 +30,7 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from distill.config import PruneConfig
 from distill.dry_run import importance_flops
-from distill.prune.job import stage_shapes
+from distill.prune.job import plan_stage_shapes
 from distill.shapes import student_config
 from jobs.config import TargetConfig
 from jobs.paths import resolve
@@ -139,7 +139,7 @@ def published() -> dict[str, float]:
     config = PruneConfig(student=_WIDE, largest_cut=0.625, data=data, between=between)
     masks = 6.0 * parameter_counts(llama)["all"] * _MASK_TOKENS
     once = importance_flops(config, llama, llama, student_config(_WIDE, llama))
-    shapes = stage_shapes(config, llama)
+    shapes = plan_stage_shapes(config, llama)
     pairs = zip([llama, *shapes], shapes, strict=False)
     staged = sum(importance_flops(config, source, llama, shape) for source, shape in pairs)
     a_token = sum(6.0 * parameter_counts(s)["all"] + forward_flops(llama) for s in shapes[:-1])

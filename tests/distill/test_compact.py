@@ -1,6 +1,4 @@
-"""Zero-padded checkpoints: they decode as they are, and compacted they give the same logits; what
-is not padded is refused.
-"""
+"""Test `distill.compact`: compact models give equal logits, and other checkpoints are refused."""
 
 import json
 import math
@@ -23,7 +21,7 @@ from jobs.config import typed
 from jobs.job import CONF, register
 from scripts.to_safetensors import convert
 
-STORED, TRUE, HEADS = 32, 20, 4  # channels as stored, channels in truth, heads of width 8
+STORED, TRUE, HEADS = 32, 20, 4  # stored channels, nonzero channels, heads of width 8
 
 
 def configured(model: Path, folder: Path, *overrides: str) -> CompactConfig:
@@ -40,8 +38,9 @@ def padded(
     channels: int = TRUE,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """A model of `channels` live channels scattered over 32; what no channel is written to is read
-    with random weights all the same.
+    """Write a model with `channels` nonzero channels among STORED.
+
+    The weights that read the zero channels are random.
     """
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -52,7 +51,7 @@ def padded(
         num_key_value_heads=kv_heads,
         intermediate_size=48,
         max_position_embeddings=64,
-        rms_norm_eps=1e-2,  # large, so that an epsilon that is not scaled shows
+        rms_norm_eps=1e-2,  # large enough to reveal an unscaled epsilon
         initializer_range=0.3,
         tie_word_embeddings=tied,
         bos_token_id=1,
@@ -107,9 +106,7 @@ def test_a_compacted_model_gives_equal_logits(
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_stored_and_the_compact_form_decode_the_same(
-    tmp_path: Path, backend: str, kv_heads: int
-):
+def test_stored_and_compact_models_decode_alike(tmp_path: Path, backend: str, kv_heads: int):
     stored = padded(tmp_path / "stored", kv_heads, tied=False)
     compact = run(configured(stored, tmp_path / "run"))
     settings = Settings(max_new_tokens=24, temperature=0.0, seed=0, stop_token_ids=())
@@ -122,11 +119,11 @@ def test_the_stored_and_the_compact_form_decode_the_same(
         for folder in (stored, compact)
     ]
     assert texts[0] == texts[1]
-    assert len(set(texts[0][0])) > 3, "a text that repeats one token would hide a difference"
+    assert len(set(texts[0][0])) > 3, "a text that repeats one token could hide a difference"
 
 
-def test_without_the_norms_factor_or_the_epsilon_the_logits_differ(tmp_path: Path):
-    """The control: dropping the channels alone is not enough, and the check would see it."""
+def test_control_without_norm_factor_or_epsilon_the_logits_differ(tmp_path: Path):
+    """Control: dropping the channels alone changes the logits, and the comparison detects it."""
     stored = padded(tmp_path / "stored", 2, tied=False)
     compact = run(configured(stored, tmp_path / "run"))
     before = logits(stored)
@@ -141,19 +138,19 @@ def test_without_the_norms_factor_or_the_epsilon_the_logits_differ(tmp_path: Pat
     assert float((logits(wrong) - before).abs().max() / before.abs().max()) > 1e-2
 
 
-def test_a_form_that_is_not_equal_is_refused_and_nothing_is_written(tmp_path: Path):
+def test_unequal_logits_are_refused_and_nothing_is_written(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False)
     with pytest.raises(
-        UserError, match=r"compacted to 20 channels .* logits differ by .* nothing was written"
+        UserError, match=r"with 20 channels .* logits differ by .* expected at most tolerance"
     ):
         run(configured(stored, tmp_path / "run", "tolerance=1e-12"))
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_rounded_norms_are_refused_with_the_remedy_and_the_remedy_works(tmp_path: Path):
+def test_rounded_norms_are_refused_with_a_remedy_that_works(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False, dtype=torch.bfloat16)
     with pytest.raises(
-        UserError, match="norms' new weights were rounded: store them with dtype=float32"
+        UserError, match="norms' new weights were rounded, so store them with dtype=float32"
     ):
         run(configured(stored, tmp_path / "run"))
     compact = run(configured(stored, tmp_path / "run", "dtype=float32"))
@@ -163,7 +160,7 @@ def test_rounded_norms_are_refused_with_the_remedy_and_the_remedy_works(tmp_path
     )
 
 
-def test_widths_stay_a_multiple_of_the_heads(tmp_path: Path):
+def test_compact_widths_are_multiples_of_the_heads(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False, channels=21)
     compact = run(configured(stored, tmp_path / "run"))
     assert json.loads((compact / "config.json").read_text())["hidden_size"] == 24
@@ -173,13 +170,13 @@ def test_widths_stay_a_multiple_of_the_heads(tmp_path: Path):
     )
 
 
-def test_what_is_not_padded_is_refused(tmp_path: Path, tiny_target: Path):
+def test_unpadded_checkpoints_are_refused(tmp_path: Path, tiny_target: Path):
     with pytest.raises(UserError, match="is not padded: 0 of its 32 residual channels are zero"):
         run(configured(tiny_target, tmp_path / "run"))
     almost = padded(tmp_path / "almost", 2, tied=False, channels=30)
     with pytest.raises(
         UserError,
-        match="2 of its 32 residual channels .* too few to stay a multiple of its 4 heads",
+        match="2 of its 32 .* too few to drop because 4 heads must divide the rest",
     ):
         run(configured(almost, tmp_path / "run"))
     written_late = padded(tmp_path / "late", 2, tied=False)
@@ -190,7 +187,7 @@ def test_what_is_not_padded_is_refused(tmp_path: Path, tiny_target: Path):
         run(configured(written_late, tmp_path / "run"))
 
 
-def test_other_bad_folders_are_named(tmp_path: Path):
+def test_unsuitable_folders_are_refused(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False)
     pickled = shutil.copytree(stored, tmp_path / "pickled")
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
@@ -211,7 +208,7 @@ def test_other_bad_folders_are_named(tmp_path: Path):
     (other / "config.json").write_text(
         (other / "config.json").read_text().replace('"llama"', '"qwen3"')
     )
-    with pytest.raises(UserError, match="model_type is 'qwen3', expected llama"):
+    with pytest.raises(UserError, match="model_type is 'qwen3', expected 'llama'"):
         run(configured(other, tmp_path / "other_run"))
 
 
@@ -219,5 +216,5 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     compact = run(
         configured(padded(tmp_path / "stored", 2, tied=False), tmp_path / "run", "dry_run=true")
     )
-    assert "would look for zero channels" in capsys.readouterr().out
+    assert "for zero channels and" in capsys.readouterr().out
     assert not compact.exists()

@@ -1,6 +1,4 @@
-"""Cuts: a student is the target with the rest masked, in every family; what is kept is checked,
-saved and read back.
-"""
+"""Test cuts: a student equals the masked target in every family, and cuts are checked and saved."""
 
 import dataclasses
 from pathlib import Path
@@ -14,12 +12,12 @@ from decoding.models.prefill import prefill
 from distill.prune.cut import (
     Cut,
     cut_model,
-    keep_everything,
+    keep_layers,
     load_cut,
     refuse_other_shape,
     save_cut,
 )
-from distill.prune.l0 import masked
+from distill.prune.l0 import apply_masks
 from distill.shapes import (
     describe_size_mismatch,
     nearest_divisible_width,
@@ -48,12 +46,12 @@ def logits(model) -> torch.Tensor:
         return model(IDS, attention_bias=bias).logits
 
 
-def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cut]:
-    """Random binary masks of a shape, and the cut that they say."""
+def random_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cut]:
+    """Return random binary masks for a shape, and their cut."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     layers, groups = config.num_hidden_layers, config.num_key_value_heads
-    a_group, kept_a_group = (
+    group_size, kept_group_size = (
         config.num_attention_heads // groups,
         shape.num_attention_heads // shape.num_key_value_heads,
     )
@@ -66,12 +64,12 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
         "layers": rows(1, layers, shape.num_hidden_layers),
         "hidden": rows(1, config.hidden_size, shape.hidden_size),
         "groups": rows(layers, groups, shape.num_key_value_heads),
-        "queries": rows(layers * groups, a_group, kept_a_group),
+        "queries": rows(layers * groups, group_size, kept_group_size),
         "units": rows(layers, config.intermediate_size, shape.intermediate_size),
     }
     kept = z["layers"][0].nonzero().flatten()
     groups_LK = torch.stack([z["groups"][layer].nonzero().flatten() for layer in kept])
-    queries = z["queries"].view(layers, groups, a_group)
+    queries = z["queries"].view(layers, groups, group_size)
     queries_LKG = torch.stack(
         [
             torch.stack([queries[layer, g].nonzero().flatten() for g in groups_LK[i]])
@@ -87,16 +85,16 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
         queries_LKG,
         units_LK,
         torch.ones(2 * len(kept) + 1),
-        a_group,
+        group_size,
     )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_student_computes_what_the_masked_target_computes(name: str):
+def test_a_student_equals_the_masked_target(name: str):
     target = family(name)
     shape = student_config(SHAPE, target.config)
-    z, cut = some_masks(target, shape)
-    with masked(target, z):
+    z, cut = random_masks(target, shape)
+    with apply_masks(target, z):
         expected = logits(target)
     student = cut_model(target, cut, shape).eval()
     torch.testing.assert_close(logits(student), expected, rtol=1e-5, atol=1e-5)
@@ -104,13 +102,11 @@ def test_a_student_computes_what_the_masked_target_computes(name: str):
 
 
 def test_control_other_masks_give_other_logits():
-    """The test above has teeth: a student that differs by one head, channel, unit or layer is told
-    apart.
-    """
+    """Control: a student that differs by one head, channel, unit or layer has other logits."""
     target = family("llama")
     shape = student_config(SHAPE, target.config)
-    z, cut = some_masks(target, shape)
-    with masked(target, z):
+    z, cut = random_masks(target, shape)
+    with apply_masks(target, z):
         expected = logits(target)
     for kind in ("hidden_K", "groups_LK", "queries_LKG", "units_LK"):
         kept = getattr(cut, kind).clone()
@@ -121,11 +117,11 @@ def test_control_other_masks_give_other_logits():
         assert (logits(other) - expected).abs().max() > 1e-3, kind
 
 
-def test_the_native_backend_runs_what_was_cut(tmp_path: Path):
+def test_the_native_backend_runs_cut_students(tmp_path: Path):
     for name in FAMILIES:
         target = family(name)
         shape = student_config(SHAPE, target.config)
-        student = cut_model(target, some_masks(target, shape)[1], shape).eval()
+        student = cut_model(target, random_masks(target, shape)[1], shape).eval()
         native = NativeTarget.from_state(student.config.to_dict(), student.state_dict())
         native.open(1, 16)
         prefill(native, [IDS[0, :-1].tolist()])
@@ -136,28 +132,29 @@ def test_the_native_backend_runs_what_was_cut(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_whole_cut_is_the_target(name: str):
+def test_a_cut_of_nothing_is_the_target(name: str):
     target = family(name)
     shape = student_config(StudentConfig(num_hidden_layers=4), target.config)
     torch.testing.assert_close(
-        logits(cut_model(target, keep_everything(target.config), shape).eval()), logits(target)
+        logits(cut_model(target, keep_layers(target.config, range(4)), shape).eval()),
+        logits(target),
     )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_counts_by_shape_are_those_of_the_weights(name: str):
+def test_parameter_counts_equal_those_of_the_weights(name: str):
     target = family(name)
     assert parameter_counts(target.config)["all"] == sum(p.numel() for p in target.parameters())
     shape = student_config(SHAPE, target.config)
-    student = cut_model(target, some_masks(target, shape)[1], shape)
+    student = cut_model(target, random_masks(target, shape)[1], shape)
     assert parameter_counts(shape)["all"] == sum(p.numel() for p in student.parameters())
 
 
-def test_a_students_weights_are_copies():
+def test_student_weights_are_copies():
     target = family("llama")
     student = cut_model(
         target,
-        keep_everything(target.config),
+        keep_layers(target.config, range(4)),
         student_config(StudentConfig(num_hidden_layers=4), target.config),
     )
     theirs = {parameter.data_ptr() for parameter in target.parameters()}
@@ -167,23 +164,26 @@ def test_a_students_weights_are_copies():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, the target has 4.*cannot be larger"),
-        ({"hidden_size": 30}, "hidden_size is 30, the target has 24"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, expected at most the target's 4"),
+        ({"hidden_size": 30}, "hidden_size is 30, expected at most the target's 24"),
         ({"intermediate_size": 64}, "intermediate_size is 64"),
         (
             {"num_key_value_heads": 6, "num_attention_heads": 6},
-            "num_key_value_heads is 6, the target has 3",
+            "num_key_value_heads is 6, expected at most the target's 3",
         ),
-        ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 1},
+            "is 6, expected at most the target's 2. Use at most 2 query heads",
+        ),
         ({"head_dim": 4}, "rope rotates each channel"),
         (
             {"num_attention_heads": 3, "num_key_value_heads": 2},
-            "not a multiple of num_key_value_heads",
+            "expected a multiple of num_key_value_heads",
         ),
-        ({"num_attention_heads": 7}, "num_attention_heads is 7, the target has"),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, expected at most the target's 6"),
         (
             {"num_attention_heads": 6, "hidden_size": 20},
-            "hidden_size .20. is not a multiple of its 6 query heads",
+            "hidden_size is 20, expected a multiple of the 6 query heads",
         ),
     ],
 )
@@ -195,11 +195,11 @@ def test_shapes_that_cannot_be_cut_are_refused(changed: dict[str, int], words: s
         )
 
 
-def test_a_family_that_is_not_built_is_named():
+def test_unsupported_families_are_refused():
     from transformers import AutoConfig
 
     with pytest.raises(
-        UserError, match="family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"
+        UserError, match="family 'gpt2', expected one of llama, mistral, qwen2, qwen3"
     ):
         student_config(StudentConfig(), AutoConfig.for_model("gpt2"))
 
@@ -215,7 +215,7 @@ def test_a_family_that_is_not_built_is_named():
         ("m", False),
     ],
 )
-def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
+def test_a_wrong_size_in_a_name_is_noted(name: str, noted: bool):
     from transformers import LlamaConfig
 
     shape = LlamaConfig(
@@ -234,13 +234,11 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
 @pytest.mark.parametrize(
     ("size", "heads", "below"), [(200, 3, 192), (190, 4, 128), (100, 3, 99), (300, 5, 300)]
 )
-def test_a_width_that_heads_do_not_divide_hears_one_that_products_like(
-    size: int, heads: int, below: int
-):
+def test_the_nearest_divisible_width_is_preferably_aligned(size: int, heads: int, below: int):
     assert nearest_divisible_width(size, heads) == below
 
 
-def test_odd_widths_are_warned_of():
+def test_unaligned_widths_are_warned_of():
     shape = student_config(
         StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config
     )
@@ -249,10 +247,10 @@ def test_odd_widths_are_warned_of():
     ]
 
 
-def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
+def test_a_saved_cut_is_read_back_and_refused_for_another_target(tmp_path: Path):
     target = family("llama")
     shape = student_config(SHAPE, target.config)
-    _, cut = some_masks(target, shape)
+    _, cut = random_masks(target, shape)
     path = tmp_path / "masks.safetensors"
     save_cut(cut, path, "a" * 64, {"layers": [0, 1]})
     found = load_cut(path, "a" * 64)
@@ -264,10 +262,8 @@ def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
         load_cut(tmp_path / "none", "a" * 64)
     refuse_other_shape(cut, shape, "here")
     other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)
-    with pytest.raises(
-        UserError, match="keeps 24 of intermediate_size, student.intermediate_size is 16"
-    ):
+    with pytest.raises(UserError, match="student.intermediate_size is 16, expected 24 as in"):
         refuse_other_shape(cut, other, "here")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="not a complete safetensors file"):
+    with pytest.raises(UserError, match="is damaged, expected a safetensors file"):
         load_cut(path, "a" * 64)

@@ -1,11 +1,10 @@
-"""What distill.regenerate asks, what it feeds on, and what an answer does to its chat; nothing is
-decoded.
-"""
+"""Test the dialogues of distill.regenerate: requests, endings, batches and the account."""
 
 from collections.abc import Sequence
 
 import pytest
 
+from distill.config import RegenerateConfig
 from distill.regenerate.batches import answer_batch
 from distill.regenerate.dialogues import (
     CUT,
@@ -14,7 +13,6 @@ from distill.regenerate.dialogues import (
     Account,
     Answer,
     Dialogue,
-    EndingRules,
     Key,
     split_requests,
 )
@@ -23,9 +21,13 @@ from training.data.readers import Chat
 
 
 def chat(*turns: str) -> Chat:
-    """Turns by their first letter: s(ystem), u(ser), a(ssistant)."""
+    """Return a chat. A turn's first letter is its role: s(ystem), u(ser) or a(ssistant)."""
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
+
+
+def rules(on_length: str = "end", drop_loops: bool = False) -> RegenerateConfig:
+    return RegenerateConfig(on_length=on_length, drop_loops=drop_loops)
 
 
 def answer(
@@ -52,11 +54,11 @@ def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list
     assert [[message["content"] for message in request] for request in found] == asked
 
 
-def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
+def test_a_request_contains_the_targets_answers_and_no_original_ones():
     dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
-    dialogue.take(answer(0, "mine"), EndingRules())
+    dialogue.add_answer(answer(0, "mine"), rules())
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
-    dialogue.take(answer(1, "mine too"), EndingRules())
+    dialogue.add_answer(answer(1, "mine too"), rules())
     assert dialogue.ended == "complete"
     assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == [
         "s",
@@ -71,21 +73,23 @@ LOOPING = [1, 2] * 20
 
 
 @pytest.mark.parametrize(
-    ("new", "rules", "kept", "ended"),
+    ("new", "config", "kept", "ended"),
     [
-        (answer(1, finish="length"), EndingRules("end"), 2, CUT),
-        (answer(1, finish="length"), EndingRules("drop"), 1, CUT),
-        (answer(1, finish="length"), EndingRules("go_on"), 2, ""),
-        (answer(1, text=" \n"), EndingRules(), 1, EMPTY),
-        (answer(1, tokens=LOOPING), EndingRules(drop_loops=True), 1, LOOP),
-        (answer(1, tokens=LOOPING), EndingRules(), 2, ""),
-        (answer(1), EndingRules("drop", drop_loops=True), 2, ""),
+        (answer(1, finish="length"), rules("end"), 2, CUT),
+        (answer(1, finish="length"), rules("drop"), 1, CUT),
+        (answer(1, finish="length"), rules("go_on"), 2, ""),
+        (answer(1, text=" \n"), rules(), 1, EMPTY),
+        (answer(1, tokens=LOOPING), rules(drop_loops=True), 1, LOOP),
+        (answer(1, tokens=LOOPING), rules(), 2, ""),
+        (answer(1), rules("drop", drop_loops=True), 2, ""),
     ],
 )
-def test_what_an_answer_does_to_its_chat(new: Answer, rules: EndingRules, kept: int, ended: str):
+def test_incomplete_and_looping_answers_end_their_chat_by_the_rules(
+    new: Answer, config: RegenerateConfig, kept: int, ended: str
+):
     dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
-    dialogue.take(answer(0), rules)
-    dialogue.take(new, rules)
+    dialogue.add_answer(answer(0), config)
+    dialogue.add_answer(new, config)
     assert (dialogue.kept, dialogue.ended) == (kept, ended)
     record = dialogue.record(1)
     assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][
@@ -94,7 +98,7 @@ def test_what_an_answer_does_to_its_chat(new: Answer, rules: EndingRules, kept: 
     assert record["conversations"][-1]["from"] == "gpt"
 
 
-def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what_is_known():
+def test_a_batch_continues_with_half_of_its_chats_and_restarts_for_a_missing_answer():
     turns = [
         ["u", "a", "u", "a", "u"],
         ["u", "a", "u"],
@@ -109,26 +113,24 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
         return [Answer(*request.key, 10, 9, [5, 2], "stop", "fine", 2, 0.1) for request in requests]
 
     def ask(dialogue: Dialogue) -> Request | None:
-        last = len(dialogue.drawn) + 1 == len(dialogue.requests)
+        last = len(dialogue.generated) + 1 == len(dialogue.requests)
         return None if dialogue.ended else Request(dialogue.key, dialogue.history, [1], last)
 
     def run_all(known: dict[Key, Answer]) -> list[int]:
         dialogues = [Dialogue(number, 0, chat(*parts)) for number, parts in enumerate(turns)]
         batch = [(one, found) for one in dialogues if (found := ask(one)) is not None]
-        return [len(turn) for turn, _ in answer_batch(batch, known, answering, ask, EndingRules())]
+        return [len(turn) for turn, _ in answer_batch(batch, known, answering, ask, rules())]
 
     known: dict[Key, Answer] = {}
     first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
-    assert run_all(known) == [5, 4], "the two that have a third turn are fewer than half"
+    assert run_all(known) == [5, 4], "fewer than half of the chats have a third turn"
     assert calls == [(first, False), (second, True)]
     assert sorted(known) == sorted([*first, *second])
     calls.clear()
-    assert run_all(known) == [5, 4] and not calls, "what is known is not asked again"
+    assert run_all(known) == [5, 4] and not calls, "known answers are not generated again"
     del known[(2, 0, 1)]
     assert run_all(known) == [5, 4]
-    assert calls == [(first, False), (second, True)], (
-        "the same batches once more, so that the caches are the same"
-    )
+    assert calls == [(first, False), (second, True)], "equal batches give equal caches"
 
 
 def test_an_account_that_does_not_balance_is_an_error():

@@ -1,6 +1,4 @@
-"""Mixtures in the jobs: every domain is measured by what it is, shares move and are recorded, bad
-domains are named.
-"""
+"""Test mixtures of domains in the jobs: figures, shares, exhausted domains and invalid ones."""
 
 import json
 import os
@@ -16,7 +14,7 @@ from hydra import compose, initialize_config_dir
 import distill.pretrain
 import distill.train
 from decoding.errors import UserError
-from distill.acceptance import HeldOutAcceptance, HeldOutMixture
+from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import PretrainConfig, TrainConfig
 from jobs.config import typed
 from jobs.job import CONF, register
@@ -42,7 +40,7 @@ TOY = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/words.txt and held_out/words.txt: prose that comes with the project."""
+    """Write train/words.txt and held_out/words.txt from prose in the repository."""
     root = tmp_path_factory.mktemp("texts")
     words = (ROOT / "assets" / "LICENSE-PYTHON.txt").read_text()
     for split, text in (("train", words[:9000]), ("held_out", words[9000:12000])):
@@ -86,7 +84,7 @@ def records(folder: Path, key: str) -> list[float]:
     ]
 
 
-def test_distilling_from_domains_measures_each_and_moves_the_shares(
+def test_distillation_measures_each_domain_and_adapts_the_shares(
     tiny_target: Path, texts: Path, tmp_path: Path
 ):
     folder = distill.train.run(training(tiny_target, tmp_path, *domains(texts)))
@@ -98,11 +96,11 @@ def test_distilling_from_domains_measures_each_and_moves_the_shares(
     shares = records(tmp_path, "share/words")
     worst = "words" if alpha["words"][0] < alpha["functions"][0] else "functions"
     assert (shares[0] > 0.25) == (worst == "words"), (
-        "share goes to the domain that is drafted worst"
+        "the domain with the lowest acceptance gains share"
     )
     assert shares[0] + records(tmp_path, "share/functions")[0] == pytest.approx(1)
     rows = [records(tmp_path, f"rows/{name}")[-1] for name in DOMAINS]
-    assert sum(rows) == 6 * 4, "every row of every step is of one domain"
+    assert sum(rows) == 6 * 4, "every row of every step belongs to one domain"
     card = json.loads((folder / "drafter_card.json").read_text())
     assert card["data"]["sources"] == ["embedded:chats", str(texts / "train" / "words.txt")]
     assert card["acceptance"]["acceptance/words"] in alpha["words"]
@@ -113,14 +111,14 @@ def test_distilling_from_domains_measures_each_and_moves_the_shares(
 def test_pretraining_from_domains_follows_the_reference_losses(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    # a fresh model is at log 2048 = 7.6
+    # an untrained model has a loss of log 2048 = 7.6
     references = {"functions": ", reference: 7.0", "words": ", reference: 2.0"}
     distill.pretrain.run(pretraining(tmp_path, *domains(texts, **references), "data.mixing=loss"))
     losses = {name: records(tmp_path, f"held_out_loss/{name}") for name in DOMAINS}
     grown = 0.25 * np.exp(losses["words"][0] - 2.0)
     stayed = 0.75 * np.exp(max(0.0, losses["functions"][0] - 7.0))
     after = (1 - 1e-4) * grown / (grown + stayed) + 1e-4 / 2
-    # 0.99: the other's floor
+    # 0.99, because the other domain keeps its floor
     assert records(tmp_path, "share/words")[0] == pytest.approx(min(after, 0.99), rel=1e-6)
     assert (
         min(min(losses.values()))
@@ -145,7 +143,7 @@ def test_a_domain_that_runs_out_ends_the_job_with_its_artefact(
     assert json.loads((tmp_path / "manifest.json").read_text())["finished"] is True
 
 
-def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
+def test_fixed_shares_need_no_held_out_text_and_unmeasured_domains_are_noted(
     tiny_target: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     given = domains(texts, words=", held_out_texts: []")
@@ -159,7 +157,7 @@ def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
 
 
 @pytest.mark.parametrize(
-    ("functions", "words", "override", "said"),
+    ("functions", "words", "override", "expected"),
     [
         ("", ", texts: [train/none.txt]", "seed=0", "none.txt does not exist"),
         ("", ", texts: []", "seed=0", "data.domains.words is empty"),
@@ -174,22 +172,22 @@ def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
         ("", "", "data.chats=['embedded:chats']", "data.domains cannot be combined with"),
     ],
 )
-def test_bad_domains_are_named(
+def test_invalid_domains_are_refused(
     tiny_target: Path,
     texts: Path,
     tmp_path: Path,
     functions: str,
     words: str,
     override: str,
-    said: str,
+    expected: str,
 ):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         distill.train.run(
             training(tiny_target, tmp_path, *domains(texts, functions, words), override)
         )
 
 
-def test_pretraining_has_no_target_to_be_accepted_by(texts: Path, tmp_path: Path):
+def test_pretraining_refuses_mixing_by_acceptance(texts: Path, tmp_path: Path):
     with pytest.raises(
         UserError,
         match="data.mixing is acceptance, whose figures .* expected fixed or loss",
@@ -197,8 +195,8 @@ def test_pretraining_has_no_target_to_be_accepted_by(texts: Path, tmp_path: Path
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 
 
-def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
-    """Against whole logits, document by document, without packing."""
+def test_domain_figures_are_acceptance_and_loss_on_its_text():
+    """Compare with complete logits, document by document and without packing."""
     shape = StudentConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )
@@ -241,7 +239,7 @@ def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
         name: HeldOutAcceptance(student, teacher, samples, 64, 1.0)
         for name, samples in found.items()
     }
-    figures = HeldOutMixture(scored["a"], scored)()
+    figures = score_mixture(scored["a"], scored)
     for key, value in expected.items():
         assert figures[key] == pytest.approx(value, rel=1e-5)
     assert figures["worst_domain_acceptance"] == min(
@@ -250,7 +248,7 @@ def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
     assert figures["score"] == figures["acceptance"] == figures["acceptance/a"]
 
 
-def test_held_out_text_is_drawn_evenly_from_all_of_it():
+def test_held_out_text_is_sampled_evenly():
     ten = [
         Sample(np.full(10, number, dtype=np.int32), np.ones(10, dtype=bool))
         for number in range(100)
@@ -260,7 +258,7 @@ def test_held_out_text_is_drawn_evenly_from_all_of_it():
 
 
 @pytest.mark.long
-def test_two_worker_processes_draw_the_same_rows_and_move_the_same_shares(
+def test_two_ranks_read_equal_rows_and_adapt_equal_shares(
     tiny_target: Path, texts: Path, tmp_path: Path
 ):
     distill.train.run(training(tiny_target, tmp_path / "one", *domains(texts)))

@@ -1,4 +1,4 @@
-"""Dry runs of pruning: what is said, against counts written out, and the folder that they leave."""
+"""Test dry runs of pruning: the printed costs, against counts by hand, and the untrained folder."""
 
 import dataclasses
 import json
@@ -29,10 +29,10 @@ SEVEN = (
 TARGET, STUDENT = 6_738_415_616, 796_290_560
 
 
-def said(
+def dry_output(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str
 ) -> str:
-    """What a dry run at LLaMA-7B's shape prints."""
+    """Return the output of a dry run at the shape of LLaMA-7B."""
     given = [
         *SEVEN,
         "student=llama_796m",
@@ -45,52 +45,50 @@ def said(
     return capsys.readouterr().out
 
 
-def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(
-    tiny_target, tmp_path, capsys
-):
-    words = said(
+def test_the_cost_of_importance_is_printed(tiny_target, tmp_path, capsys):
+    output = dry_output(
         tiny_target, tmp_path, capsys, "importance.choice=even", "importance.sequences=1024"
     )
-    assert "target: 6738.4 M parameters, 32 layers" in words
-    assert "student: 796.3 M parameters" in words
-    # the embedding is read, not multiplied with
+    assert "target: 6738.4 M parameters, 32 layers" in output
+    assert "student: 796.3 M parameters" in output
+    # no products with the embedding
     flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096
     found = re.search(
-        r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", words
+        r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", output
     )
-    assert found is not None, words
+    assert found is not None, output
     assert found[1] == operations(flops)
     assert float(found[2]) == pytest.approx(flops / 1e14 / 3600, abs=0.006)
-    assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in words
-    assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in words
-    assert "/nowhere/llama is not there" in words and "its tokenizer is missing" in words
+    assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in output
+    assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in output
+    assert "/nowhere/llama is not there" in output and "its tokenizer is missing" in output
     readme = (tmp_path / "run" / "student" / "README.md").read_text()
     assert "**No tokenizer here**: `/nowhere/llama` had none" in readme
 
 
-def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
-    """All candidates are looked at, some are distilled; none where nothing is left to choose."""
-    words = said(tiny_target, tmp_path, capsys, "importance.probe_steps=50")
+def test_the_number_of_candidates_is_printed(tiny_target, tmp_path, capsys):
+    """Check that all candidates are compared and some distilled, but not with given layers."""
+    output = dry_output(tiny_target, tmp_path, capsys, "importance.probe_steps=50")
     assert (
         "up to 6 candidates compared on held-out text and 4 of them distilled on 12,800 tokens each"
-        in words
+        in output
     )
-    words = said(
+    output = dry_output(
         tiny_target,
         tmp_path / "all",
         capsys,
         "importance.probe_steps=50",
         "importance.probe_candidates=9",
     )
-    assert "up to 6 candidates compared on held-out text and 6 of them distilled" in words
-    words = said(tiny_target, tmp_path / "as_cut", capsys)
-    assert "up to 6 candidates compared on held-out text," in words
-    words = said(tiny_target, tmp_path / "named", capsys, "student.layers=[0,1,2,3,30]")
-    assert "candidates" not in words
+    assert "up to 6 candidates compared on held-out text and 6 of them distilled" in output
+    output = dry_output(tiny_target, tmp_path / "as_cut", capsys)
+    assert "up to 6 candidates compared on held-out text," in output
+    output = dry_output(tiny_target, tmp_path / "named", capsys, "student.layers=[0,1,2,3,30]")
+    assert "candidates compared" not in output
 
 
-def test_operations_of_importance_are_those_of_all_its_parts():
-    """Counted out for a shape whose probes are all distilled, and for one where four of six are."""
+def test_flops_of_importance_are_the_sum_of_its_parts():
+    """Check a shape with all candidates distilled, and one with four of six."""
     target, shape = (AutoConfig.for_model("llama", num_hidden_layers=layers) for layers in (32, 5))
     config = PruneConfig(
         job="distill.prune", data=DataConfig(max_length=64), between=LoopConfig(tokens_per_step=128)
@@ -115,8 +113,8 @@ def test_operations_of_importance_are_those_of_all_its_parts():
         )
 
 
-def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, capsys):
-    words = said(
+def test_a_sharded_target_needs_a_share_of_the_memory(tiny_target, tmp_path, capsys):
+    output = dry_output(
         tiny_target,
         tmp_path,
         capsys,
@@ -125,22 +123,20 @@ def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, c
         "parallel.processes=8",
     )
     head = 2 * 32000 * 4096
-    assert f"memory of each of 8 ranks (fsdp): {size(2 * TARGET / 8 + head * 7 / 8)}" in words
-    words = said(
+    assert f"memory of each of 8 ranks (fsdp): {size(2 * TARGET / 8 + head * 7 / 8)}" in output
+    output = dry_output(
         tiny_target, tmp_path / "unsaid", capsys, "importance.choice=even", "parallel=fsdp"
     )
     if not torch.cuda.is_available():
         assert (
-            "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
+            "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in output
         )
 
 
-def test_a_later_stage_holds_the_student_before_it_too(tiny_target, tmp_path, capsys):
-    """It is cut and scored while the target, which acceptance is measured against, stays where it
-    is.
-    """
-    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "depths=[12]")
-    first, second = re.findall(r"memory of one process: [\d,.]+ GB \((.*)\)", words)[::2]
+def test_a_later_stage_also_holds_the_previous_student(tiny_target, tmp_path, capsys):
+    """Check that the target stays in memory while the previous student is cut."""
+    output = dry_output(tiny_target, tmp_path, capsys, "importance.choice=even", "depths=[12]")
+    first, second = re.findall(r"memory of one process: [\d,.]+ GB \((.*)\)", output)[::2]
     assert "stage before" not in first
     layer = (STUDENT - 2 * 32000 * 2560 - 2560) // 5
     before = 12 * layer + 2 * 32000 * 2560 + 2560
@@ -148,9 +144,10 @@ def test_a_later_stage_holds_the_student_before_it_too(tiny_target, tmp_path, ca
 
 
 @pytest.mark.long
-def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
-    """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by
-    evaluations alone.
+def test_the_cost_of_mask_training_is_printed(tiny_target, tmp_path, capsys):
+    """Check the published schedule, 0.419 B tokens at 6 FLOPs a weight.
+
+    Only evaluations read the target.
     """
     schedule = (
         "mode=l0",
@@ -158,26 +155,29 @@ def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
         "loop.tokens_per_step=131072",
         "loop.dtype=bfloat16",
     )
-    words = said(tiny_target, tmp_path, capsys, *schedule)
+    output = dry_output(tiny_target, tmp_path, capsys, *schedule)
     found = re.search(
-        r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)", words
+        r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)",
+        output,
     )
-    assert found is not None, words
+    assert found is not None, output
     assert found[1] == operations(6 * TARGET * 419_430_400) == "17.0 EFLOP"
     memory = re.search(
         r"memory of one process: ([\d,.]+) GB \(target 13\.5 GB, weights 13\.5 GB, gradients "
         r"([\d.]+)",
-        words,
+        output,
     )
-    assert memory is not None, words
+    assert memory is not None, output
     assert float(memory[1]) > 13.5 + 16 * TARGET / 1e9
-    frozen = said(tiny_target, tmp_path / "frozen", capsys, *schedule, "l0.train_weights=false")
+    frozen = dry_output(
+        tiny_target, tmp_path / "frozen", capsys, *schedule, "l0.train_weights=false"
+    )
     assert "masks, the weights frozen, trained on" in frozen
     assert "gradients" not in frozen and "optimizer" not in frozen
 
 
-def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
-    """With a target that is there the tokenizer is too; every weight is zero."""
+def test_a_dry_run_writes_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
+    """Check that every weight is zero, and that the tokenizer of an existing target is copied."""
     config = configured(
         tiny_target, tmp_path / "run", "student.hidden_size=16", "data.texts=[]", "dry_run=true"
     )
@@ -194,9 +194,7 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
 def test_a_dry_run_reads_no_weights(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not to hash them either, which takes minutes where they are hundreds of gigabytes: the card
-    and the manifest say so.
-    """
+    """Check that weights are not even hashed, and that card and manifest record this."""
 
     def read(path: Path) -> str:
         raise AssertionError(f"{path} was read")
@@ -207,11 +205,11 @@ def test_a_dry_run_reads_no_weights(
     assert card["target_hash"] is card["drafter_hash"] is None
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert set(manifest["inputs"].values()) == {"not read (dry run)"}
-    with pytest.raises(AssertionError, match="was read"):  # the control: what is no dry run does
+    with pytest.raises(AssertionError, match="was read"):  # control: a real run reads them
         run(configured(tiny_target, tmp_path / "real"))
 
 
-def test_sizes_are_read_at_a_glance():
+def test_sizes_operations_and_hours_are_rounded():
     assert [size(count) for count in (13.48e9, 96.4e6, 320_000)] == ["13.5 GB", "96 MB", "0.3 MB"]
     assert [operations(count) for count in (3.65e19, 1.5e17, 5.6e12, 4e10, 1.8e7)] == [
         "36.5 EFLOP",
@@ -228,10 +226,10 @@ def test_sizes_are_read_at_a_glance():
     ]
 
 
-def test_a_large_target_in_twice_its_room_is_told(tiny_target, tmp_path, capsys):
-    words = said(tiny_target, tmp_path, capsys, "target.dtype=float32")
+def test_loading_a_large_16_bit_target_in_32_bits_is_noted(tiny_target, tmp_path, capsys):
+    output = dry_output(tiny_target, tmp_path, capsys, "target.dtype=float32")
     assert (
-        f"stored in float16 and read in float32, {size(4 * TARGET)}: target.dtype=bfloat16 takes "
-        f"half" in words
+        f"stored in float16 and loaded in float32, {size(4 * TARGET)}: target.dtype=bfloat16 takes "
+        f"half" in output
     )
-    assert "takes half" not in said(tiny_target, tmp_path / "half", capsys), "control"
+    assert "takes half" not in dry_output(tiny_target, tmp_path / "half", capsys), "control"

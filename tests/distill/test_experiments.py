@@ -1,4 +1,4 @@
-"""Experiments of several stages, run as a user runs them, at toy size."""
+"""Test experiments of several stages at toy size, run from the command line."""
 
 import json
 import os
@@ -24,10 +24,10 @@ from training.config import LoopConfig
 ROOT = CONF.parent
 
 
-def seen(experiment: str, *given: str, job: str = "distill.train") -> tuple[Any, dict[str, Any]]:
-    """The configuration of an experiment, and what each of its stages sees (of a sweep the last
-    member).
-    """
+def compose_stages(
+    experiment: str, *given: str, job: str = "distill.train"
+) -> tuple[Any, dict[str, Any]]:
+    """Compose an experiment and the configurations of its stages (the last member of a sweep)."""
     composed = compose_job(
         job, schema_of(job), [f"+experiment={experiment}", "output_dir=/run", *given]
     )
@@ -36,8 +36,8 @@ def seen(experiment: str, *given: str, job: str = "distill.train") -> tuple[Any,
     return config, {name: typed(stage.members[-1], stage.schema) for name, stage in stages.items()}
 
 
-def ran(*arguments: str, job: str = "distill.train") -> str:
-    """What `python -m JOB` printed."""
+def run_job(*arguments: str, job: str = "distill.train") -> str:
+    """Run `python -m JOB` and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", job, *arguments],
         cwd=ROOT,
@@ -57,20 +57,18 @@ def ran(*arguments: str, job: str = "distill.train") -> str:
         (["prune_mode=l0", "prune_largest_cut=0.95"], "l0", 0.95),
     ],
 )
-def test_one_override_chooses_how_a_recipe_prunes(given: list[str], mode: str, largest_cut: float):
-    pruning = seen("llama_796m", *given)[1]["distill.prune"]
+def test_one_override_selects_the_mode_of_pruning(given: list[str], mode: str, largest_cut: float):
+    pruning = compose_stages("llama_796m", *given)[1]["distill.prune"]
     assert (pruning.mode, pruning.largest_cut) == (mode, largest_cut)
 
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
-def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
-    """By its published configuration too, so that a dry run without its folder tells of one target
-    in all stages.
-    """
-    config, stages = seen(experiment, "target=llama3_1_70b", "target.device=cpu")
+def test_every_stage_uses_the_chosen_target(experiment: str):
+    """Check its published configuration too, which a dry run without its folder needs."""
+    config, stages = compose_stages(experiment, "target=llama3_1_70b", "target.device=cpu")
     assert config.target.config["num_hidden_layers"] == 80
     for name, stage in stages.items():
-        if name != "eval.compare":  # reads results alone
+        if name != "eval.compare":  # reads only results
             assert stage.target.config == config.target.config, name
             assert (stage.target.path, stage.target.device) == (config.target.path, "cpu"), name
 
@@ -83,21 +81,21 @@ def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
         ("eval.run", "every_way", "distill.skip_search"),
     ],
 )
-def test_a_target_in_several_processes_is_for_stages_that_take_one(
+def test_a_parallel_target_is_given_only_to_stages_that_accept_one(
     job: str, experiment: str, single: str
 ):
-    """Pruning and the search of skips hold it in one piece, and would refuse another."""
+    """Check that pruning and the skip search, which need it in one process, get it in one."""
     given = ["draft_model=/draft"] if job == "eval.run" else []
     shared = ["target.parallel=layers", "target.processes=2"]
-    for name, stage in seen(experiment, *given, *shared, job=job)[1].items():
+    for name, stage in compose_stages(experiment, *given, *shared, job=job)[1].items():
         if name != "eval.compare":
             expected = ("none", 0) if name == single else ("layers", 2)
             assert (stage.target.parallel, stage.target.processes) == expected, name
 
 
 @pytest.mark.parametrize("mode", ["importance", "random", "l0"])
-def test_a_ladder_from_scratch_or_by_masks_takes_one_override(mode: str):
-    ladder, stages = seen("depth_sweep", f"prune_mode={mode}")
+def test_one_override_makes_a_ladder_random_or_by_masks(mode: str):
+    ladder, stages = compose_stages("depth_sweep", f"prune_mode={mode}")
     pruning = stages["distill.prune"]
     assert (pruning.mode, pruning.student.num_hidden_layers) == (mode, 7)
     assert pruning.output_dir == "/run/pruned/student.num_hidden_layers=7"
@@ -108,11 +106,12 @@ def test_a_ladder_from_scratch_or_by_masks_takes_one_override(mode: str):
     assert masks.dtype == loop.dtype and masks.optimizer.warmup_steps < masks.max_steps
 
 
-def test_a_recipe_hands_shape_and_domains_to_its_pruning():
-    """What is given by hand too: pruning has the same drafter and the same mixture, which it does
-    not move.
+def test_a_recipe_passes_shape_and_domains_to_pruning():
+    """Check overrides too: pruning gets the same shape and the same mixture.
+
+    Its shares are fixed.
     """
-    config, stages = seen(
+    config, stages = compose_stages(
         "llama_796m",
         "data=redpajama",
         "data.root=/texts",
@@ -126,12 +125,17 @@ def test_a_recipe_hands_shape_and_domains_to_its_pruning():
 
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
-def test_what_is_said_of_chats_and_memory_reaches_every_stage_that_trains(experiment: str):
-    """Pruning would score by another template than the student is distilled with, and not fit the
-    card that it fits.
-    """
-    said = ["data.template=vicuna", "data.train_on=all", "data.max_samples=70", "data.max_bad=0.2"]
-    config, stages = seen(experiment, *said, "loop.micro_batch_tokens=2048", "loop.dtype=float16")
+def test_template_and_memory_settings_reach_every_training_stage(experiment: str):
+    """Check that pruning and distillation use the same chat template and fit the same GPU."""
+    overrides = [
+        "data.template=vicuna",
+        "data.train_on=all",
+        "data.max_samples=70",
+        "data.max_bad=0.2",
+    ]
+    config, stages = compose_stages(
+        experiment, *overrides, "loop.micro_batch_tokens=2048", "loop.dtype=float16"
+    )
     trains = {name: stage for name, stage in stages.items() if not name.startswith("eval.")}
     assert len(trains) == 2
     for stage in trains.values():
@@ -149,12 +153,10 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
-def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job: str):
-    """All its stages are tracked in one group, and its prompts rendered by the template of its
-    chats.
-    """
+def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str):
+    """Check that all stages share a tracker group, and chats and prompts share a template."""
     given = ["tracker=wandb_offline", "data.template=vicuna"]
-    config, stages = seen(experiment, *given, job=job)
+    config, stages = compose_stages(experiment, *given, job=job)
     assert config.stages[-2:] == ["eval.run", "eval.compare"]
     assert stages["eval.compare"].runs == ["/run/eval.run"] == [stages["eval.run"].output_dir]
     benchmark = stages["eval.run"].benchmark
@@ -165,10 +167,13 @@ def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job:
 
 
 @pytest.mark.long
-def test_the_whole_recipe_runs_on_a_base_model(
+def test_a_complete_recipe_runs_on_a_base_model(
     base_target: Path, shared_data: Path, tmp_path: Path
 ):
-    """Prune, distil, evaluate, compare: LLaMA's tokenizer, no chat template, smaller sizes."""
+    """Prune, distil, evaluate and compare on a base model.
+
+    It has LLaMA's tokenizer, no chat template and small sizes.
+    """
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
     sizes = [
@@ -224,10 +229,10 @@ def test_the_whole_recipe_runs_on_a_base_model(
     for stage, overrides in small.items():
         composed.stage_overrides[stage] += overrides
     (tmp_path / "toy.yaml").write_text(OmegaConf.to_yaml(composed))
-    said = ran("--config-file", str(tmp_path / "toy.yaml"))
-    assert "so prompts are given as plain text" in said
+    output = run_job("--config-file", str(tmp_path / "toy.yaml"))
+    assert "so prompts are given as plain text" in output
     assert (folder / "distill.prune" / "stages" / "1_3_layers").is_dir(), (
-        "a cut of at most five eighths at once"
+        "one stage removes at most five eighths"
     )
     card = json.loads((folder / "distill.train" / "drafter" / "drafter_card.json").read_text())
     assert (card["shape"]["num_hidden_layers"], card["shape"]["hidden_size"]) == (2, 16)
@@ -244,18 +249,19 @@ def test_the_whole_recipe_runs_on_a_base_model(
 
 
 @pytest.mark.long
-def test_a_stage_with_an_experiment_of_its_own_is_that(tmp_path: Path):
-    """Two stages of one job: the second is composed by itself, and goes on from the
-    first's folder.
+def test_a_stage_with_an_experiment_is_composed_from_it(tmp_path: Path):
+    """Run two stages of one job, of which the second has its own experiment.
+
+    It continues from the first's folder.
     """
-    said = ran(
+    output = run_job(
         "+experiment=quickstart_target",
         "dry_run=true",
         f"output_dir={tmp_path}",
         job="distill.pretrain",
     )
-    assert said.count("model: 6.6 M parameters") == 2
-    assert "plan: 3 epochs" in said and "plan: 2 epochs" in said
+    assert output.count("model: 6.6 M parameters") == 2
+    assert "plan: 3 epochs" in output and "plan: 2 epochs" in output
 
 
 @pytest.mark.long
@@ -263,7 +269,7 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
     folder, prompts = tmp_path / "run", tmp_path / "prompts.jsonl"
     texts = [f"Write a function of {count} arguments." for count in range(1, 13)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    ran(
+    run_job(
         "+experiment=depth_sweep",
         f"benchmark_prompts={prompts}",
         f"target.path={tiny_target}",
@@ -295,7 +301,7 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
 
 
 def hours_in(text: str) -> list[float]:
-    """Every figure of hours at an assumed pace."""
+    """Return all hours in an output, with the pace that they assume."""
     return [
         float(found.replace(",", ""))
         for found in re.findall(r"([\d.,]+) hours(?: \([\d.,]+ s\))? at ", text)
@@ -329,19 +335,23 @@ def hours_in(text: str) -> list[float]:
     ],
 )
 @pytest.mark.long
-def test_a_recipe_says_what_it_takes_without_weights_or_data(
+def test_a_dry_run_of_a_recipe_needs_neither_weights_nor_data(
     tmp_path: Path, experiment: str, millions: str, pruning: list[str], words: str
 ):
-    said = ran(f"+experiment={experiment}", *pruning, "dry_run=true", f"output_dir={tmp_path}/run")
-    assert said.count(f"student: {millions}") == 2, "of the cut, and of the distillation"
-    assert words in said
-    assert "target: 6738.4 M parameters" in said
-    assert "hours at" in said and "is not there" in said
-    assert "embedded:prompts are requests for Python functions" in said
-    assert "memory of rank 0 while the target answers the held-out prompts" in said
-    assert "[4/4] eval.compare" in said and "would write comparison.jsonl, comparison.html" in said
-    *parts, total = hours_in(said)
-    assert "all stages together" in said.splitlines()[-1]
+    output = run_job(
+        f"+experiment={experiment}", *pruning, "dry_run=true", f"output_dir={tmp_path}/run"
+    )
+    assert output.count(f"student: {millions}") == 2, "hours of the cut and of the distillation"
+    assert words in output
+    assert "target: 6738.4 M parameters" in output
+    assert "hours at" in output and "is not there" in output
+    assert "embedded:prompts are requests for Python functions" in output
+    assert "memory of rank 0 while the target answers the held-out prompts" in output
+    assert (
+        "[4/4] eval.compare" in output and "would write comparison.jsonl, comparison.html" in output
+    )
+    *parts, total = hours_in(output)
+    assert "all stages together" in output.splitlines()[-1]
     assert len(parts) >= 1 and total == pytest.approx(sum(parts), abs=0.01 * len(parts))
     config = json.loads(
         (tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text()

@@ -1,17 +1,19 @@
-"""Importance: scores against their definitions, what they choose, and the choice of layers."""
+"""Test importance scores, their cuts, and the choice of layers."""
 
 import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import distill.prune.importance
-from distill.prune.cut import cut_model
+import jobs.files
+from distill.prune.cut import cut_model, keep_layers
 from distill.prune.importance import (
     ImportanceScores,
-    collect,
+    collect_scores,
     cut_by_scores,
     rank_batches,
     read_order,
@@ -19,7 +21,12 @@ from distill.prune.importance import (
     write_order,
     write_scores,
 )
-from distill.prune.layer_choice import CRITERIA, max_layer_sets, propose_layer_sets, removal_order
+from distill.prune.layer_choice import (
+    CRITERIA,
+    count_layer_sets,
+    find_removal_order,
+    propose_layer_sets,
+)
 from distill.shapes import student_config
 from tests.support.model_families import FAMILIES, family
 from training.config import StudentConfig
@@ -29,8 +36,18 @@ from training.objectives import hidden_states
 from .test_cut import SHAPE, logits
 
 
+def one_rank(rank: int = 0, world_size: int = 1) -> Any:
+    """Return a rank of a job whose sums the caller adds up."""
+    return SimpleNamespace(
+        rank=rank, world_size=world_size, is_main=False, device="cpu", sum=lambda values: values
+    )
+
+
+ALONE = one_rank()
+
+
 def batches(seed: int = 0, rows: int = 6):
-    """Packed rows of two documents each, with padding."""
+    """Return packed rows of two documents each, with padding."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in torch.randint(4, 9, (2 * rows,), generator=generator).tolist():
@@ -39,72 +56,68 @@ def batches(seed: int = 0, rows: int = 6):
     return [collate(samples, [[2 * row, 2 * row + 1]], 20) for row in range(rows)]
 
 
-def test_scores_are_what_their_formulas_say():
-    """Against the definitions, written out for one layer over the tokens of each row."""
+def test_scores_equal_their_formulas():
+    """Compute the definitions for one layer over the tokens of each row."""
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
-    seen: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     layer = target.model.layers[1]
     layer.mlp.down_proj.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("units", given[0])
+        lambda _, given, out: inputs.__setitem__("units", given[0])
     )
     layer.self_attn.o_proj.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("heads", given[0])
+        lambda _, given, out: inputs.__setitem__("heads", given[0])
     )
     layer.input_layernorm.register_forward_hook(
-        lambda _, given, out: seen.__setitem__("norm", given[0])
+        lambda _, given, out: inputs.__setitem__("norm", given[0])
     )
     with torch.no_grad():
         for batch in batches():
             hidden_states(target, batch)
             real = batch.documents_RT[0] > 0
-            by_head = seen["heads"][0, real].view(-1, 6, 6)
-            units += seen["units"][0, real].abs().mean(0) ** 2
+            by_head = inputs["heads"][0, real].view(-1, 6, 6)
+            units += inputs["units"][0, real].abs().mean(0) ** 2
             heads += by_head.norm(dim=2).mean(0) ** 2
             groups += by_head.view(-1, 3, 12).norm(dim=2).mean(0) ** 2
-            square += (seen["norm"][0, real] ** 2).mean(0) / 6
+            square += (inputs["norm"][0, real] ** 2).mean(0) / 6
     torch.testing.assert_close(scores.units_LF[1].float(), units.sqrt())
     torch.testing.assert_close(scores.heads_LQ[1].float(), heads.sqrt())
     torch.testing.assert_close(scores.groups_LH[1].float(), groups.sqrt())
     torch.testing.assert_close(scores.square_NC[2].float(), square)
 
 
-def test_the_scores_of_ranks_add_up():
-    """Also where one rank has fewer rows than another: it runs one more, which counts nothing."""
+def test_scores_of_ranks_add_up():
+    """Check ranks with fewer rows too, which run one more with weight 0."""
     target, rows = family("llama"), batches(rows=5)
-    whole = collect(target, rows, show=False).finished().tensors()
+    alone = vars(collect_scores(target, rows, ALONE).finished())
     for ranks in (2, 3, 7):
-        parts = [collect(target, rows, False, rank, ranks).tensors() for rank in range(ranks)]
-        summed = ImportanceScores(
-            **{name: sum(part[name] for part in parts) for name in whole}
-        ).finished()
-        for name, tensor in whole.items():
-            torch.testing.assert_close(summed.tensors()[name], tensor)
-    assert [len(rank_batches(rows, rank, 3)) for rank in range(3)] == [2, 2, 2], (
-        "all run as many forwards"
+        parts = [vars(collect_scores(target, rows, one_rank(rank, ranks))) for rank in range(ranks)]
+        summed = ImportanceScores(**{name: sum(part[name] for part in parts) for name in alone})
+        for name, tensor in vars(summed.finished()).items():
+            torch.testing.assert_close(tensor, alone[name])
+    shares = [rank_batches(rows, one_rank(rank, 3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2], (
+        "every rank runs equally many forward passes"
     )
-    assert [sum(counts for _, counts in rank_batches(rows, rank, 3)) for rank in range(3)] == [
-        2,
-        2,
-        1,
-    ]
+    assert [sum(weight for _, weight in share) for share in shares] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_does_nothing_goes_first(name: str):
-    """Units, heads and channels whose weights are zero are the ones that a cut leaves out, and then
-    nothing is lost.
+def test_useless_units_are_cut_first(name: str):
+    """Zero the weights of some units and heads, and cut the model.
+
+    The cut removes these, so the logits stay equal.
     """
     target = family(name)
     config = target.config
-    a_group = config.num_attention_heads // config.num_key_value_heads
+    group_size = config.num_attention_heads // config.num_key_value_heads
     kept_groups = config.num_key_value_heads // 3 * 2
     with torch.no_grad():
         for number, layer in enumerate(target.model.layers):
-            # half of the units write nothing ...
+            # half of the units write nothing
             layer.mlp.down_proj.weight[:, number % 2 :: 2] = 0
-            layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # ... and hold nothing
+            layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # and compute nothing
             dead = torch.tensor(
                 [g for g in range(config.num_key_value_heads) if (g + number) % 3 == 0]
             )
@@ -115,20 +128,20 @@ def test_what_does_nothing_goes_first(name: str):
     shape = student_config(
         StudentConfig(
             num_hidden_layers=4,
-            num_attention_heads=kept_groups * a_group,
+            num_attention_heads=kept_groups * group_size,
             num_key_value_heads=kept_groups,
             intermediate_size=20,
         ),
         config,
     )
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     student = cut_model(target, cut_by_scores(scores, range(4), shape, config), shape).eval()
     torch.testing.assert_close(logits(student), logits(target), rtol=1e-4, atol=1e-4)
 
 
-def test_query_heads_are_kept_equally_in_every_group():
+def test_every_group_keeps_equally_many_query_heads():
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     cut = cut_by_scores(scores, [0, 3], student_config(SHAPE, target.config), target.config)
     assert cut.queries_LKG.shape == (2, 2, 1)
     for layer, source in enumerate(cut.layers):
@@ -138,13 +151,11 @@ def test_query_heads_are_kept_equally_in_every_group():
 
 
 def test_a_cut_norm_keeps_the_scale_of_its_output():
-    """What is left of a norm's output has the size that it had in the whole model; without the
-    factor it has not.
-    """
+    """Compare the scale with and without the factor, which is the control."""
     target = family("llama")
-    with torch.no_grad():  # a few loud channels, as real models have
+    with torch.no_grad():  # a few large channels, as in real models
         target.model.embed_tokens.weight[:, :4] *= 8
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     shape = student_config(dataclasses.replace(SHAPE, num_hidden_layers=4), target.config)
     off = []
     for rescale in (True, False):
@@ -152,46 +163,42 @@ def test_a_cut_norm_keeps_the_scale_of_its_output():
         student = cut_model(target, cut, shape)
         with torch.no_grad():
             x = target.model.embed_tokens.weight[3:60]
-            whole = target.model.layers[0].input_layernorm(x)[:, cut.hidden_K]
+            complete = target.model.layers[0].input_layernorm(x)[:, cut.hidden_K]
             found = student.model.layers[0].input_layernorm(x[:, cut.hidden_K])
-        off.append(float((found.norm() / whole.norm()).log().abs()))
+        off.append(float((found.norm() / complete.norm()).log().abs()))
     assert off[0] < 0.1 < off[1]
 
 
 @torch.no_grad()
 def silence(layer: Any) -> None:
-    """It hands on what it is given."""
+    """Make a layer return its input."""
     layer.self_attn.o_proj.weight.zero_()
     layer.mlp.down_proj.weight.zero_()
 
 
-def test_layers_that_do_nothing_are_taken_away_first():
+def test_useless_layers_are_removed_first():
     target = family("llama", num_hidden_layers=6)
     for idle in (2, 4):
         silence(target.model.layers[idle])
-    order = removal_order(target, batches(rows=2), show=False)
+    order = find_removal_order(target, batches(rows=2), ALONE)
     assert set(order[:2]) == {2, 4}
     assert len(set(order)) == 5
 
 
-def test_an_interrupted_order_goes_on():
+def test_an_interrupted_removal_resumes():
     target, rows = family("llama", num_hidden_layers=6), batches(rows=2)
     kept: list[list[int]] = []
-    order = removal_order(target, rows, show=False, keep=lambda removed: kept.append([*removed]))
+    order = find_removal_order(target, rows, ALONE, save=lambda removed: kept.append([*removed]))
     assert kept == [order[:count] for count in range(1, 6)]
-    assert removal_order(target, rows, show=False, begun=order[:2]) == order
+    assert find_removal_order(target, rows, ALONE, removed=order[:2]) == order
 
 
-def test_a_removal_is_the_one_that_moves_the_target_least():
-    """The first step against a plain search: KL of the next token with each layer left out, in
-    models built without it.
-    """
-    from distill.student import keep_layers
-
+def test_the_removed_layer_has_the_smallest_kl():
+    """Compare the first step with a search over models that lack one layer each."""
     target, rows = family("llama"), batches(rows=2)
     kl = []
-    for gone in range(4):
-        left = [layer for layer in range(4) if layer != gone]
+    for removed in range(4):
+        left = [layer for layer in range(4) if layer != removed]
         shape = student_config(StudentConfig(num_hidden_layers=3), target.config)
         student = cut_model(target, keep_layers(target.config, left), shape).eval()
         total = 0.0
@@ -205,10 +212,10 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
                 )
                 total += float((p.exp() * (p - q)).sum())
         kl.append(total)
-    assert removal_order(target, rows, show=False)[0] == kl.index(min(kl))
+    assert find_removal_order(target, rows, ALONE)[0] == kl.index(min(kl))
 
 
-def test_candidates_are_the_sets_that_their_names_say():
+def test_candidates_follow_their_criteria():
     influence = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.8, 0.3])
     found = propose_layer_sets(3, 6, torch.tensor([0.9, 0.1, 0.5, 0.6, 0.2, 0.3]), [1, 3, 0, 2, 4])
     assert found == {
@@ -221,7 +228,7 @@ def test_candidates_are_the_sets_that_their_names_say():
     }
     found = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4])
     assert "influence" not in found and "greedy" not in found, (
-        "both propose what even_without_last proposes"
+        "both propose the set of even_without_last"
     )
     every = propose_layer_sets(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
     assert every["influence"] == every["greedy"] == every["even_without_last"] == [0, 2, 4]
@@ -233,9 +240,10 @@ def test_candidates_are_the_sets_that_their_names_say():
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 12, 32])
-def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
-    """At every cut, one layer and all of them included; some cut leaves the last layer out, and
-    never more sets than are told.
+def test_candidates_are_distinct_sorted_and_of_the_right_size(layers: int):
+    """Check every cut.
+
+    Each has a set without the last layer, and at most as many sets as `count_layer_sets` returns.
     """
     generator = torch.Generator().manual_seed(layers)
     for count in range(1, layers + 1):
@@ -253,35 +261,33 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
         assert sorted(found.values()) == sorted(
             map(list, {tuple(chosen) for chosen in every.values()})
         )
-        assert len(found) <= max_layer_sets(count, layers) <= len(CRITERIA)
+        assert len(found) <= count_layer_sets(count, layers) <= len(CRITERIA)
         assert (count == layers) == all(layers - 1 in chosen for chosen in found.values())
-    assert max_layer_sets(layers, layers) == 1
+    assert count_layer_sets(layers, layers) == 1
 
 
 @pytest.mark.parametrize("idle", [0, 3])
-def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
-    """A layer that does nothing goes, wherever it stands."""
+def test_criteria_may_drop_the_first_or_the_last_layer(idle: int):
+    """Check that influence and greedy removal drop a layer that does nothing, at any position."""
     target, rows = family("llama"), batches(rows=2)
     silence(target.model.layers[idle])
-    scores = collect(target, rows, show=False).finished()
-    removal = removal_order(target, rows, show=False)
+    scores = collect_scores(target, rows, ALONE).finished()
+    removal = find_removal_order(target, rows, ALONE)
     every = propose_layer_sets(3, 4, scores.influence_L, removal, distinct=False)
     left = [layer for layer in range(4) if layer != idle]
     assert every["influence"] == every["greedy"] == left
-    assert every["even"] != left, "the control: this one looks at no layer"
+    assert every["even"] != left, "control: this criterion ignores the weights"
 
 
-def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
+def test_scores_and_orders_are_cached_and_damaged_ones_ignored(tmp_path: Path):
     target = family("llama")
-    scores = collect(target, batches(), show=False).finished()
+    scores = collect_scores(target, batches(), ALONE).finished()
     path = tmp_path / "deep" / "scores.safetensors"
     assert read_scores(path) is None
     write_scores(path, scores, {"target": "here"})
     found = read_scores(path)
     assert found is not None
-    assert all(
-        torch.equal(tensor, found.tensors()[name]) for name, tensor in scores.tensors().items()
-    )
+    assert all(torch.equal(tensor, vars(found)[name]) for name, tensor in vars(scores).items())
     path.write_bytes(path.read_bytes()[:-40])
     assert read_scores(path) is None
     order = tmp_path / "deep" / "removal.json"
@@ -295,21 +301,21 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
         assert read_order(order, 4) == []
 
 
-def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
+def test_two_runs_may_write_the_same_scores_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     scores, path = (
-        collect(family("llama"), batches(), show=False).finished(),
+        collect_scores(family("llama"), batches(), ALONE).finished(),
         tmp_path / "scores.safetensors",
     )
-    save = distill.prune.importance.save_tensors
+    replace = os.replace
 
-    def while_another_writes(*given: Any) -> None:
-        monkeypatch.setattr(distill.prune.importance, "save_tensors", save)
-        save(*given)
-        write_scores(path, scores, {})  # the other one begins and ends before we do
+    def write_another_first(*paths: Any) -> None:
+        monkeypatch.setattr(jobs.files.os, "replace", replace)
+        write_scores(path, scores, {})
+        replace(*paths)
 
-    monkeypatch.setattr(distill.prune.importance, "save_tensors", while_another_writes)
+    monkeypatch.setattr(jobs.files.os, "replace", write_another_first)
     write_scores(path, scores, {})
     assert read_scores(path) is not None
-    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "no temporary file is left"

@@ -1,6 +1,4 @@
-"""A training that is killed a hundred times, at random moments, leaves the drafter of a straight
-run.
-"""
+"""Test that a training killed a hundred times at random moments gives the same drafter."""
 
 import random
 import subprocess
@@ -34,7 +32,7 @@ def test_a_hundred_kills_change_nothing(tiny_target: Path, tmp_path: Path) -> No
     seconds = time.monotonic() - began
     moments, killed, attempt = random.Random(0), 0, 0
     while killed < KILLS:
-        # A folder is taken on until its run ends before it is killed; then the next one begins.
+        # A run is resumed until it ends before it is killed. Then the next run starts.
         folder = tmp_path / f"attempt_{attempt}"
         process = start(tiny_target, folder)
         try:
@@ -45,5 +43,5 @@ def test_a_hundred_kills_change_nothing(tiny_target: Path, tmp_path: Path) -> No
             process.kill()
             process.wait()
             killed += 1
-    assert start(tiny_target, folder).wait() == 0, "the last one resumes, too"
+    assert start(tiny_target, folder).wait() == 0, "the last run resumed, too"
     assert drafter_bytes(folder) == drafter_bytes(tmp_path / "straight")

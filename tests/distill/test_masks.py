@@ -1,6 +1,4 @@
-"""Mode l0: the masks' distribution, their constraint, what they cannot reach, and the objective
-that trains them.
-"""
+"""Test mode l0: the masks' distribution, constraint, limits and training objective."""
 
 import math
 
@@ -8,8 +6,9 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from distill.config import L0Config
 from distill.prune.cut import cut_model
-from distill.prune.l0 import MaskedModel, masked
+from distill.prune.l0 import MaskedModel, apply_masks
 from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, describe_masks, refuse_unreachable
 from distill.shapes import student_config
 from tests.support.model_families import family
@@ -23,16 +22,18 @@ from training.parallel.fsdp import checkpoint_activations
 
 from .test_cut import SHAPE, logits
 
+FROZEN = L0Config(train_weights=False)
+
 
 def at(step: int, total: int) -> Place:
-    """The place of a step in a run of `total` steps."""
+    """Return the place of a step in a run of `total` steps."""
     return Place(RunTotals(step), Bounds(steps=total))
 
 
 @pytest.mark.parametrize("beta", BETA.values())
 @pytest.mark.parametrize("logit", [-3.0, 0.0, 2.0])
-def test_the_share_of_zeros_is_the_formulas(beta: float, logit: float):
-    """P(z = 0) as the constraint counts it, against 2 x 10^5 sampled masks."""
+def test_the_expected_share_of_zeros_equals_its_formula(beta: float, logit: float):
+    """Compare P(z = 0) with 2 x 10^5 sampled masks."""
     masks = HardConcrete(1, 200_000, 1, beta)
     with torch.no_grad():
         masks.logit_WU.fill_(logit)
@@ -43,9 +44,10 @@ def test_the_share_of_zeros_is_the_formulas(beta: float, logit: float):
     assert float(z.min()) >= 0 and float(z.max()) <= 1
 
 
-def test_the_most_that_can_go_is_what_the_bound_allows():
-    """At the lowest logit P(z > 0) is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with
-    the paper's.
+def test_the_largest_sparsity_follows_from_the_bound():
+    """Compare with P(z > 0) at the lowest logit.
+
+    It is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with the paper's.
     """
     for beta, most in ((2 / 3, 0.9529), (0.83, 0.932)):
         masks = HardConcrete(1, 8, 1, beta)
@@ -56,18 +58,18 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
     refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["code"])
     with pytest.raises(UserError, match=r"96.9% of the layers.*95.0% at most.*depths=\[6\]"):
         refuse_unreachable("layers", 1 - 1 / 32, 32, BETA["code"])
-    for deeper, layers in ((32, 6), (6, 1)):  # what it proposes can be done
+    for deeper, layers in ((32, 6), (6, 1)):  # the suggested stages are possible
         refuse_unreachable("layers", 1 - layers / deeper, deeper, BETA["code"])
     with pytest.raises(UserError, match=r"93.8% of the layers.*93.2% at most"):
         refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
     with pytest.raises(
         UserError,
-        match=r"96.0% of the units.*95.0% at most.*use a wider shape, or use mode=importance",
+        match=r"96.0% of the units.*95.0% at most.*Use a wider shape, or use mode=importance",
     ):
         refuse_unreachable("units", 0.96, 32, BETA["code"])
 
 
-def test_masks_start_open_and_logits_stay_in_their_bound():
+def test_masks_start_open_and_logits_stay_bounded():
     masks = HardConcrete(2, 50, 10, 2 / 3)
     assert float(masks.sparsity_W().detach().max()) < 0.01
     assert float(masks.logit_WU.detach().abs().max()) <= BOUND + 1e-6
@@ -76,11 +78,9 @@ def test_masks_start_open_and_logits_stay_in_their_bound():
 def trained(
     masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True
 ) -> None:
-    """Minimize -sum(importance x mask) under the constraint, with Sheared-LLaMA's optimizer
-    constants.
-    """
+    """Minimize -sum(importance x mask) under the constraint, with published learning rates."""
     lr = 1e-4
-    rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, False).rates
+    rates = MaskedModel(torch.nn.Linear(1, 1), masks, FROZEN, lr).rates
     holder = torch.nn.ModuleDict({"masks": masks})
     optimizer = MasterAdamW(holder, OptimizerConfig(lr=lr), rates)
     for step in range(steps):
@@ -93,7 +93,7 @@ def trained(
         optimizer.step(lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps))))
 
 
-def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
+def test_the_constraint_reaches_its_shape_and_keeps_important_units():
     target = family("llama", num_hidden_layers=8).config
     shape = student_config(StudentConfig(num_hidden_layers=3, intermediate_size=20), target)
     masks = Masks(shape, target, BETA["code"], 0)
@@ -103,33 +103,31 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
         for kind in ("layers", "units")
     }
     trained(masks, importance, 1200)
-    assert {*dict(masks.each())} == {"layers", "units"}, (
-        "kinds that nothing is taken of have no masks"
-    )
+    assert {*dict(masks.each())} == {"layers", "units"}, "kinds that are not cut have no masks"
     for kind, mask in masks.each():
         assert float((mask.sparsity_W() - mask.target_sparsity).detach().abs().max()) < 0.05, kind
     best = torch.zeros(masks.shape["units"]).scatter_(1, importance["units"].topk(20).indices, 1.0)
     assert float((masks.binary()["units"] * best).sum() / best.sum()) > 0.7, (
-        "half of them would be chance"
+        "chance would give half of them"
     )
     assert masks.figures()["margin/layers"] > 0
 
 
-def test_masks_that_are_not_to_be_trusted_are_said():
+def test_unreliable_masks_are_warned_of():
     good = {"sparsity_gap/layers": 0.001, "margin/layers": 0.4, "acceptance": 0.3}
-    told = (
+    report = (
         "masks (gap from the target sparsity, margin of the logits at the cut): "
         "layers 0.10% off, margin 0.4"
     )
-    assert describe_masks(good) == [told]
+    assert describe_masks(good) == [report]
     words = describe_masks(good | {"sparsity_gap/units": 0.3, "margin/units": 0.0})
     assert "units 30.00% off, margin 0" in words[0]
-    assert "warning: masks of units are more than 2% off their sparsity" in words[1]
+    assert "warning: the masks of units are more than 2% off their target sparsity" in words[1]
     assert "warning: the choice among units is arbitrary" in words[2]
-    assert describe_masks({}) == [], "where nothing is taken away"
+    assert describe_masks({}) == [], "nothing is cut"
 
 
-def test_control_without_the_constraint_nothing_goes():
+def test_control_without_the_constraint_nothing_is_removed():
     target = family("llama", num_hidden_layers=8).config
     masks = Masks(
         student_config(StudentConfig(num_hidden_layers=3), target), target, BETA["code"], 0
@@ -139,33 +137,33 @@ def test_control_without_the_constraint_nothing_goes():
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3"])
-def test_the_cut_of_the_masks_computes_what_the_masked_model_does(name: str):
+def test_the_cut_student_equals_the_masked_model(name: str):
     target = family(name)
     shape = student_config(SHAPE, target.config)
     masks = Masks(shape, target.config, BETA["paper"], 0)
     with torch.no_grad():
         for _, mask in masks.each():
             mask.logit_WU.uniform_(-BOUND, BOUND)
-    with masked(target, masks.binary()):
+    with apply_masks(target, masks.binary()):
         expected = logits(target)
     torch.testing.assert_close(
         logits(cut_model(target, masks.cut(), shape).eval()), expected, rtol=1e-5, atol=1e-5
     )
 
 
-def test_a_mask_hangs_on_its_place_alone():
+def test_masks_depend_only_on_step_and_rows():
     target = family("llama").config
     masks = Masks(student_config(SHAPE, target), target, BETA["code"], 7)
     first, again, other, later = (
         masks.sample(*place) for place in ((3, 0, 1), (3, 0, 1), (3, 1, 1), (4, 0, 1))
     )
     assert all(torch.equal(first[kind], again[kind]) for kind in first)
-    assert not torch.equal(first["units"], other["units"]), "other rows, another mask"
-    assert not torch.equal(first["units"], later["units"]), "a fresh one every step"
+    assert not torch.equal(first["units"], other["units"]), "other rows have other masks"
+    assert not torch.equal(first["units"], later["units"]), "every step has new masks"
 
 
-def test_the_penalty_is_counted_once_however_a_step_is_cut():
-    """Loss and gradient of two forwards add up to those of one."""
+def test_the_penalty_counts_once_for_any_micro_batches():
+    """Check that loss and gradient of two forward passes add up to those of one."""
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     samples = [
@@ -176,7 +174,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
     for rows in ([[0], [1]], [[0, 1]]):
         masks = Masks(shape, target.config, BETA["code"], 0)
         masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
-        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, False)
+        objective = MaskedModel(target, masks, FROZEN, 1e-4)
         objective.begin(50, at(50, 100))
         total = torch.zeros(())
         for row in rows:
@@ -187,7 +185,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
     torch.testing.assert_close(gradients[0][1], gradients[1][1])
 
 
-def test_frozen_weights_get_no_gradient_and_masks_do():
+def test_frozen_weights_get_no_gradient_but_masks_do():
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
     batch = collate(
@@ -195,22 +193,23 @@ def test_frozen_weights_get_no_gradient_and_masks_do():
         [[0]],
         12,
     )
-    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
+    objective = MaskedModel(target, masks, FROZEN, 1e-4)
     objective.begin(0, at(0, 10))
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
     plain = hidden_states(family("llama"), batch)
     assert not torch.equal(hidden_states(target, batch), plain), (
-        "the masks stay on for the backward pass"
+        "the masks stay for the backward pass"
     )
     objective.unmask()
     assert torch.equal(hidden_states(target, batch), plain)
 
 
-def test_layers_that_run_again_see_the_same_masks():
-    """Activation checkpointing runs the layers' forward once more in the backward pass: gradients
-    are those without it.
+def test_recomputed_layers_use_the_same_masks():
+    """Compare gradients with and without activation checkpointing.
+
+    With it, the backward pass runs the layers again.
     """
     batch = collate(
         [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
@@ -221,12 +220,12 @@ def test_layers_that_run_again_see_the_same_masks():
     for again in (False, True):
         target = family("llama").train()
         masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
-        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=True)
+        objective = MaskedModel(target, masks, L0Config(), 1e-4)
         if again:
             checkpoint_activations(objective)
         with torch.no_grad():
             for _, mask in masks.each():
-                mask.logit_WU.zero_()  # half-open masks: all differ from the unmasked model
+                mask.logit_WU.zero_()  # half-open masks, which all change the logits
         objective.begin(50, at(50, 100))
         objective(batch)[0].backward()
         found.append({name: parameter.grad for name, parameter in objective.named_parameters()})
@@ -237,13 +236,14 @@ def test_layers_that_run_again_see_the_same_masks():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
-def test_the_target_grows_from_nothing_over_the_warm_up():
-    """t(step) = t min(1, step / warm-up), and the Lagrangian at that target, written out
-    (Sheared-LLaMA's equations).
+def test_the_target_sparsity_grows_over_the_warm_up():
+    """Check t(step) = t min(1, step / warm-up).
+
+    The Lagrangian at that target sparsity follows Sheared-LLaMA's equations.
     """
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
-    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
+    objective = MaskedModel(target, masks, FROZEN, 1e-4)
     batch = collate(
         [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
         [[0]],

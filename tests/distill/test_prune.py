@@ -1,6 +1,4 @@
-"""`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers,
-bad input.
-"""
+"""Test `distill.prune` end to end on a random target: modes, cache, stages, resume and errors."""
 
 import dataclasses
 import json
@@ -84,7 +82,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("mode", [("mode=importance",), BRIEF, ("mode=random",)])
-def test_every_mode_leaves_a_student_of_the_shape(
+def test_every_mode_writes_a_student_of_the_shape(
     tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]
 ):
     folder = tmp_path / "run"
@@ -104,7 +102,7 @@ def test_every_mode_leaves_a_student_of_the_shape(
         assert manifest["metrics"]["flops"] and manifest["metrics"]["seconds"]
 
 
-def test_every_shape_after_the_first_is_free(
+def test_other_shapes_reuse_the_scores(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(configured(tiny_target, tmp_path / "first"))
@@ -115,8 +113,8 @@ def test_every_shape_after_the_first_is_free(
     assert "scores" not in spent and "layers by KL" not in spent
 
 
-def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, tmp_path: Path):
-    """Of the two that are accepted most as they were cut."""
+def test_the_probe_selects_the_best_distilled_candidate(tiny_target: Path, tmp_path: Path):
+    """Check that the two candidates with the highest acceptance as cut are distilled."""
     run(
         configured(
             tiny_target,
@@ -136,12 +134,10 @@ def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, 
 @pytest.mark.parametrize(
     ("working", "proposed_by"), [((0, 2), "even_without_last"), ((0, 3), "even")]
 )
-def test_the_last_layer_stays_only_where_it_is_of_use(
+def test_the_last_layer_is_kept_only_if_it_is_useful(
     working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
 ):
-    """Of four layers two do nothing: once the last is one of them, and once, the
-    control, it works.
-    """
+    """Disable two of four layers, the last among them or, as the control, not."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     state = load_file(target / "model.safetensors")
@@ -159,20 +155,21 @@ def test_the_last_layer_stays_only_where_it_is_of_use(
     assert all(acceptance < 0.99 for name, acceptance in found.items() if name != proposed_by)
 
 
-def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, tmp_path: Path):
-    """And what the candidates come to is the same, but for the rows that a forward of the target
-    has at once.
+def test_cached_target_states_serve_all_candidates(tiny_target: Path, tmp_path: Path):
+    """Check that the target reads each row once, and that candidates get the same acceptance.
+
+    Acceptance may differ by the number of rows in a forward pass of the target.
     """
-    told = []
+    runs = []
     for memory in (0, 50):
         folder = tmp_path / f"cache_{memory}"
         run(configured(tiny_target, folder, "importance.probe_steps=2", f"cache_mb={memory}"))
         metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
         probes = [value for name, value in metrics["flops"].items() if name.startswith("probe ")]
-        told.append(
+        runs.append(
             (probes, metrics["stages"][0]["probe_acceptance"], metrics["stages"][0]["layers"])
         )
-    (fresh, found, layers), (kept, again, same_layers) = told
+    (fresh, found, layers), (kept, again, same_layers) = runs
     assert kept[0] == fresh[0] and all(
         later < first for later, first in zip(kept[1:], fresh[1:], strict=True)
     )
@@ -195,7 +192,7 @@ def test_an_interrupted_distillation_resumes_exactly(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Whatever was finished is not distilled again, and every step is done once."""
+    """Check that finished distillations are not repeated, and that every step is made once."""
     steps = {"straight": 0, "resumed": 0}
     step, at_work = training.loop._step, "straight"
 
@@ -212,7 +209,7 @@ def test_an_interrupted_distillation_resumes_exactly(
         run(configured(tiny_target, tmp_path / "resumed", *given))
     assert steps["resumed"] == signal_at
     run(configured(tiny_target, tmp_path / "resumed", *given))
-    assert steps["resumed"] == steps["straight"] > signal_at, "every step once"
+    assert steps["resumed"] == steps["straight"] > signal_at, "every step is made once"
     straight, resumed = (
         json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"]
         for name in ("straight", "resumed")
@@ -222,7 +219,7 @@ def test_an_interrupted_distillation_resumes_exactly(
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
 
-def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_path: Path):
+def test_layers_are_given_or_chosen_by_one_criterion(tiny_target: Path, tmp_path: Path):
     run(configured(tiny_target, tmp_path / "named", "student.layers=[1,2]"))
     run(configured(tiny_target, tmp_path / "even", "importance.choice=even"))
     layers = [
@@ -234,7 +231,7 @@ def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_pat
     assert layers == [[1, 2], [0, 3]]
 
 
-def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, tmp_path: Path):
+def test_severe_cuts_are_made_in_stages_with_distillation(tiny_target: Path, tmp_path: Path):
     folder = tmp_path / "run"
     run(
         configured(
@@ -248,19 +245,20 @@ def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, t
     stages = json.loads((folder / "manifest.json").read_text())["metrics"]["stages"]
     assert [len(notes["layers"]) for notes in stages] == [3, 2, 1]
     assert "acceptance" in stages[0] and "acceptance" not in stages[2], (
-        "the last one is distilled by distill.train"
+        "distill.train distils the last student"
     )
     first = AutoModelForCausalLM.from_pretrained(folder / "stages" / "1_3_layers").config
     assert (first.num_hidden_layers, first.intermediate_size) == (3, 32), (
-        "widths go in the first stage"
+        "widths are cut in the first stage"
     )
 
 
 def test_a_tracker_gets_every_stage_under_the_experiments_name(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
-    """The distillation between two cuts is a run of its own in the same group; what they left is
-    recorded at the end.
+    """Check that the distillation between two cuts is a run in the same group.
+
+    The stages are recorded at the end.
     """
     tracked = ("tracker=wandb", "tracker.name=llama_796m", "tracker.group=sweep")
     folder = tmp_path / "run"
@@ -269,8 +267,8 @@ def test_a_tracker_gets_every_stage_under_the_experiments_name(
         ("llama_796m: distil 3 layers", "sweep", "distill.prune"),
         ("llama_796m", "sweep", "distill.prune"),
     ]
-    between, whole = (one["logged"] for one in wandb_runs)
-    assert "loss" in between and "loss" not in whole
+    between, complete = (one["logged"] for one in wandb_runs)
+    assert "loss" in between and "loss" not in complete
     stages = json.loads((student / "drafter_card.json").read_text())["pruning"]["stages"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert [(line["step"], line["layers"]) for line in lines] == [(1, 3), (2, 2)]
@@ -279,12 +277,12 @@ def test_a_tracker_gets_every_stage_under_the_experiments_name(
         best = stage["proposed_by"]
         assert line[f"acceptance_as_cut/{best}"] == stage["acceptance_as_cut"][best] > 0
         assert line["seconds/scores"] > 0 and line["flops/scores"] > 0
-    columns = whole["candidates"].columns
+    columns = complete["candidates"].columns
     assert columns == ["stage", "candidate", "layers", "acceptance_as_cut", "probe_acceptance"]
-    assert len(whole["candidates"].data) == sum(len(stage["candidates"]) for stage in stages)
+    assert len(complete["candidates"].data) == sum(len(stage["candidates"]) for stage in stages)
 
 
-def test_without_a_name_a_run_is_called_after_its_experiment(
+def test_a_run_is_named_after_its_experiment_by_default(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
     config = configured(tiny_target, tmp_path / "run", *NARROW, *BRIEF, "tracker=wandb")
@@ -295,7 +293,7 @@ def test_without_a_name_a_run_is_called_after_its_experiment(
     ]
 
 
-def test_saved_masks_make_the_same_student_and_fit_no_other_target(
+def test_saved_masks_give_the_same_student_and_fit_no_other_target(
     tiny_target: Path, tmp_path: Path
 ):
     run(configured(tiny_target, tmp_path / "first", *NARROW))
@@ -309,14 +307,12 @@ def test_saved_masks_make_the_same_student_and_fit_no_other_target(
     model.save_pretrained(other)
     with pytest.raises(UserError, match=rf"was made for another target \({tiny_target}, hash "):
         run(configured(other, tmp_path / "refused", *NARROW, masks))
-    # a start that failed does not hold its folder
+    # a refused run does not claim its folder
     run(configured(other, tmp_path / "refused", *NARROW))
 
 
-def test_a_real_run_keeps_no_published_configuration(tiny_target: Path, tmp_path: Path):
-    """It is what a dry run takes where the target is not there; nothing reads it beside
-    a folder.
-    """
+def test_a_real_run_saves_no_published_configuration(tiny_target: Path, tmp_path: Path):
+    """Check that only a dry run without the target's folder uses it."""
     given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
     run(configured(tiny_target, tmp_path / "run", *given))
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
@@ -346,7 +342,7 @@ def test_interrupted_mask_training_resumes_exactly(
     )
 
 
-def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
+def test_a_resumed_run_repeats_no_finished_stage(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     given = ("student.num_hidden_layers=1", "depths=[3]")
@@ -362,7 +358,7 @@ def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
     assert same(weights(tmp_path / "straight"), weights(folder))
 
 
-def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
+def test_no_stage_removes_more_than_the_largest_cut():
     assert intermediate_depths(32, 3, 0.625) == [12, 5]
     assert intermediate_depths(32, 5, 0.625) == [12]
     assert intermediate_depths(32, 1, 0.625) == [12, 5, 2]
@@ -378,33 +374,39 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["student.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
-        (["student.hidden_size=64"], "hidden_size is 64, the target has 32"),
-        (["student.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
+        (
+            ["student.num_hidden_layers=5"],
+            "num_hidden_layers is 5, expected at most the target's 4",
+        ),
+        (["student.hidden_size=64"], "hidden_size is 64, expected at most the target's 32"),
+        (
+            ["student.hidden_size=-16"],
+            "hidden_size is -16, expected 0 .the target.s 32. to 1,048,576",
+        ),
         (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
             ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
-            "has 2 query heads per key/value head",
+            "is 4, expected at most the target's 2",
         ),
         (
             ["student.num_attention_heads=3", "student.num_key_value_heads=2"],
-            r"num_attention_heads \(3\) is not a multiple of num_key_value_heads \(2\)",
+            r"num_attention_heads is 3, expected a multiple of num_key_value_heads \(2\)",
         ),
         (
             ["student.hidden_size=18"],
-            r"hidden_size \(18\) is not a multiple of its 4 query heads.*Use 16, the nearest",
+            r"hidden_size is 18, expected a multiple of the 4 query heads.*Use 16, the next",
         ),
-        (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
-        (["importance.choice=best"], "importance.choice is 'best'"),
+        (["mode=magic"], "mode is magic, expected one of importance, l0, random"),
+        (["importance.choice=best"], "importance.choice is best, expected one of probe"),
         (["importance.probe_candidates=0"], "importance.probe_candidates is 0, expected 1 or more"),
-        (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
+        (["l0.beta=half", "mode=l0"], "l0.beta is half, expected one of code, paper"),
         (
             ["mode=l0", "loop.max_steps=200"],
             "warmup_steps is 320, expected less than loop.max_steps=200",
         ),
         (
             ["mode=l0", "student.intermediate_size=2"],
-            "95.8% of the units.*95.0% at most.*use a wider shape",
+            "95.8% of the units.*95.0% at most.*Use a wider shape",
         ),
         (
             ["depths=[2]"],
@@ -423,7 +425,10 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         ),
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
-        (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),
+        (
+            ["masks=/nowhere", "depths=[3]"],
+            "expected an empty text with depths, because a file holds one cut",
+        ),
         (
             ["cache_mb=5", "parallel=fsdp", "parallel.processes=2"],
             "cache_mb is 5, expected 0 .*with zero3 and fsdp",
@@ -431,15 +436,17 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["student.layers=[0,9]"], "from 0 to 3"),
     ],
 )
-def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
+def test_invalid_values_are_refused(
+    tiny_target: Path, tmp_path: Path, overrides: list[str], words: str
+):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path / "run", *overrides))
 
 
-def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
-    """Another family, and attention that no student has."""
+def test_unsupported_targets_are_refused(tiny_target: Path, tmp_path: Path):
+    """Check another family, and attention that students do not have."""
     for kind, more, words in (
-        ("gpt2", "", "family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"),
+        ("gpt2", "", "family 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
         (
             "mistral",
             ", sliding_window: 4096",
@@ -455,20 +462,21 @@ def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
             run(configured(tiny_target, tmp_path / "run", *given))
 
 
-def test_odd_sizes_are_warned_of(
+def test_unaligned_widths_are_printed_as_warnings(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(configured(tiny_target, tmp_path / "run", "mode=random", "student.intermediate_size=40"))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "warning: student.intermediate_size is 40, not a multiple of 64: 64 is often as fast"
-        in said
+        in output
     )
 
 
-def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
-    """The scores of one domain are those of two where the other has no share; mixing by what
-    pruning does not measure is refused.
+def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
+    """Compare the scores of one domain with those of two, of which the second has no share.
+
+    Mixing by figures that pruning does not measure is refused.
     """
     texts = {
         "prose": CONF.parent / "LOG.md",
@@ -493,7 +501,7 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
 
     one = scores("one", 1.0)
     assert same(one, scores("both", 1.0, 0.0))
-    assert not same(one, scores("half", 0.5, 0.5)), "the control: shares matter"
+    assert not same(one, scores("half", 0.5, 0.5)), "control: shares matter"
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
     with pytest.raises(
         UserError,
@@ -502,8 +510,8 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 
 
-def test_the_short_distillation_is_in_its_own_dtype(tiny_target: Path, tmp_path: Path):
-    """between.dtype of the weights that are distilled; what is stored has the target's."""
+def test_the_short_distillation_uses_its_dtype(tiny_target: Path, tmp_path: Path):
+    """Check that between.dtype applies to training, and target.dtype to the stored weights."""
     given = ("student.num_hidden_layers=1", "depths=[3]", "importance.choice=even")
     run(configured(tiny_target, tmp_path / "wide", *given))
     run(configured(tiny_target, tmp_path / "narrow", *given, "between.dtype=bfloat16"))
@@ -514,7 +522,7 @@ def test_the_short_distillation_is_in_its_own_dtype(tiny_target: Path, tmp_path:
     assert all(tensor.dtype == torch.float32 for tensor in narrow.values())
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in narrow.values())
     assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values()), (
-        "the control"
+        "control"
     )
 
 
@@ -538,7 +546,7 @@ def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_pa
     drafter = tmp_path / "trained" / "drafter"
     pruning = json.loads((drafter / "drafter_card.json").read_text())["pruning"]
     assert pruning["mode"] == "importance" and len(pruning["stages"][0]["layers"]) == 2, (
-        "the card knows where it comes from"
+        "the card records the pruning"
     )
     config = AutoModelForCausalLM.from_pretrained(drafter).config
     assert (config.hidden_size, config.num_hidden_layers) == (16, 2)

@@ -1,6 +1,4 @@
-"""`distill.prune` in ranks: a target in shares gives the scores, the order of layers and the cut of
-a whole one; every kind learns the same masks.
-"""
+"""Test `distill.prune` in ranks: scores, removal order, cut and masks equal one process's."""
 
 import json
 import os
@@ -22,7 +20,7 @@ from tests.support import prune_rank
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-# DeepSpeed's engine takes long to start, and the trainings of tests/training use it in every run
+# DeepSpeed starts slowly, and tests/training covers it in every run
 SELDOM = pytest.mark.exhaustive
 KINDS = [
     "ddp",
@@ -42,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def prune(target: Path, folder: Path, *overrides: str) -> None:
-    """A job of its own, whose scores are cached in a folder of its own."""
+    """Run a pruning job with a separate cache folder."""
     given = arguments(target, folder, *overrides, f"importance.cache_dir={folder}_cache")
     end = subprocess.run(
         [sys.executable, "-m", "distill.prune", *given],
@@ -58,23 +56,25 @@ def prune(target: Path, folder: Path, *overrides: str) -> None:
     "kind", ["fsdp", "ddp", pytest.param("zero3", marks=pytest.mark.exhaustive)], indirect=True
 )
 @pytest.mark.long
-def test_a_target_in_shares_is_scored_as_a_whole_one(kind: str, tiny_target: Path, tmp_path: Path):
+def test_a_sharded_target_gets_the_scores_of_an_unsharded_one(
+    kind: str, tiny_target: Path, tmp_path: Path
+):
     alone = prune_rank.run(str(tiny_target), str(tmp_path / "one"), "single")
     ranks = prune_rank.run_ranks(tiny_target, tmp_path / "two", kind)
     expected = load_file(tmp_path / "one" / "rank0.safetensors")
-    for rank, told in enumerate(ranks):
-        assert told["order"] == alone["order"]
-        assert told["acceptance"] == pytest.approx(alone["acceptance"], rel=1e-5)
+    for rank, result in enumerate(ranks):
+        assert result["order"] == alone["order"]
+        assert result["acceptance"] == pytest.approx(alone["acceptance"], rel=1e-5)
         found = load_file(tmp_path / "two" / f"rank{rank}.safetensors")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
-    head = 2048 * 32 * 4  # the lm_head, which stays whole
-    share = sum(told["bytes"] - head for told in ranks) / (alone["bytes"] - head)
+    head = 2048 * 32 * 4  # lm_head, which is not sharded
+    share = sum(result["bytes"] - head for result in ranks) / (alone["bytes"] - head)
     assert share == pytest.approx(2.0 if kind == "ddp" else 1.0, rel=0.01), (
-        "each holds its share alone"
+        "each rank holds only its shard"
     )
-    # the control: a row is seen
+    # control: other rows give other scores
     fewer = prune_rank.run(str(tiny_target), str(tmp_path / "fewer"), "single", 16)
     assert fewer["order"] == alone["order"]
     scores = load_file(tmp_path / "fewer" / "rank0.safetensors")["units_LF"]
@@ -83,7 +83,7 @@ def test_a_target_in_shares_is_scored_as_a_whole_one(kind: str, tiny_target: Pat
 
 @pytest.fixture(scope="module")
 def alone(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Masks learned by one process: two forwards of one row a step."""
+    """Learn masks in one process, with two forward passes of one row a step."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     prune(tiny_target, folder, *MASKS)
     return folder
@@ -96,12 +96,10 @@ def records(folder: Path, key: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-def test_two_processes_learn_the_masks_of_one(
+def test_two_ranks_learn_the_masks_of_one_process(
     kind: str, alone: Path, tiny_target: Path, tmp_path: Path
 ):
-    """The same mask for the same rows, whichever rank runs them; the gradients of the masks, whole
-    on every rank, are added up.
-    """
+    """Check that rows have the same masks on any rank, and that ranks add up their gradients."""
     folder = tmp_path / "run"
     prune(tiny_target, folder, *MASKS, f"parallel={kind}", "parallel.processes=2")
     for key in ("loss", "gradient_norm", "held_out_sparsity_gap/layers", "held_out_margin/units"):
@@ -111,14 +109,14 @@ def test_two_processes_learn_the_masks_of_one(
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
     masks = [load_file(one / "masks.safetensors") for one in (folder, alone)]
-    assert same(*masks), "and the same cut"
+    assert same(*masks), "equal cuts"
 
 
 @pytest.mark.long
-def test_masks_learned_in_shares_go_on_in_one_process(
+def test_masks_learned_by_fsdp_resume_in_one_process(
     alone: Path, tiny_target: Path, tmp_path: Path
 ):
-    """Half of the steps under FSDP, stopped by a signal, the rest alone."""
+    """Stop FSDP by a signal after half of the steps, and make the rest in one process."""
     folder = tmp_path / "run"
     given = arguments(
         tiny_target,
@@ -147,11 +145,10 @@ def test_masks_learned_in_shares_go_on_in_one_process(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("zero1", marks=SELDOM), "fsdp"], indirect=True)
-def test_probes_and_stages_run_with_a_target_in_shares(
-    kind: str, tiny_target: Path, tmp_path: Path
-):
-    """Several trainings follow each other in the same ranks: the probes, a distillation between the
-    stages, the probes of the last cut.
+def test_probes_and_stages_run_with_a_sharded_target(kind: str, tiny_target: Path, tmp_path: Path):
+    """Run several trainings in the same ranks.
+
+    These are probes, a distillation between stages, and the probes of the last cut.
     """
     given = (
         *NARROW,
@@ -162,14 +159,14 @@ def test_probes_and_stages_run_with_a_target_in_shares(
     )
     prune(tiny_target, tmp_path / "one", *given)
     prune(tiny_target, tmp_path / "two", *given, f"parallel={kind}", "parallel.processes=2")
-    told = [
+    found = [
         json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]
         for name in ("one", "two")
     ]
-    assert [stage["layers"] for stage in told[1]["stages"]] == [
-        stage["layers"] for stage in told[0]["stages"]
+    assert [stage["layers"] for stage in found[1]["stages"]] == [
+        stage["layers"] for stage in found[0]["stages"]
     ]
-    assert told[1]["acceptance"] == pytest.approx(told[0]["acceptance"], rel=1e-4)
+    assert found[1]["acceptance"] == pytest.approx(found[0]["acceptance"], rel=1e-4)
     for name, tensor in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)
 
@@ -210,10 +207,11 @@ def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Pat
     assert not (tmp_path / "run" / "student").exists()
 
 
-def test_frozen_weights_have_nothing_to_share(tiny_target: Path, tmp_path: Path):
+def test_training_only_masks_refuses_sharded_kinds(tiny_target: Path, tmp_path: Path):
     given = ("mode=l0", "l0.train_weights=false", "parallel.processes=2")
     check(configured(tiny_target, tmp_path, *given, "parallel=ddp"))
     with pytest.raises(
-        UserError, match="l0.train_weights is False, expected true with zero kinds and fsdp"
+        UserError,
+        match="l0.train_weights is False, expected true with zero1, zero2, zero3 and fsdp",
     ):
         check(configured(tiny_target, tmp_path, *given, "parallel=fsdp"))

@@ -1,6 +1,4 @@
-"""The figures of the embedded target: windows score every token once, and only finished Python
-counts as parsed.
-"""
+"""Test the quality figures of the embedded target: scored windows and parsed functions."""
 
 import json
 import lzma
@@ -23,11 +21,11 @@ def test_windows_score_every_token_once(embedded_target) -> None:
         assert scored == ids[1:]
         assert all(len(window.ids) <= context for window in windows)
         assert all(window.scored_from >= context // 2 for window in windows[1:]), (
-            "half a context before each scored token"
+            "half of the context precedes each scored token"
         )
 
 
-def test_parses() -> None:
+def test_only_valid_python_with_a_body_parses() -> None:
     request = 'def f(x):\n    """Double x."""'
     assert parses(request, "if x:\n    return 2 * x\nreturn 0")
     assert not parses(request, "")
@@ -36,14 +34,14 @@ def test_parses() -> None:
     assert not parses(request, "x = '\0'")
 
 
-def test_xz_is_the_command_line_tools_preset_nine() -> None:
+def test_xz_uses_preset_9_of_the_command_line_tool() -> None:
     text = "the same line again\n" * 1000
     assert xz_bits_per_byte(text) == 8 * len(
         lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9)
     ) / len(text)
 
 
-def test_a_dry_run_measures_nothing_and_a_finished_run_is_shown_again(
+def test_a_dry_run_measures_nothing_and_a_finished_run_is_printed_again(
     tiny_target: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -53,10 +51,10 @@ def test_a_dry_run_measures_nothing_and_a_finished_run_is_shown_again(
     path = run(QualityConfig(**config, dry_run=True))
     assert not path.exists()
     figures = {"bits_per_byte": 1.5, "samples": ["def f(): pass"], "drawn": []}
-    monkeypatch.setattr("distill.quality.quality", lambda *_, **__: figures)
+    monkeypatch.setattr("distill.quality.measure", lambda *_, **__: figures)
     assert run(QualityConfig(**config)) == path
     assert json.loads(path.read_text()) == figures
-    monkeypatch.setattr("distill.quality.quality", None)
+    monkeypatch.setattr("distill.quality.measure", None)
     capsys.readouterr()
     run(QualityConfig(**config))
     assert '"bits_per_byte": 1.5' in capsys.readouterr().out

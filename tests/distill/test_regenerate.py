@@ -1,6 +1,4 @@
-"""distill.regenerate: the account of the input, what training makes of the artefact, dry runs, bad
-input.
-"""
+"""Test distill.regenerate: its account, its output in training, dry runs and errors."""
 
 import json
 import os
@@ -43,9 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------- the artefact
-def test_the_artefact_keeps_order_ids_and_requests_and_tells_of_every_answer(
-    home: Path, tmp_path: Path
-):
+def test_the_output_keeps_order_ids_and_requests_and_describes_answers(home: Path, tmp_path: Path):
     records = regenerated(home / "target", home / "chats.jsonl", tmp_path)
     assert [record["id"] for record in records] == [chat["id"] for chat in CHATS]
     for record, found in zip(records, CHATS, strict=True):
@@ -71,36 +67,36 @@ def test_the_artefact_keeps_order_ids_and_requests_and_tells_of_every_answer(
     assert figures["tokens_per_second"] > 0 and figures["block_efficiency"] == 1.0
 
 
-def test_training_supervises_the_answers_of_the_artefact(home: Path, tmp_path: Path):
+def test_training_supervises_the_generated_answers(home: Path, tmp_path: Path):
     regenerated(home / "target", home / "chats.jsonl", tmp_path)
     data = DataConfig(chats=[str(tmp_path / "chats.json")], max_length=512)
     tokenizer = AutoTokenizer.from_pretrained(home / "target")
     samples = read_samples(tokenizer, data, "train")
     assert len(samples) == len(CHATS)
-    told = json.loads((tmp_path / "chats.json").read_text())
-    for sample, record in zip(samples, told, strict=True):
+    records = json.loads((tmp_path / "chats.json").read_text())
+    for sample, record in zip(samples, records, strict=True):
         text = tokenizer.decode(sample.ids[sample.mask].tolist(), skip_special_tokens=True)
         answers = [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
         assert "".join(text.split()) == "".join("".join(answers).split())
 
 
-def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_target: Path):
+def test_answers_retokenized_into_the_generated_tokens_are_counted(embedded_target: Path):
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     messages = [
         {"role": "user", "content": "def f(x):"},
         {"role": "assistant", "content": "return x + 1"},
     ]
     rendered = render_chat(tokenizer, messages)
-    drawn = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-    assert count_same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
+    generated = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+    assert count_same_tokens(rendered, [answer(0, "return x + 1", generated)]) == 1
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return"]
     assert count_same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
-        "the same text in other tokens"
+        "equal text in other tokens"
     )
     assert count_same_tokens(rendered, []) == 0
 
 
-def test_the_books_balance_over_input_of_every_kind(
+def test_the_account_balances_for_every_kind_of_input(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     more = [
@@ -132,13 +128,13 @@ def test_the_books_balance_over_input_of_every_kind(
         "over data.max_samples": 2,
     }
     shown = capsys.readouterr()
-    said = shown.out
-    assert "chats: 24 in, 12 answered, 12 skipped, 0 failed" in said
-    assert f"2 skipped: no human turn ({file}:7" in said
-    assert f"{file}:11" in shown.err, "the reader names broken lines"
+    output = shown.out
+    assert "chats: 24 in, 12 answered, 12 skipped, 0 failed" in output
+    assert f"2 skipped: no human turn ({file}:7" in output
+    assert f"{file}:11" in shown.err, "the reader lists broken lines"
 
 
-def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path):
+def test_a_chat_ends_where_the_context_is_full(home: Path, tmp_path: Path):
     records = regenerated(
         home / "target", home / "chats.jsonl", tmp_path, "data.max_length=48", "temperature=0"
     )
@@ -149,11 +145,12 @@ def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path)
     assert metrics(tmp_path)["ended_early"]["no room in the context"] >= 1
 
 
-def test_answers_that_loop_are_told_or_left_out(
+def test_looping_answers_are_counted_or_dropped(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """A target that says one token without end: its layers add nothing, all tokens are embedded
-    alike, and one row of its head fits.
+    """Let a target repeat one token.
+
+    Its layers add nothing, and all tokens have the same embedding.
     """
     target = tmp_path / "target"
     shutil.copytree(home / "target", target)
@@ -164,8 +161,8 @@ def test_answers_that_loop_are_told_or_left_out(
     weights["model.embed_tokens.weight"].fill_(1.0)
     weights["lm_head.weight"][500] = 10.0
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    regenerated(target, home / "chats.jsonl", tmp_path / "told", "temperature=0")
-    assert metrics(tmp_path / "told")["loop_share"] == 1.0
+    regenerated(target, home / "chats.jsonl", tmp_path / "counted", "temperature=0")
+    assert metrics(tmp_path / "counted")["loop_share"] == 1.0
     assert "note: many answers loop" in capsys.readouterr().out
     with pytest.raises(
         UserError,
@@ -194,12 +191,12 @@ def test_a_dry_run_counts_and_writes_nothing(
             "assumed_tokens_per_second=100",
         )
     )
-    said = capsys.readouterr().out
-    assert "would answer 11 requests of 6 chats (of 6, including samples)" in said
-    assert f"at most {11 * 16:,} out" in said
+    output = capsys.readouterr().out
+    assert "would answer 11 requests of 6 chats (of 6, including samples)" in output
+    assert f"at most {11 * 16:,} out" in output
     assert (
-        f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said
-        and " (1.8 s), written to" in said
+        f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in output
+        and " (1.8 s), written to" in output
     )
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
     assert "tokens/s (measured on one batch)" in capsys.readouterr().out
@@ -228,7 +225,7 @@ def test_a_dry_run_counts_and_writes_nothing(
         (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
         (["samples=2", "temperature=0"], r"samples is 2, expected 1 at temperature 0"),
-        (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
+        (["on_length=stop"], r"on_length is stop, expected one of end, drop, go_on"),
         (["temperature=-1"], r"temperature is -1"),
         (["top_p=0"], r"top_p is 0"),
         (
@@ -252,13 +249,13 @@ def test_a_dry_run_counts_and_writes_nothing(
         (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )
-def test_bad_input_is_named_and_takes_no_folder(
+def test_invalid_values_are_refused_and_claim_no_folder(
     overrides: list[str], message: str, home: Path, tmp_path: Path
 ):
     with pytest.raises(UserError, match=f"(?s){message}"):
         run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", *overrides))
     assert not (tmp_path / "run" / "manifest.json").exists()
-    # the mended command runs
+    # the corrected command runs
     regenerated(home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1")
 
 
@@ -279,7 +276,7 @@ def test_a_file_of_broken_records_is_refused_with_their_places(home: Path, tmp_p
 
 
 # ------------------------------------------------------------------------------------------ a stage
-def ran(*arguments: str) -> str:
+def run_command(*arguments: str) -> str:
     command = [sys.executable, "-m", "distill.train", *arguments]
     end = subprocess.run(
         command,
@@ -293,7 +290,7 @@ def ran(*arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: Path):
+def test_an_experiment_trains_on_regenerated_answers(home: Path, tmp_path: Path):
     toy = [
         f"target.path={home / 'target'}",
         "target.device=cpu",
@@ -309,10 +306,10 @@ def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: P
         "stages=[distill.regenerate,distill.train]",
         f"output_dir={tmp_path / 'run'}",
     ]
-    said = ran("+experiment=quickstart_regenerated", *toy, "dry_run=true")
-    assert "would answer 11 requests" in said and "chats.json is not there yet" in said
+    output = run_command("+experiment=quickstart_regenerated", *toy, "dry_run=true")
+    assert "would answer 11 requests" in output and "chats.json is not there yet" in output
     shutil.rmtree(tmp_path / "run")
-    ran("+experiment=quickstart_regenerated", *toy)
+    run_command("+experiment=quickstart_regenerated", *toy)
     card = json.loads(
         (tmp_path / "run" / "distill.train" / "drafter" / "drafter_card.json").read_text()
     )

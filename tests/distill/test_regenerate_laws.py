@@ -1,6 +1,4 @@
-"""Every answer is the target's own: what decoding gives for the request alone, whatever drafts, and
-however requests are batched.
-"""
+"""Test that an answer equals decoding its request alone, whatever the drafter and the batch."""
 
 from pathlib import Path
 
@@ -11,8 +9,9 @@ from decoding import generate, load
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from decoding.sampling import noise
 from distill.regenerate.dialogues import Answer
-from distill.regenerate.generate import AnswerGenerator, request_id
+from distill.regenerate.generate import AnswerGenerator
 from distill.regenerate.resume import read_journal
 from tests.support.regeneration import CHATS, regenerated, with_stops, write_chats
 from training.data.chat import render_prompt
@@ -44,7 +43,7 @@ def sampled(home: Path) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_an_answer_is_what_decoding_gives_for_the_request_alone(
+def test_an_answer_equals_decoding_its_request_alone(
     how: str, home: Path, request: pytest.FixtureRequest
 ):
     request.getfixturevalue(how)
@@ -58,26 +57,26 @@ def test_an_answer_is_what_decoding_gives_for_the_request_alone(
     for record in records:
         history: list[dict[str, str]] = []
         turn = 0
-        for said in record["conversations"]:
-            if said["from"] == "gpt":
+        for message in record["conversations"]:
+            if message["from"] == "gpt":
                 ids, key = (
                     render_prompt(engine.tokenizer, history),
-                    request_id((number[record["id"]], 0, turn)),
+                    noise.key(number[record["id"]], 0, turn),
                 )
                 (alone,) = decode(engine.target, None, [ids], settings, request_ids=[key])
                 stopped = alone.finish == "stop"
                 text = engine.tokenizer.decode(
                     alone.tokens[: -1 if stopped else None], skip_special_tokens=True
                 )
-                assert (said["tokens"], said["finish"]) == (len(alone.tokens), alone.finish)
-                assert said["value"] == (text if stopped else text.rstrip("\ufffd"))
+                assert (message["tokens"], message["finish"]) == (len(alone.tokens), alone.finish)
+                assert message["value"] == (text if stopped else text.rstrip("\ufffd"))
                 if how == "greedy":
                     assert generate(engine, history, max_new_tokens=16).tokens == alone.tokens
                 finishes.add(alone.finish)
                 turn += 1
-            role = {"human": "user", "gpt": "assistant", "system": "system"}[said["from"]]
-            history.append({"role": role, "content": said["value"]})
-    assert finishes == {"stop", "length"}, "both ends are tested"
+            role = {"human": "user", "gpt": "assistant", "system": "system"}[message["from"]]
+            history.append({"role": role, "content": message["value"]})
+    assert finishes == {"stop", "length"}, "both ways to finish are tested"
 
 
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
@@ -92,7 +91,7 @@ def test_an_answer_is_what_decoding_gives_for_the_request_alone(
         ("drafters=[{use: multi_candidate, folder: TARGET, branching: [2, 1]}]", "batch_size=2"),
     ],
 )
-def test_neither_batch_nor_drafter_changes_a_word(
+def test_neither_batch_nor_drafter_changes_an_answer(
     how: str, overrides: tuple[str, ...], home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
     given = [text.replace("TARGET", str(home / "target")) for text in overrides]
@@ -111,7 +110,7 @@ def answers_of(folder: Path) -> list[Answer]:
 
 
 def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Positions of every prefill's forward from now on."""
+    """Count the positions of every prefill forward pass from now on."""
     read: list[int] = []
     features = NativeTarget.features
 
@@ -139,11 +138,12 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("warped", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_what_was_read_and_said_of_a_chat_is_not_read_again(
+def test_a_turn_reads_only_new_tokens(
     warped: tuple[str, ...], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Counted: tokens of prompts that are read, and positions of the forwards that read them.
-    Without the caches, the control, all are.
+    """Count the prompt tokens that are read, and the positions of the forward passes.
+
+    Without caches, which is the control, all tokens are read.
     """
     long = [
         [turn for n in range(4) for turn in (("human", f"part {n} of {name}"), ("gpt", "ok"))]
@@ -176,7 +176,7 @@ def test_what_was_read_and_said_of_a_chat_is_not_read_again(
     for (chat, sample, turn), answer in kept.items():
         before = anew[chat, sample, turn - 1].prompt_tokens if turn else 1
         assert answer.read_tokens <= answer.prompt_tokens - before, (
-            "no turn reads an earlier one's prompt"
+            "no turn reads an earlier prompt again"
         )
     assert (
         sum(answer.read_tokens for answer in kept.values())
@@ -185,14 +185,14 @@ def test_what_was_read_and_said_of_a_chat_is_not_read_again(
     assert with_caches < sum(read) / 2
 
 
-def test_another_seed_draws_other_answers_and_greedy_ones_stay(
+def test_another_seed_changes_sampled_answers_but_not_greedy_ones(
     home: Path, greedy: bytes, sampled: bytes
 ):
     assert run(home, "other_seed", *SAMPLED, "seed=1") != sampled
     assert run(home, "other_seed_greedy", *GREEDY, "seed=1") == greedy
 
 
-def test_samples_differ_and_the_first_is_that_of_one_sample(home: Path, sampled: bytes):
+def test_samples_differ_and_the_first_equals_a_single_sample(home: Path, sampled: bytes):
     records = regenerated(
         home / "target", home / "chats.jsonl", home / "samples", *SAMPLED, "samples=2"
     )

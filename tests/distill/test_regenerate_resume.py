@@ -1,6 +1,4 @@
-"""A run that was interrupted anywhere, by kill -9 too, ends in the bytes of a straight one; ranks
-share a run, and a dead one is named.
-"""
+"""Test that an interrupted or killed run resumes to the same bytes, and that ranks share a run."""
 
 import json
 import os
@@ -48,8 +46,9 @@ def straight(home: Path) -> Path:
 
 
 def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
-    """A copy of the straight run as a kill left it when its journal had so many bytes. Returns the
-    journal.
+    """Copy the uninterrupted run with a journal of `size_bytes` bytes, as a kill leaves it.
+
+    Returns the journal.
     """
     shutil.copytree(straight, folder)
     (folder / "chats.json").unlink()
@@ -61,25 +60,23 @@ def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.031, 0.4, 0.77, 0.999, 1.0])
-def test_a_run_goes_on_from_any_byte_of_its_journal(
+def test_a_run_resumes_from_any_byte_of_its_journal(
     share: float, home: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    whole = (straight / "answers" / "rank_0.jsonl").read_bytes()
-    size = int(share * len(whole))
+    content = (straight / "answers" / "rank_0.jsonl").read_bytes()
+    size = int(share * len(content))
     journal = interrupted(straight, tmp_path / "run", size)
-    kept = whole[: whole.rfind(b"\n", 0, size) + 1]
+    kept = content[: content.rfind(b"\n", 0, size) + 1]
     run(configured(home / "target", home / "chats.jsonl", tmp_path / "run"))
     assert (tmp_path / "run" / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
-    assert journal.read_bytes().startswith(kept), "what was whole is not written again"
+    assert journal.read_bytes().startswith(kept), "complete lines are not written again"
     asked = [(line["chat"], line["sample"], line["turn"]) for line in read_journal(journal)]
-    assert len(asked) == len(set(asked)) == whole.count(b"\n")
+    assert len(asked) == len(set(asked)) == content.count(b"\n")
     assert ("is cut off" in capsys.readouterr().out) == (size > len(kept))
 
 
-def test_the_journal_is_what_is_gone_on_from(home: Path, straight: Path, tmp_path: Path):
-    """The control: an answer that was changed in the journal is in the result, and in what was
-    asked after it.
-    """
+def test_a_resumed_run_uses_the_answers_in_its_journal(home: Path, straight: Path, tmp_path: Path):
+    """Control: change an answer in the journal, and find it in the output and in later requests."""
     journal = interrupted(
         straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size
     )
@@ -94,7 +91,7 @@ def test_the_journal_is_what_is_gone_on_from(home: Path, straight: Path, tmp_pat
     assert "something else" in [turn["value"] for turn in changed]
 
 
-def test_a_finished_run_is_passed_over_and_a_missing_artefact_made_again(
+def test_a_finished_run_is_skipped_and_a_missing_output_written_again(
     home: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "run"
@@ -126,23 +123,23 @@ def test_another_configuration_or_input_is_refused(home: Path, straight: Path, t
         run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3"))
 
 
-def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
+def test_a_journal_cuts_off_a_torn_line_and_ignores_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         journal.append([{"a": 1}, {"a": "\u2028é"}])
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"a": 3')
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"a": 3')
     assert read_journal(path) == [{"a": 1}, {"a": "\u2028é"}]
     with Journal(path) as journal:
         journal.append([{"a": 4}])
     assert "incomplete (7 bytes) and is cut off" in capsys.readouterr().out
-    assert path.read_bytes().startswith(whole) and read_journal(path)[2:] == [{"a": 4}]
+    assert path.read_bytes().startswith(content) and read_journal(path)[2:] == [{"a": 4}]
     for damage in (
-        b"\0\0\0\n" + whole,
-        whole.replace(b'"a": 1', b'"a": 3') + whole,
-        whole + b"\0\0\0\n" + b"[1]\n",
+        b"\0\0\0\n" + content,
+        content.replace(b'"a": 1', b'"a": 3') + content,
+        content + b"\0\0\0\n" + b"[1]\n",
     ):
         path.write_bytes(damage)
         left = read_journal(path)
@@ -151,26 +148,26 @@ def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
             and "left out, and its answer" in words
         )
         assert left[-2:] == [{"a": 1}, {"a": "\u2028é"}] and len(left) == damage.count(
-            whole.splitlines()[1]
-        ) + damage.count(whole.splitlines()[0])
+            content.splitlines()[1]
+        ) + damage.count(content.splitlines()[0])
         with Journal(path):
             pass
         assert read_journal_lines(path, dict).wrong == [] and read_journal(path) == left
 
 
-def test_every_flipped_bit_of_a_journal_is_found(tmp_path: Path):
+def test_every_flipped_bit_of_a_journal_is_detected(tmp_path: Path):
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         journal.append([{"a": 1, "text": "b"}])
-    whole = path.read_bytes()
-    for place in range(8 * len(whole)):
-        changed = bytearray(whole)
+    content = path.read_bytes()
+    for place in range(8 * len(content)):
+        changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
         assert all(set(record) != {"a", "text"} for record in read_journal(path)), (place, changed)
 
 
-def test_lines_of_earlier_versions_are_read(tmp_path: Path):
+def test_lines_without_a_checksum_are_read(tmp_path: Path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"a": 1}\n{"a": "é"}\n')
     with Journal(path) as journal:
@@ -216,8 +213,8 @@ def test_a_kill_in_the_middle_changes_nothing(
     wait_for_answers(process, journal, 5)
     process.send_signal(ending)
     _, words = process.communicate(timeout=60)
-    told = "interrupted: finished work is kept. Run the same command to continue" in words
-    assert told == (ending == signal.SIGTERM), words
+    resumable = "interrupted: finished work is kept. Run the same command to continue" in words
+    assert resumable == (ending == signal.SIGTERM), words
     before = journal.read_bytes()
     assert (
         5
@@ -231,28 +228,26 @@ def test_a_kill_in_the_middle_changes_nothing(
 
 
 @pytest.mark.long
-def test_two_ranks_share_a_run_and_end_in_the_same_bytes(
-    home: Path, straight: Path, tmp_path: Path
-):
+def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tmp_path: Path):
     process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
-    said, words = process.communicate(timeout=300)
+    output, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
     counts = [len(read_journal(tmp_path / "answers" / f"rank_{rank}.jsonl")) for rank in (0, 1)]
     assert min(counts) > 0 and sum(counts) == len(
         read_journal(straight / "answers" / "rank_0.jsonl")
     )
-    # Ranks batch other chats together, so that other caches are at hand when a chat's next turn
+    # Ranks form other batches, so other caches are available when the next turn of a chat
     # comes.
     found, expected = metrics(tmp_path), metrics(straight)
     assert 0 < found["read_tokens"] < found["prompt_tokens"]
     hang_on_batches = {"tokens_per_second": 0, "read_tokens": 0}
     assert {**found, **hang_on_batches} == {**expected, **hang_on_batches}
-    assert said.count("chats:") >= 1
+    assert output.count("chats:") >= 1
 
 
 @pytest.mark.long
-def test_a_dead_rank_is_named_and_one_process_ends_its_work(
+def test_a_dead_rank_is_named_and_one_process_finishes_its_work(
     home: Path, straight: Path, tmp_path: Path
 ):
     process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")

@@ -1,4 +1,4 @@
-"""The shapes in conf/student against the counts that were published."""
+"""Test the shapes in conf/student against published parameter counts."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -26,7 +26,7 @@ LLAMA_7B = LlamaConfig(vocab_size=32000)  # the defaults are LLaMA-7B's
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_counts_are_the_published_ones(name: str):
+def test_parameter_counts_are_the_published_ones(name: str):
     shape = typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig)
     student = student_config(shape, LLAMA_7B)
     refuse_wider(student, LLAMA_7B)
@@ -34,14 +34,14 @@ def test_counts_are_the_published_ones(name: str):
     assert parameter_counts(student)["all"] == count
     assert millions(count) == words
     text = (CONF / "student" / f"{name}.yaml").read_text()
-    assert words in text, "the file says it too"
+    assert words in text, "the comment in the file has the same size"
     assert shape.name == name
 
 
 @pytest.mark.parametrize("target", ["llama3_1_8b", "llama3_1_70b"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_shapes_are_cut_from_a_target_of_grouped_queries_too(name: str, target: str):
-    """With groups of its own: as many as the target has where they share the heads out evenly."""
+def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, target: str):
+    """Check that a student has the target's number of groups, or a smaller divisor of its heads."""
     theirs = target_config(typed(OmegaConf.load(CONF / "target" / f"{target}.yaml"), TargetConfig))
     student = student_config(
         typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig), theirs
@@ -51,10 +51,8 @@ def test_published_shapes_are_cut_from_a_target_of_grouped_queries_too(name: str
     assert heads % groups == 0 and groups == {32: 8, 20: 5, 16: 8, 8: 8}[heads]
 
 
-def test_bytes_of_a_step_are_those_of_layers_and_head():
-    """The reference figures of an A100's limit: 13.2 GB for LLaMA-7B, 1.43 GB for the 796 M
-    drafter.
-    """
+def test_bytes_per_step_count_layers_and_head():
+    """Compare with published figures, 13.2 GB for LLaMA-7B and 1.43 GB for its 796 M drafter."""
     assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
     shape = typed(OmegaConf.load(CONF / "student" / "llama_796m.yaml"), StudentConfig)
     assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)

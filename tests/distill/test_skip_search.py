@@ -1,6 +1,4 @@
-"""The search finds sub-layers that do nothing, its predictions hold in real decoding, and it goes
-on where it stopped.
-"""
+"""Test the search for skipped sub-layers: its choice, its costs, and resume."""
 
 import json
 import random
@@ -32,7 +30,7 @@ IDLE = {("attention", 1), ("mlp", 1), ("mlp", 2)}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
-    """Four layers, of which three sub-layers add nothing to the residual stream."""
+    """Write a model of four layers, with three sub-layers that add nothing."""
     shape = StudentConfig(
         hidden_size=32,
         num_hidden_layers=4,
@@ -75,14 +73,14 @@ def found(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_does_nothing_goes_first_and_costs_no_acceptance(found: Path):
+def test_useless_sub_layers_are_skipped_first_without_loss_of_acceptance(found: Path):
     path = [json.loads(line) for line in (found / "search.jsonl").open()]
     assert {(step["kind"], step["layer"]) for step in path[:3]} == IDLE
     assert [step["acceptance"] for step in path[:3]] == pytest.approx([1.0] * 3, abs=1e-5)
     assert max(step["acceptance"] for step in path[3:]) < 0.999
 
 
-def test_the_acceptance_found_is_that_of_real_decoding(found: Path, target: Path):
+def test_predicted_acceptance_holds_in_decoding(found: Path, target: Path):
     (found / "idle.json").write_text(json.dumps({"attention": [1], "mlp": [1, 2]}))
     model = load_target(target, dtype="float64")
     settings = Settings(max_new_tokens=24, temperature=1.0, num_draft_tokens=3, seed=3)
@@ -90,7 +88,7 @@ def test_the_acceptance_found_is_that_of_real_decoding(found: Path, target: Path
     assert all(sum(g.accepted_by_depth) == sum(g.tested_by_depth) > 0 for g in drafted)
 
 
-def test_the_artefact_says_what_it_is_and_is_not_made_twice(
+def test_the_output_has_its_figures_and_is_not_written_twice(
     found: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ):
     artefact = json.loads((found / "skips.json").read_text())
@@ -107,7 +105,7 @@ def test_the_artefact_says_what_it_is_and_is_not_made_twice(
     assert "finished before" in capsys.readouterr().out
 
 
-def test_an_interrupted_search_takes_the_same_path(found: Path, target: Path, tmp_path: Path):
+def test_an_interrupted_search_finds_the_same_path(found: Path, target: Path, tmp_path: Path):
     lines = (found / "search.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "search.jsonl").write_text("".join(lines[:2]))
     (tmp_path / "costs.json").write_text((found / "costs.json").read_text())
@@ -128,18 +126,20 @@ def test_a_parallel_target_is_refused(target: Path, tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_dry_run_says_what_it_costs(
+def test_a_dry_run_prints_the_cost(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     skip_search.run(configured(target, tmp_path, "dry_run=true"))
-    assert "8 sub-layers" in (said := capsys.readouterr().out)
-    assert "forward passes over the target's answers" in said
-    assert json.loads((tmp_path / "skips.json").read_text())["dry_run"], "a stand-in that says so"
+    assert "8 sub-layers" in (output := capsys.readouterr().out)
+    assert "forward passes over the target's answers" in output
+    assert json.loads((tmp_path / "skips.json").read_text())["dry_run"], (
+        "a placeholder marked as such"
+    )
     skip_search.run(configured(target, tmp_path))
     assert "dry_run" not in json.loads((tmp_path / "skips.json").read_text())
 
 
-def test_bad_skips_are_named(target: Path, tmp_path: Path):
+def test_invalid_skips_are_refused(target: Path, tmp_path: Path):
     with pytest.raises(UserError, match="holds no skip set"):
         read_skips(tmp_path)
     model = load_target(target)
@@ -156,7 +156,7 @@ def test_bad_skips_are_named(target: Path, tmp_path: Path):
 
 
 class Clocked:
-    """A target of known milliseconds, and any cut of it."""
+    """Target with known milliseconds per sub-layer, complete or without some of them."""
 
     num_layers, attention_ms, mlp_ms, bare_ms = 12, 0.2, 0.1, 0.5
 
@@ -164,7 +164,7 @@ class Clocked:
         self.skips = skips or Skips()
 
     def open(self, *sizes: int) -> None:
-        """Nothing is computed."""
+        """Do nothing, because no forward pass runs."""
 
     def partial(self, skips: Skips) -> "Clocked":
         return Clocked(skips)
@@ -176,7 +176,7 @@ class Clocked:
 
 
 def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch) -> SubLayerCosts:
-    """What is measured on a machine that is so many times slower at each timing."""
+    """Measure the costs on a machine that is slower by one of these factors at each timing."""
     left = iter(paces)
 
     def timed(
@@ -196,23 +196,26 @@ CUTS = [Skips(EVERY[:a], EVERY[:m]) for a in (0, 3, 11, 12) for m in (0, 5, 10, 
 CONTROL = Skips(attention=EVERY[1:]), Skips(mlp=EVERY[1:])
 
 
-def test_costs_are_those_of_the_machine_whatever_its_pace(
+def test_measured_costs_do_not_depend_on_the_pace_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Slow at first, quick later, and disturbed in the middle of a window."""
+    """Slow the machine at first, and disturb it in the middle of a window."""
     paces = [3.0] * 4 + [1.0] * 4 + [1.0, 1.0, 9.0, 1.0] + [1.0] * 4 + [2.0] * 4
     costs = costs_at(paces, tmp_path / "costs.json", monkeypatch)
     assert (costs.attention_ms, costs.mlp_ms, costs.bare_ms) == pytest.approx((0.2, 0.1, 0.5))
     for skips in CUTS:
         assert costs.draft_ms(skips) == pytest.approx(Clocked(skips).step_ms)
-    assert measure_sub_layers(Clocked(), [1], tmp_path / "costs.json") == costs, "kept"  # type: ignore[arg-type]
+    assert measure_sub_layers(Clocked(), [1], tmp_path / "costs.json") == costs, (
+        "read from the file"
+    )  # type: ignore[arg-type]
 
 
-def test_no_set_is_promised_more_than_there_is_to_save(
+def test_predictions_never_exceed_the_possible_speedup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A machine whose pace is another at every timing: a draft step takes no less than nothing, and
-    a round no less than its verification.
+    """Change the pace of the machine at every timing.
+
+    A draft step never takes less than zero time, and a round never less than its verification.
     """
     apart = 0
     for seed in range(30):
@@ -221,11 +224,11 @@ def test_no_set_is_promised_more_than_there_is_to_save(
         costs = costs_at(paces, tmp_path / f"{seed}.json", monkeypatch)
         for skips in CUTS:
             assert costs.draft_ms(skips) >= costs.bare_ms >= 0
-            assert costs.speedup(1.0, skips)[0] <= 9, "eight drafted tokens and the target's own"
-        # Control: what each kind saves by itself, at the paces of the first window, is together
-        # more than the whole.
-        whole, *cut = (
+            assert costs.speedup(1.0, skips)[0] <= 9, "eight draft tokens and the bonus token"
+        # Control: at the paces of the first window, the savings of both kinds add up to more than
+        # the total.
+        complete, *cut = (
             pace * Clocked(skips).step_ms for pace, skips in zip(paces, (Skips(), *CONTROL))
         )
-        apart += sum(whole - one for one in cut) > whole
+        apart += sum(complete - one for one in cut) > complete
     assert apart > 3

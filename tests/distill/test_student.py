@@ -1,4 +1,4 @@
-"""Students: shapes, the layers they start from, and refusals."""
+"""Test initial students: their shapes, the layers they copy, and refused values."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def target(tiny_target: Path):
     return AutoModelForCausalLM.from_pretrained(tiny_target)
 
 
-def test_a_student_of_all_layers_is_the_target(target):
+def test_a_student_of_all_layers_equals_the_target(target):
     student = build_student(StudentConfig(num_hidden_layers=4), target, torch.float32)
     assert student.state_dict().keys() == target.state_dict().keys()
     assert all(
@@ -27,7 +27,7 @@ def test_a_student_of_all_layers_is_the_target(target):
     )
 
 
-def test_chosen_layers_are_the_ones_named(target):
+def test_given_layers_are_copied(target):
     student = build_student(
         StudentConfig(num_hidden_layers=2, layers=[1, 3]), target, torch.float32
     )
@@ -35,7 +35,7 @@ def test_chosen_layers_are_the_ones_named(target):
         ours = student.model.layers[new].mlp.down_proj.weight
         assert torch.equal(ours, target.model.layers[old].mlp.down_proj.weight)
         assert ours.data_ptr() != target.model.layers[old].mlp.down_proj.weight.data_ptr(), (
-            "training must not reach the target"
+            "training must not change the target"
         )
 
 
@@ -48,7 +48,7 @@ def test_default_layers_are_first_last_and_evenly_spaced():
     ]
 
 
-def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target):
+def test_random_students_may_have_any_shape(target):
     shape = StudentConfig(
         num_hidden_layers=1,
         init="random",
@@ -83,34 +83,32 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
     [
         (
             StudentConfig(num_hidden_layers=5),
-            "the target has only 4 layers: use student.init=random",
+            "expected at most the target's 4. Use student.init=random",
         ),
-        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1"),
+        (StudentConfig(num_hidden_layers=0), "num_hidden_layers is 0, expected 1 to 64"),
         (StudentConfig(num_hidden_layers=1, layers=[4]), "from 0 to 3"),
         (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
-        (StudentConfig(hidden_size=64), "student.hidden_size is 64, the target's is 32"),
-        (StudentConfig(init="copy"), "expected layers, folder, random"),
+        (StudentConfig(hidden_size=64), "student.hidden_size is 64, expected the target's 32"),
+        (StudentConfig(init="copy"), "expected one of layers, folder, random"),
         (
             StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2),
-            "not a multiple of",
+            "expected a multiple of",
         ),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(target, shape: StudentConfig, words: str):
+def test_invalid_students_are_refused(target, shape: StudentConfig, words: str):
     with pytest.raises(UserError, match=words):
         build_student(shape, target, torch.float32)
 
 
-def test_rope_and_context_are_the_targets(target):
+def test_rope_and_context_come_from_the_target(target):
     config = student_config(StudentConfig(num_hidden_layers=1), target.config)
     assert config.rope_parameters == target.config.rope_parameters
     assert config.max_position_embeddings == target.config.max_position_embeddings
 
 
-def test_a_student_folder_of_another_vocabulary_size_is_fitted_where_its_tokenizer_is_the_targets(
-    target, tiny_target: Path, tmp_path: Path
-):
-    """A [PAD] that one of them lacks, or rows that pad a table."""
+def test_a_student_with_the_targets_tokenizer_is_resized(target, tiny_target: Path, tmp_path: Path):
+    """Check a [PAD] that only one of them has, and rows that pad a table."""
     for more in (3, -3):
         student = AutoModelForCausalLM.from_pretrained(tiny_target)
         student.resize_token_embeddings(2048 + more if more > 0 else 2048, mean_resizing=False)
@@ -118,7 +116,8 @@ def test_a_student_folder_of_another_vocabulary_size_is_fitted_where_its_tokeniz
         shape = StudentConfig(init="folder", path=str(tmp_path))
         if more > 0:
             with pytest.raises(
-                UserError, match="a vocabulary of 2051, the target of 2048: .* has none to compare"
+                UserError,
+                match="a vocabulary of 2051, expected the target's 2048, and has no tokenizer",
             ):
                 build_student(shape, target, torch.float32, tiny_target)
         copy_tokenizer(tiny_target, tmp_path)

@@ -1,6 +1,4 @@
-"""`distill.train` end to end on a random target: the folder it leaves, resume, stages, workers, bad
-input.
-"""
+"""Test `distill.train` end to end on a random target: its folder, resume, workers and errors."""
 
 import json
 import os
@@ -69,14 +67,14 @@ def test_the_drafter_folder_is_complete_and_loads(finished: Path, tiny_target: P
     assert card["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert 0 < card["acceptance"]["acceptance"] < 1
     assert "--speculative-config" in (drafter / "README.md").read_text()
-    read_by = drafter.stat().st_mode & 0o666  # whom the folder lets in
+    read_by = drafter.stat().st_mode & 0o666  # the permissions of the folder
     assert all(file.stat().st_mode & 0o777 == read_by for file in drafter.iterdir()), (
-        "others may serve it"
+        "other users may read it"
     )
     assert model.generation_config.assistant_confidence_threshold == 0.0
 
 
-def test_the_run_folder_tells_what_was_done(finished: Path):
+def test_the_run_folder_records_the_run(finished: Path):
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["finished"] is True
     assert manifest["metrics"]["tokens"] > 0
@@ -86,7 +84,7 @@ def test_the_run_folder_tells_what_was_done(finished: Path):
     assert any("held_out_acceptance" in record for record in records)
 
 
-def test_a_finished_run_is_passed_over(
+def test_a_finished_run_is_skipped(
     finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ):
     before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
@@ -95,7 +93,7 @@ def test_a_finished_run_is_passed_over(
     assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_missing_artefact_of_a_finished_run_is_made_again(tiny_target: Path, tmp_path: Path):
+def test_a_missing_drafter_of_a_finished_run_is_written_again(tiny_target: Path, tmp_path: Path):
     run(configured(tiny_target, tmp_path))
     before = load_file(tmp_path / "drafter" / "model.safetensors")
     shutil.rmtree(tmp_path / "drafter")
@@ -111,7 +109,7 @@ def test_a_target_without_a_tokenizer_is_named(tiny_target: Path, tmp_path: Path
         run(configured(target, tmp_path / "run"))
 
 
-def test_the_recorded_command_makes_the_run_again(
+def test_the_recorded_command_repeats_the_run(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = RunFolder(configured(tiny_target, tmp_path))
@@ -133,7 +131,7 @@ def test_a_finished_run_whose_input_changed_is_refused(tiny_target: Path, tmp_pa
         run(configured(target, tmp_path / "run"))
 
 
-def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path):
+def test_distillation_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path):
     run(
         configured(
             tiny_target,
@@ -151,7 +149,7 @@ def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path
     assert acceptance[-1] > acceptance[0]
 
 
-def test_dry_run_writes_an_untrained_folder_that_loads(
+def test_a_dry_run_writes_an_untrained_folder_that_loads(
     finished: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(configured(tiny_target, tmp_path, "dry_run=true"))
@@ -169,7 +167,7 @@ def test_dry_run_writes_an_untrained_folder_that_loads(
     assert json.loads((tmp_path / "manifest.json").read_text())["finished"] is False
 
 
-def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(
+def test_a_dry_run_of_pretraining_prints_the_cost_and_reads_no_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     register("distill.pretrain", PretrainConfig)
@@ -183,14 +181,14 @@ def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(
         distill.pretrain.run(
             typed(compose("distill_pretrain", [*given, "dry_run=true"]), PretrainConfig)
         )
-    said = capsys.readouterr().out
-    assert "M parameters" in said
-    assert "TFLOP" in said
-    assert "teacher" not in said
+    output = capsys.readouterr().out
+    assert "M parameters" in output
+    assert "TFLOP" in output
+    assert "teacher" not in output
     assert not (tmp_path / "model").exists()
 
 
-def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):
+def test_the_zeros_of_a_dry_run_take_no_disk_space(tiny_target: Path, tmp_path: Path):
     run(
         configured(
             tiny_target,
@@ -205,10 +203,10 @@ def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):
     assert stored.st_blocks * 512 < stored.st_size / 10
 
 
-def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
+def test_a_killed_run_resumes_to_the_same_drafter(
     finished: Path, tiny_target: Path, tmp_path: Path
 ):
-    """kill -9 in the middle of training; then the same command again, in a process of its own."""
+    """Kill training in the middle with SIGKILL, and run the command again in another process."""
     process = subprocess.Popen(
         command(tiny_target, tmp_path, "threads=1"),
         cwd=ROOT,
@@ -224,7 +222,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
     ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert process.wait() == -signal.SIGKILL, "the run ended before the kill"
     assert not (tmp_path / "drafter").exists()
     run(configured(tiny_target, tmp_path))
     ours, straight = (
@@ -234,9 +232,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
 
 
 @pytest.mark.long
-def test_two_worker_processes_make_the_same_drafter(
-    finished: Path, tiny_target: Path, tmp_path: Path
-):
+def test_two_workers_make_the_same_drafter(finished: Path, tiny_target: Path, tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2")
     done = subprocess.run(
@@ -256,7 +252,7 @@ def test_two_worker_processes_make_the_same_drafter(
 
 
 def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) -> None:
-    """Wait until the run has written more than `lines` of metrics, or has ended."""
+    """Wait until the run has written more than `lines` metrics, or has ended."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.is_file() and metrics.read_text().count("\n") > lines:
@@ -266,8 +262,9 @@ def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) 
 
 @pytest.mark.long
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    """The second rank is killed in the middle of training: the job ends, names it and makes no
-    drafter.
+    """Kill the second rank in the middle of training.
+
+    The job ends with the name of the rank and writes no drafter.
     """
     given = command(
         tiny_target,
@@ -345,14 +342,16 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         (["data.chats=[embedded:nothing]"], "'embedded:nothing' is unknown"),
     ],
 )
-def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
+def test_invalid_values_are_refused(
+    tiny_target: Path, tmp_path: Path, overrides: list[str], words: str
+):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path, *overrides))
 
 
 @pytest.mark.long
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
-    """And one that fails does not keep the others from running."""
+    """Check that a member that fails does not stop the others."""
     given = command(
         tiny_target, tmp_path / "sweep", "-m", "student.num_hidden_layers=0,1,2", "dry_run=true"
     )
@@ -379,13 +378,13 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
         ("loss.temperature=0", "loss.temperature is 0.0, expected more than 0"),
         ("held_out.max_prompts=0", "held_out.max_prompts is 0, expected 1 or more"),
         ("data.max_bad=-1", "data.max_bad is -1.0, expected a share from 0 to 1"),
-        ("loss.name=reverse_kl", "loss.name is 'reverse_kl'; expected forward_kl or cross_entropy"),
+        ("loss.name=reverse_kl", "loss.name is reverse_kl, expected forward_kl or cross_entropy"),
         ("target.backend=fast", "target.backend is 'fast'; expected one of native, hf"),
         ("target.parallel=tp", "target.parallel is tp .*expected none and 0"),
         ("target.processes=2", "target.processes=2, expected none and 0"),
     ],
 )
-def test_values_are_checked_before_anything_is_loaded(
+def test_values_are_checked_before_models_are_loaded(
     tiny_target: Path, tmp_path: Path, override: str, words: str, dry: bool
 ):
     with pytest.raises(UserError, match=words):
@@ -393,7 +392,7 @@ def test_values_are_checked_before_anything_is_loaded(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_dry_run_does_not_hold_its_folder(tiny_target: Path, tmp_path: Path):
+def test_a_dry_run_does_not_claim_its_folder(tiny_target: Path, tmp_path: Path):
     for layers in (1, 2):
         run(
             configured(tiny_target, tmp_path, "dry_run=true", f"student.num_hidden_layers={layers}")

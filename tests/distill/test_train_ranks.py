@@ -1,6 +1,4 @@
-"""`distill.train` in ranks: every kind makes the same drafter, under our launcher, torchrun and a
-simulated Slurm; stages; a dead rank.
-"""
+"""Test `distill.train` in ranks: every kind and launcher gives the same drafter."""
 
 import json
 import os
@@ -69,18 +67,18 @@ def same_drafter(folder: Path, alone: Path) -> None:
 
 
 @pytest.mark.long
-def test_torchrun_needs_no_other_words(alone: Path, tiny_target: Path, tmp_path: Path):
-    """A target in shares answers its held-out prompts over several processes too."""
+def test_torchrun_needs_no_other_arguments(alone: Path, tiny_target: Path, tmp_path: Path):
+    """Check that a sharded target answers its held-out prompts in several processes."""
     split = ["target.parallel=layers", "target.processes=2"]
     done([*TORCHRUN, *job(tiny_target, tmp_path, "parallel=fsdp", *split)])
     same_drafter(tmp_path, alone)
 
 
 @pytest.mark.long
-def test_the_deepspeed_launcher_needs_no_other_words(
+def test_the_deepspeed_launcher_needs_no_other_arguments(
     alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
 ):
-    """It hands every rank --local_rank=N."""
+    """Check the --local_rank=N that it passes to every rank."""
     launcher = [
         "env",
         "DS_ACCELERATOR=cpu",
@@ -105,10 +103,11 @@ def test_our_launcher_starts_the_ranks_of_zero(
 
 @pytest.mark.long
 def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Under torchrun: a stage of two ranks, one of a single process, and a sweep whose members are
-    two ranks each.
+    """Run three stages under torchrun.
+
+    These are a stage of two ranks, one of a single process, and a sweep of members of two ranks.
     """
-    looked = [
+    benchmark = [
         "drafters=[prompt_lookup]",
         "prompt_lookup_control=false",
         "sweep_prompts=1",
@@ -116,7 +115,7 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
         "max_new_tokens=4",
     ]
     stages = {
-        "eval.run": [f"target.path={tiny_target}", "output_dir={output_dir}/eval", *looked],
+        "eval.run": [f"target.path={tiny_target}", "output_dir={output_dir}/eval", *benchmark],
         "distill.train:sweep": [
             "-m",
             *job(tiny_target, Path("{output_dir}/sweep"), "parallel=ddp", "loop.max_steps=2,3")[2:],
@@ -157,10 +156,9 @@ exit $status
 
 @pytest.mark.long
 def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path, tmp_path: Path):
-    """No Slurm is here: a shell script stands in for srun. What is tested is the script's own line
-    and the ranks from Slurm's variables.
+    """Replace srun by a shell script, and check the script's command and the ranks' variables.
 
-    Nothing is said of parallel=: the ranks share the work all the same.
+    Ranks share the work without parallel=.
     """
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
@@ -218,8 +216,9 @@ def test_a_dead_rank_ends_the_job_with_its_name(
 def test_members_of_a_sweep_run_under_the_submitit_launcher(
     tiny_target: Path, tmp_path: Path, submitit: None
 ):
-    """Hydra's submitit launcher, which hands members to Slurm, here with its local stand-in; a
-    member that fails is an error.
+    """Submit members by Hydra's submitit launcher, here to its local executor instead of Slurm.
+
+    A member that fails is an error.
     """
     local = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "dry_run=true"]
     good = [

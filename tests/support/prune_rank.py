@@ -1,8 +1,7 @@
-"""Scores, order of layers and a cut of a small target as one rank, or alone:
-`python -m tests.support.prune_rank SPEC` (JSON).
+"""Score and cut a small target in one rank: `python -m tests.support.prune_rank SPEC` (JSON).
 
-Each rank writes FOLDER/rank<N>.json with the bytes of the target that it holds, and
-FOLDER/rank<N>.safetensors with what it found.
+Each rank writes FOLDER/rank<N>.json with the removal order and the bytes of its shard, and
+FOLDER/rank<N>.safetensors with scores and student.
 """
 
 import json
@@ -19,7 +18,7 @@ from distill.prune import importance
 from distill.prune.context import SourceModel
 from distill.prune.cut import cut_model
 from distill.prune.job import build_context
-from distill.prune.modes import _removal, _scores
+from distill.prune.modes import get_removal_order, get_scores
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
 from jobs.launch import _free_port
@@ -32,7 +31,10 @@ SHAPE = StudentConfig(
 
 
 def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, Any]:
-    """17 rows: two ranks have unlike numbers of them. Returns what rank<N>.json holds."""
+    """Score and cut the target, and return the content of rank<N>.json.
+
+    Two ranks have unequal numbers of the 17 rows.
+    """
     place = Path(folder)
     config = PruneConfig(
         job="distill.prune",
@@ -51,37 +53,37 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
         ),
         parallel=ParallelConfig(kind=kind),
     )
-    bench = build_context(config, Path(target))
-    source = SourceModel(bench.teacher, Path(target))
-    # first, as where scores were cached: its first forward is the model's
-    order = _removal(bench, source)
-    scores = _scores(bench, source)
+    context = build_context(config, Path(target))
+    source = SourceModel(context.teacher, Path(target))
+    # The order comes first, as with cached scores, so the search runs the first forward pass.
+    order = get_removal_order(context, source)
+    scores = get_scores(context, source)
     shape = student_config(SHAPE, source.model.config)
     student = cut_model(
         source.model,
         importance.cut_by_scores(scores, order[-2:], shape, source.model.config),
         shape,
     )
-    found = scores.tensors() | {
+    found = vars(scores) | {
         f"student.{name}": tensor for name, tensor in student.state_dict().items()
     }
-    told = {
+    report = {
         "order": order,
         "bytes": sum(local_bytes(parameter) for parameter in source.model.parameters()),
-        "acceptance": bench.acceptance(student)["acceptance"],
+        "acceptance": context.acceptance(student)["acceptance"],
     }
     place.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in found.items()},
-        place / f"rank{bench.parallel.rank}.safetensors",
+        place / f"rank{context.parallel.rank}.safetensors",
     )
-    (place / f"rank{bench.parallel.rank}.json").write_text(json.dumps(told))
-    bench.parallel.close()
-    return told
+    (place / f"rank{context.parallel.rank}.json").write_text(json.dumps(report))
+    context.parallel.close()
+    return report
 
 
 def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """The same in `ranks` processes; what each saw."""
+    """Run the module in `ranks` processes, and return the content of each rank<N>.json."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     command = [

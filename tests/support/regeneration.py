@@ -1,6 +1,4 @@
-"""Chats of every form, a target whose answers end by themselves, and runs of distill.regenerate on
-them.
-"""
+"""Chats of every form, a target whose answers end soon, and runs of distill.regenerate."""
 
 import json
 import shutil
@@ -52,7 +50,7 @@ CHATS = [
 def write_chats(
     path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()
 ) -> Path:
-    """A ShareGPT file, one record a line; lines: raw ones at its end."""
+    """Write a ShareGPT file with one record a line. lines: further lines, as they are."""
     records = []
     for chat in CHATS if chats is None else chats:
         turns = [{"from": role, "value": text} for role, text in chat["conversations"]]
@@ -62,7 +60,7 @@ def write_chats(
 
 
 def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
-    """A copy of the target for which every n-th token ends an answer."""
+    """Copy the target, and make every n-th token a stop token."""
     shutil.copytree(target, folder)
     file = folder / "generation_config.json"
     values = json.loads(file.read_text())
@@ -71,7 +69,7 @@ def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
 
 
 def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> RegenerateConfig:
-    """In float64, where the laws leave nothing to near ties."""
+    """Compose a configuration in float64, in which near ties do not occur."""
     register("distill.regenerate", RegenerateConfig)
     given = arguments(target, chats, folder, *overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -94,7 +92,7 @@ def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[
 
 
 def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The records of a run."""
+    """Run the job and return its records."""
     found: list[dict[str, Any]] = json.loads(
         run(configured(target, chats, folder, *overrides)).read_text()
     )

@@ -80,6 +80,24 @@ def held_out_domains(
     return found
 
 
+def held_out_samples(
+    tokenizer: Any, data: DataConfig, show: bool = True
+) -> dict[str, list[Sample]]:
+    """Return the held-out samples by domain; without domains under an empty name.
+
+    Raises UserError if there are none.
+    """
+    if not data.domains:
+        return {"": read_samples(tokenizer, data, "held_out", show)}
+    found = held_out_domains(tokenizer, data, show)
+    if not found:
+        raise UserError(
+            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
+            f"held_out_texts for at least one domain"
+        )
+    return found
+
+
 def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
     """Return every n-th sample, so that about `tokens` tokens remain; 0 keeps all."""
     total = sum(len(sample.ids) for sample in samples)

@@ -236,11 +236,11 @@ def refuse_own_code(target: TargetConfig) -> None:
         )
 
 
-def check_context(target: TargetConfig, data: DataConfig, folder: Path) -> None:
-    """Raise UserError if a training row is longer than the target's context."""
-    context = target.max_length or known_config(folder).max_position_embeddings
-    if data.max_length > context:
+def check_context(target: TargetConfig, data: DataConfig, config: Any) -> None:
+    """Raise UserError if a row is longer than the context of the target with this configuration."""
+    context = target.max_length or getattr(config, "max_position_embeddings", None)
+    if context is not None and data.max_length > context:
         raise UserError(
-            f"data.max_length is {data.max_length}, but the context of {folder} is {context} "
+            f"data.max_length is {data.max_length}, but the context of {target.path} is {context} "
             f"tokens: lower data.max_length"
         )
