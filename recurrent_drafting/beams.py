@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from decoding.interfaces import Chooser
-from recurrent_drafting.head import Context
-from recurrent_drafting.packed import Head
+from recurrent_drafting.head import Context, Head
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 

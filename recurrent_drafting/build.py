@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decoding.errors import UserError
 from jobs.paths import resolve
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
-from recurrent_drafting.head import HeadConfig, RecurrentHead, ResidualBlock
+from recurrent_drafting.head import MOST_BLOCKS, HeadConfig, RecurrentHead, ResidualBlock
 from training.data.packing import Sample
 from training.heads.checkpoint import check_sizes
 from training.heads.draft_vocabulary import choose_tokens
 
-MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; width in units of the target's hidden size
-WARM_STARTS = ("none", "hidden", "state", "both")
+WIDEST = 16  # times the target's hidden size
 
 
 def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
@@ -37,66 +35,47 @@ def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
         config = read_head_config(folder)
         check_sizes(folder, config, target)
         return config
-    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
-    exit_dim = shape.exit_dim or 2 * target.hidden_size
     return HeadConfig(
-        **sizes,
-        exit_dim=exit_dim,
-        num_draft_layers=shape.num_draft_layers,
-        rnn=shape.rnn,
-        draft_vocab_size=shape.draft_vocab_size,
+        target.vocab_size,
+        target.hidden_size,
+        shape.exit_dim or 2 * target.hidden_size,
+        shape.num_draft_layers,
+        shape.rnn,
+        shape.draft_vocab_size,
     )
 
 
-def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
-    """Describe options without effect, as shape.path has its own shape; empty if there are none."""
-    defaults = HeadShapeConfig()
-    keys = [
-        f"head.{name}={getattr(shape, name)} (it has {getattr(config, name)})"
-        for name in ("num_draft_layers", "rnn", "exit_dim", "draft_vocab_size")
-        if getattr(shape, name) not in (getattr(defaults, name), getattr(config, name))
-    ]
-    keys += [
-        f"head.{name}"
-        for name in ("warm_start", "zero_blocks")
-        if getattr(shape, name) != getattr(defaults, name)
-    ]
-    note = (
-        f"head.path={shape.path} brings its own shape and weights: without effect here: "
-        f"{', '.join(keys)}"
-    )
-    return note if keys else ""
+def shape_rules(shape: HeadShapeConfig, config: HeadConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules for head.*: key -> (whether the value is valid, the expected range).
 
-
-def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
-    """Raise UserError for a size that would fill the memory, and for an impossible warm start."""
-    for name, most in (
-        ("num_draft_layers", MOST_BLOCKS),
-        ("exit_dim", WIDEST * config.hidden_size),
-    ):
-        if vars(config)[name] > most:
-            raise UserError(
-                f"head.{name} is {vars(config)[name]}, the target's hidden_size "
-                f"{config.hidden_size}: expected at most {most}"
-            )
-    if shape.warm_start not in WARM_STARTS:
-        raise UserError(
-            f"head.warm_start is '{shape.warm_start}'; expected one of {', '.join(WARM_STARTS)}"
-        )
-    if shape.warm_start != "none" and config.exit_dim not in (
-        config.hidden_size,
-        2 * config.hidden_size,
-    ):
-        raise UserError(
-            f"head.warm_start is {shape.warm_start} with a width (exit_dim) of {config.exit_dim}, "
-            f"expected {config.hidden_size} or {2 * config.hidden_size}: the target's lm_head "
-            f"reads {config.hidden_size} channels. Use one of those, or head.warm_start=none"
-        )
-    if shape.warm_start == "both" and config.exit_dim == config.hidden_size:
-        raise UserError(
-            f"head.warm_start is both with a width (exit_dim) of {config.exit_dim}, which holds "
-            f"the hidden state or the drafted tokens' state: expected hidden or state"
-        )
+    Sizes are bounded, so that a typing error does not fill the memory. The target's lm_head reads H
+    channels, so a warm start needs a head of width H or 2 H.
+    """
+    H, V, E = config.hidden_size, config.vocab_size, config.exit_dim
+    starts = ["none"]
+    if E in (H, 2 * H):
+        starts += ["hidden", "state"]
+    if E == 2 * H:
+        starts += ["both"]
+    return {
+        "head.num_draft_layers": (
+            0 <= shape.num_draft_layers <= MOST_BLOCKS,
+            f"0 to {MOST_BLOCKS} residual blocks",
+        ),
+        "head.exit_dim": (
+            0 <= shape.exit_dim <= WIDEST * H,
+            f"0 ({2 * H}, twice the target's hidden_size) to {WIDEST * H}",
+        ),
+        "head.draft_vocab_size": (
+            0 <= shape.draft_vocab_size <= V,
+            f"0 (all tokens) to {V}, the target's vocabulary",
+        ),
+        "head.warm_start": (
+            shape.warm_start in starts,
+            f"{' | '.join(starts)} for a head of width (exit_dim) {E} and a target of hidden_size "
+            f"{H}",
+        ),
+    }
 
 
 def build_head(

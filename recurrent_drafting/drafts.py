@@ -20,7 +20,7 @@ from decoding import devices
 from decoding.interfaces import Chooser, Proposal, TopRows
 from recurrent_drafting.beams import Beams, Choose, Going, Picks, Step
 from recurrent_drafting.drawn_beams import Admit, DrawnChain, Draws
-from recurrent_drafting.packed import Head
+from recurrent_drafting.head import Head
 from recurrent_drafting.plans import BeamPlan, Fixed, Plan
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 

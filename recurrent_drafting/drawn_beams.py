@@ -41,7 +41,7 @@ from decoding.interfaces import Chooser, TopRows
 from decoding.sampling import noise
 from decoding.stopping.planner import PRIOR, chance_of
 from recurrent_drafting.beams import Beams, Step, over_target
-from recurrent_drafting.packed import Head
+from recurrent_drafting.head import Head
 
 CANDIDATES = 64  # of the head's likeliest tokens are symbols of their own
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from decoding.interfaces import Drafter
 from jobs.paths import shown
-from recurrent_drafting.build import build_head, check_shape, head_config, ignored
+from recurrent_drafting.build import build_head, head_config, shape_rules
 from recurrent_drafting.checkpoint import LAYOUT
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -27,20 +27,10 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def shape(self, config: HeadTrainConfig, target: Any) -> HeadConfig:
         return head_config(config.head, target)
 
-    def check(self, config: HeadTrainConfig, shape: HeadConfig) -> None:
-        check_shape(config.head, shape)
-
     def rules(self, config: HeadTrainConfig, shape: HeadConfig) -> dict[str, tuple[bool, str]]:
         drafted = shape.num_drafted
-        return {
-            "beam_width": (
-                1 <= config.beam_width <= drafted,
-                f"1 to {drafted}, the number of drafted tokens",
-            )
-        }
-
-    def note(self, config: HeadTrainConfig, shape: HeadConfig) -> str:
-        return ignored(config.head, shape) if config.head.path else ""
+        width = 1 <= config.beam_width <= drafted, f"1 to {drafted}, the number of drafted tokens"
+        return shape_rules(config.head, shape) | {"beam_width": width}
 
     def empty(self, shape: HeadConfig) -> RecurrentHead:
         return RecurrentHead(shape)

@@ -19,7 +19,7 @@ from decoding import devices
 from decoding.interfaces import Proposal
 from recurrent_drafting.beams import Embed, Picks, search
 from recurrent_drafting.drafts import fixed_proposal, last_beams
-from recurrent_drafting.packed import Head
+from recurrent_drafting.head import Head
 from recurrent_drafting.prefix_tree import Tree
 
 

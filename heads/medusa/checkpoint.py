@@ -148,7 +148,7 @@ def read_heads_config(folder: Path) -> MedusaConfig:
     for key, size in sizes.items():
         checkpoint.check_size(file, key, size, 1)
     drafted: Any = values.get("truncated_vocab_size") or V
-    checkpoint.check_draft_vocabulary(file, "truncated_vocab_size", drafted, V)
+    checkpoint.check_size(file, "truncated_vocab_size", drafted, 0, V)
     shared = values.get("original_lm_head", False)
     if not isinstance(shared, bool):
         raise UserError(f"{file}: original_lm_head is {shared!r}, expected true or false")

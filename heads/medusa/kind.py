@@ -108,11 +108,6 @@ class MedusaKind(HeadKind):
             ),
         }
 
-    def note(self, config: MedusaTrainConfig, shape: MedusaConfig) -> str:
-        if not config.head.path:
-            return ""
-        return f"head.path={config.head.path} brings its own shape and weights"
-
     def empty(self, shape: MedusaConfig) -> MedusaHeads:
         return MedusaHeads(shape)
 

@@ -111,7 +111,10 @@ def test_the_original_layout_holds_no_shared_projection(tmp_path: Path):
         ({"num_heads": 0}, "num_heads is 0, expected a whole number of 1 or more"),
         ({"num_heads": 4}, r"lm_heads\.3\.weight is missing"),
         ({"hidden_size": 7}, r"has the shape \[6, 6\], expected \[7, 7\]"),
-        ({"truncated_vocab_size": 12}, "truncated_vocab_size is 12, expected a whole number up to"),
+        (
+            {"truncated_vocab_size": 12},
+            "truncated_vocab_size is 12, expected a whole number from 0 to 11",
+        ),
         ({"original_lm_head": "yes"}, "original_lm_head is 'yes', expected true or false"),
         ({"medusa_accuracy": [[2.0]]}, "expected a list of shares from 0 to 1"),
     ],

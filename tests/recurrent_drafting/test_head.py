@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.errors import UserError
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.kind import KIND
 from tests.support import tiny_heads as tiny
@@ -137,17 +136,3 @@ def test_parameters_are_those_of_the_published_table(hidden: int, blocks: int, m
 def test_parameters_by_part_add_up_in_every_form(form: str):
     head = tiny.head(form)
     assert measure(KIND, head.config, 5, torch.float32).parameters == head.num_parameters
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"hidden_size": 0}, "hidden_size of a recurrent head is 0, expected 1 or more"),
-        ({"num_draft_layers": -1}, "num_draft_layers is -1, expected 0 or more"),
-        ({"draft_vocab_size": 62}, "draft_vocab_size is 62, expected 0 .all tokens. to 61"),
-    ],
-)
-def test_shapes_that_cannot_be_are_named(wrong: dict[str, int], words: str):
-    sizes = {"vocab_size": 61, "hidden_size": 16, "exit_dim": 32}
-    with pytest.raises(UserError, match=words):
-        HeadConfig(**(sizes | wrong))

@@ -398,7 +398,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
         ),
         ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
-        ("head.warm_start=cold", "head.warm_start is 'cold'"),
+        ("head.warm_start=cold", "head.warm_start is cold"),
         ("data.max_length=4096", "data.max_length is 4096, but the context of .* is 512 tokens"),
     ],
 )

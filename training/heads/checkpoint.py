@@ -80,22 +80,17 @@ def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) 
     head.load_state_dict(layout.imported(stored), assign=True)
 
 
-def check_size(file: Path, key: str, value: Any, least: int) -> None:
-    """Raise UserError for a value of config.json that is not a whole number of `least` or more."""
-    if type(value) is not int or value < least:  # true is an int to isinstance
-        raise UserError(
-            f"{file}: {key} is {value!r}, expected a whole number of {least} or more, as in the "
-            f"published layout"
-        )
-
-
-def check_draft_vocabulary(file: Path, key: str, value: Any, vocab_size: int) -> None:
-    """Raise UserError for an invalid size of a draft vocabulary in config.json; 0 is none."""
-    if type(value) is not int or not 0 <= value <= vocab_size:
-        raise UserError(
-            f"{file}: {key} is {value!r}, expected a whole number up to vocab_size "
-            f"({vocab_size}), or that the key is absent"
-        )
+def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise UserError unless a value of config.json is a whole number from `least` to `most`."""
+    if type(value) is int and least <= value <= (
+        value if most is None else most
+    ):  # True is no size
+        return
+    expected = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise UserError(
+        f"{file}: {key} is {value!r}, expected a whole number {expected}. Use the config.json that "
+        f"was written with these weights."
+    )
 
 
 def check_sizes(folder: Path, shape: Any, target: Any) -> None:

@@ -1,6 +1,7 @@
 """Configuration shared by the training jobs of heads."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs.config import TargetConfig
 from training.config import HeldOutConfig, TrainingJobConfig
@@ -15,6 +16,25 @@ class HeadOptions:
     name: str = "head"
     # head folder of the same target to continue from; its shape replaces the one here
     path: str = ""
+
+
+def describe_overridden(options: HeadOptions, shape: Any) -> str:
+    """Describe the options that differ from the head in head.path; empty if there are none.
+
+    shape: that of the head.
+    """
+    defaults = vars(type(options)())
+    overridden = [
+        f"head.{key}={value}"
+        for key, value in vars(options).items()
+        if key not in ("name", "path") and value not in (defaults[key], getattr(shape, key, None))
+    ]
+    if not options.path or not overridden:
+        return ""
+    return (
+        f"head.path={options.path} has its own shape and weights, which replace "
+        f"{', '.join(overridden)}"
+    )
 
 
 @dataclass

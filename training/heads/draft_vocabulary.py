@@ -1,8 +1,7 @@
 """Draft vocabularies: the subset of the target's tokens that a head drafts from.
 
-A head's logits are in the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
-rising. Published EAGLE-3 heads store them as `d2t`, each id less its index, and as `t2d`, a mask
-over the target's tokens. A reduced vocabulary restricts only q, so decoding stays exact.
+A head's logits follow the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
+which rise. A draft vocabulary restricts only q, so decoding stays exact.
 
 Shapes: V drafted vocabulary, T the target's.
 """
@@ -43,21 +42,6 @@ def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
     indices_T = torch.full((vocab_size,), -1, device=ids_V.device)
     indices_T[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
     return indices_T
-
-
-def to_d2t(ids_V: Tensor) -> Tensor:
-    """Return the published offsets [V]: each id less its index."""
-    return ids_V - torch.arange(len(ids_V), device=ids_V.device)
-
-
-def from_d2t(d2t_V: Tensor) -> Tensor:
-    """Return the ids [V] of published offsets."""
-    return d2t_V + torch.arange(len(d2t_V), device=d2t_V.device)
-
-
-def to_t2d(ids_V: Tensor, vocab_size: int) -> Tensor:
-    """Return the mask of the target's tokens that are drafted, bool [T]."""
-    return index_tokens(ids_V, vocab_size) >= 0
 
 
 def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:

@@ -85,10 +85,6 @@ class HeadKind(PredictingHead, Protocol):
         """Return the rules for numbers: key -> (whether the value is valid, the expected range)."""
         return {}
 
-    def note(self, config: Any, shape: Any) -> str:
-        """Describe keys without effect; empty if there are none."""
-        return ""
-
     def empty(self, shape: Any) -> nn.Module:
         """Return a head of this shape on the current device, with any weights."""
         ...

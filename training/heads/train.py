@@ -31,7 +31,7 @@ from training.drafter_folder import close_run, origin_of
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
 from training.features.taps import check_layers
-from training.heads.config import HeadJobConfig
+from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout
 from training.heads.evaluation import CombinedEvaluation, Evaluation, GreedyChain, HeadAccuracy
 from training.heads.folder import write_card, write_head
@@ -64,8 +64,9 @@ class HeadJob(TargetJob[HeadJobConfig]):
         super().__init__(config)
         self.kind, self.shape = kind, kind.shape(config, self.target)
         check(config, kind, self.shape, self.target)
-        if (without := kind.note(config, self.shape)) and not is_worker():
-            print(f"note: {without}")
+        overridden = describe_overridden(config.head, self.shape)
+        if overridden and not is_worker():
+            print(f"note: {overridden}")
         if config.head.path and not config.dry_run:
             check_fits(self.target_folder, resolve(config.head.path))
 
