@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, read_config
+from decoding.models.folder import WEIGHTS, load_state, read_config
 from recurrent_drafting.head import MOST_BLOCKS, HeadConfig, RecurrentHead
 from training.heads import checkpoint
 from training.heads.draft_vocabulary import check_tokens
@@ -109,7 +109,8 @@ def load_head(
         f"{config.num_draft_layers} residual blocks, width {config.exit_dim}, "
         f"rnn={str(config.rnn).lower()}"
     )
-    checkpoint.load_weights(LAYOUT, head, folder, described)
+    file = folder / WEIGHTS
+    checkpoint.load_weights(LAYOUT, head, load_state(folder), file, described)
     if head.token_ids_V is not None:
-        check_tokens(folder / WEIGHTS, _SHORTLIST, head.token_ids_V, config.vocab_size)
+        check_tokens(file, _SHORTLIST, head.token_ids_V, config.vocab_size)
     return head.to(device, dtype).requires_grad_(False).eval()

@@ -13,7 +13,6 @@ always builds five heads, and older files are pickles, which are refused.
 it.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, read_json, refuse_nonfinite
+from decoding.models.folder import WEIGHTS, load_state, read_json
 from heads.medusa.model import MedusaConfig, MedusaHeads
-from jobs.files import disk_error, save_tensors
 from training.heads import checkpoint
 from training.heads.draft_vocabulary import check_tokens
 
@@ -81,37 +79,26 @@ def _from_vllm(name: str) -> str:
     return "token_ids_V" if name == _TOKENS else name
 
 
-def _to_original(name: str, layers: int) -> str:
-    name = re.sub(r"^blocks\.", "", name)
-    return re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
+class OriginalLayout:
+    """The original names of tensors, of heads with a number of residual blocks; read only."""
 
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
 
-def save_original(heads: MedusaHeads, folder: Path, base_model: str) -> None:
-    """Write the heads in the original layout, in float32; base_model: the target's name.
+    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {self._name(name): tensor for name, tensor in state.items()}
 
-    Raises UserError for heads that the layout cannot hold, and if a write fails.
-    """
-    config = heads.config
-    if config.shared or config.draft_vocab_size:
-        what = "a shared projection" if config.shared else "a draft vocabulary"
-        raise UserError(f"the original layout of Medusa's heads cannot carry {what}")
-    values = {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "base_model_name_or_path": base_model,
-        "version": "2",
-    }
-    stored = {
-        _to_original(name, config.num_layers): tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in heads.state_dict().items()
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(stored, folder / ORIGINAL_WEIGHTS, {"format": "pt"})
-        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise disk_error(folder, error) from error
+    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks = re.compile(r"^(\d+\.\d+\.linear\.)")
+        projections = re.compile(rf"^(\d+)\.{self.layers}\.weight$")
+        return {
+            projections.sub(r"projections.\1.weight", blocks.sub(r"blocks.\1", name)): tensor
+            for name, tensor in stored.items()
+        }
+
+    def _name(self, name: str) -> str:
+        name = re.sub(r"^projections\.(\d+)\.", rf"\1.{self.layers}.", name)
+        return name.removeprefix("blocks.")
 
 
 def load_heads(
@@ -180,10 +167,11 @@ def _load_vllm(folder: Path) -> MedusaHeads:
     with torch.device("meta"):
         heads = MedusaHeads(config)
     described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
-    checkpoint.load_weights(LAYOUT, heads, folder, described)
+    file = folder / WEIGHTS
+    checkpoint.load_weights(LAYOUT, heads, load_state(folder), file, described)
     if heads.token_ids_V is not None:
         heads.token_ids_V = heads.token_ids_V.long()
-        check_tokens(folder / WEIGHTS, _TOKENS, heads.token_ids_V, config.vocab_size)
+        check_tokens(file, _TOKENS, heads.token_ids_V, config.vocab_size)
     return heads
 
 
@@ -220,17 +208,8 @@ def _load_original(folder: Path) -> MedusaHeads:
             "weights of one model"
         )
     V, H = projection.shape
-    heads = MedusaHeads(MedusaConfig(V, H, count, layers))
-    wanted = {_to_original(name, layers): name for name in heads.state_dict()}
-    wrong = sorted(set(wanted) ^ set(found))
-    if wrong:
-        raise UserError(
-            f"{file}: missing or unknown tensors for {count} heads of {layers} residual blocks: "
-            f"{', '.join(wrong)}. Copy the folder again"
-        )
-    refuse_nonfinite(folder, found)
-    try:
-        heads.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
-    except RuntimeError as error:  # shapes
-        raise UserError(f"{file}: {' '.join(str(error).split())}. Copy the folder again") from error
+    with torch.device("meta"):
+        heads = MedusaHeads(MedusaConfig(V, H, count, layers))
+    described = f"{count} heads of {layers} residual blocks"
+    checkpoint.load_weights(OriginalLayout(layers), heads, found, file, described)
     return heads

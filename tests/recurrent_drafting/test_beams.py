@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
-from recurrent_drafting import drawn_beams
-from recurrent_drafting.beams import Beams, Going, Picks, Step, search
-from recurrent_drafting.drawn_beams import Draws
+from recurrent_drafting import sampled_beams
+from recurrent_drafting.beams import Beams, Frontier, Step, TopBeams, search
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.sampled_beams import SampledBeams
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
 from tests.support.toy_heads import knowing_head, markov
@@ -77,7 +77,7 @@ def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[s
     if head.token_ids_V is not None:
         head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
     for scored in (False, True):
-        choose = Picks(head, width, scored=scored)
+        choose = TopBeams(head, width, scored=scored)
         beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, choose)
         for row in range(len(TIPS_B)):
             assert set(paths_of(beams, row)) == plain_beams(head, row, length, width)
@@ -85,7 +85,7 @@ def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[s
 
 def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() -> None:
     head = knowing_head(TARGET)
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, 0.7))
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, TopBeams(head, 4, 0.7))
     log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
     scores_BW = beams.steps[-1].scores_BW
     assert scores_BW is not None
@@ -101,13 +101,13 @@ def test_the_search_ends_where_it_is_told_to() -> None:
     head = random_head(TARGET)
     seen: list[Step] = []
 
-    def narrow(step: Step) -> Going | None:
+    def narrow(step: Step) -> Frontier | None:
         seen.append(step)
-        return Going(step.scores_BW) if len(seen) < 2 else None
+        return Frontier(step.scores_BW) if len(seen) < 2 else None
 
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), narrow)
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, TopBeams(head, 3), narrow)
     assert len(beams.steps) == len(seen) == 2
-    assert beams.started == 1 + 3
+    assert beams.num_started == 1 + 3
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -118,19 +118,19 @@ def test_a_narrowed_search_goes_on_from_the_beams_it_was_told(named: bool) -> No
     head, width, going, length = random_head(TARGET, scale=4.0), 5, 2, 3
     rows = []
 
-    def narrow(step: Step) -> Going | None:
+    def narrow(step: Step) -> Frontier | None:
         assert step.scores_BW is not None
         if not named:
-            return Going(step.scores_BW[:, :going])
+            return Frontier(step.scores_BW[:, :going])
         beams_BP = torch.tensor([[1, 0]]).expand(len(TIPS_B), going)
-        return Going(step.scores_BW.gather(1, beams_BP), beams_BP)
+        return Frontier(step.scores_BW.gather(1, beams_BP), beams_BP)
 
     def counted(logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         rows.append(logits_BPV.shape[1])
-        return Picks(head, width)(logits_BPV, scores_BP, step)
+        return TopBeams(head, width)(logits_BPV, scores_BP, step)
 
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, counted, narrow)
-    assert rows == [1, going, going] and beams.started == sum(rows)
+    assert rows == [1, going, going] and beams.num_started == sum(rows)
     for row in range(len(TIPS_B)):
         assert set(paths_of(beams, row)) == plain_beams(head, row, length, width, going)
     assert plain_beams(head, 0, length, width, going) != plain_beams(head, 0, length, width), (
@@ -162,7 +162,7 @@ def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bo
     chooser = sampling(3, V)
     hidden_BH = torch.zeros(3, V, dtype=torch.float64)
     with Largest() as largest, Operations() as operations:
-        choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width)
+        choose = SampledBeams(head, width, length, 3, chooser) if drawn else TopBeams(head, width)
         search(head, target.embed, TIPS_B, hidden_BH, length, choose)
     assert operations.waits == 0
     assert largest.numbers == 3 * width * V
@@ -176,13 +176,13 @@ def test_draws_come_from_what_is_told(
     """Candidates, and a tail of all that the head says besides; a child that is none of these was
     drawn from that tail.
     """
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", candidates)
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", candidates)
     head, width, tails = random_head(TARGET, scale=2.0, **fields), 4, 0
     if head.token_ids_V is not None:
         head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
-    draws = Draws(head, width, 3, len(TIPS_B), sampling(len(TIPS_B)))
+    draws = SampledBeams(head, width, 3, len(TIPS_B), sampling(len(TIPS_B)))
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, draws)
-    tokens_BM, parents_BM, rows = draws.drawn(beams)
+    tokens_BM, parents_BM, rows = draws.nodes(beams)
     assert rows.tail_BPV is not None
     ids_BPK, tail_BP = rows.ids_BPK[:, :, :-1], rows.tail_BPV.sum(-1)
     assert ids_BPK.shape[2] == min(max(candidates, width), head.config.num_drafted - 1)
@@ -210,7 +210,7 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
     children come behind its earlier ones.
     """
     head, rows = knowing_head(TARGET), 2000
-    draws = Draws(head, 3, 1, rows, sampling(rows))
+    draws = SampledBeams(head, 3, 1, rows, sampling(rows))
     tips_B = torch.full((rows,), 3)
     (step,) = search(
         head, TARGET.embed, tips_B, torch.zeros(rows, 12, dtype=torch.float64), 1, draws
@@ -231,7 +231,7 @@ def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
     head, draws_made = knowing_head(TARGET), 4000
     tips_B = torch.full((draws_made,), 3)
     hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
-    draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
+    draws = SampledBeams(head, 4, 2, draws_made, sampling(draws_made))
     beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
     first, second = beams.steps
     # the first child of the first node

@@ -282,7 +282,7 @@ def test_bad_input_is_told() -> None:
         decode(target, drafter_with(), [[1]], settings_of("greedy"))
     with pytest.raises(
         UserError,
-        match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens: take a smaller "
+        match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens. Use a smaller "
         ".*beam_length",
     ):
         decode(markov(max_length=15), drafter_with(), [[1]], settings_of("greedy"))
@@ -294,14 +294,6 @@ def test_bad_input_is_told() -> None:
         decode(markov(), drafter_with(), [[1]], settings_of("greedy", schedule="pearl_virtual"))
     with pytest.raises(UserError, match="needs measured costs"):
         decode(markov(), drafter_with(by_cost=True), [[1]], settings_of("greedy"))
-
-
-def test_a_backend_without_hidden_states_is_told() -> None:
-    target = markov()
-    features = target.features
-    target.features = lambda *args: features(*args)[..., :1]  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="hidden states have the size 1, its head reads 12"):
-        decode(target, drafter_with(), [[1, 2, 3]], settings_of("greedy"))
 
 
 def test_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -14,11 +14,11 @@ from decoding.interfaces import Drafter, Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, tail_rejection, token_tree
-from recurrent_drafting import drafts, drawn_beams
+from recurrent_drafting import drafts, sampled_beams
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.drawn_beams import Draws
-from recurrent_drafting.prefix_tree import pack, surviving
+from recurrent_drafting.prefix_tree import mask_survivors, pack
+from recurrent_drafting.sampled_beams import SampledBeams
 from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
@@ -28,10 +28,10 @@ WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
 STEEP = replace(
     COSTS, t_target_ms=(1.0, 1.002), t_draft_by_frontier_ms=((1, 0.05), (2, 0.5), (3, 1.0))
 )
-Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
+Keep = Callable[[drafts.SampledDraft, Beams, Proposal], Tensor]
 
 
-class StochasticBeams(Draws):
+class StochasticBeams(SampledBeams):
     """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed
     sequences of all.
     """
@@ -70,32 +70,32 @@ class StochasticBeams(Draws):
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
     """Draw as usual and leave nodes out."""
-    original = drafts.DrawnDraft.proposal
+    original = drafts.SampledDraft.proposal
 
-    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+    def proposal(self: drafts.SampledDraft, beams: Beams) -> Proposal:
         full = original(self, beams)
         assert full.q_top is not None and full.parents_BN is not None
         tree = pack(full.tokens_BN, full.parents_BN, keep(self, beams, full))
-        broken = drafts.proposal_of(tree, None)
+        broken = drafts.tree_proposal(tree, None)
         broken.steps = full.steps
-        broken.q_top = drafts.expanded(
-            tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams)
+        broken.q_top = drafts.reorder_rows(
+            tree, broken.tokens_BN.shape[1], full.q_top, drafts.number_rows(beams)
         )
         return broken
 
-    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+    monkeypatch.setattr(drafts.SampledDraft, "proposal", proposal)
 
 
-def all_of_them(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+def all_of_them(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
     return torch.ones_like(full.tokens_BN, dtype=torch.bool)
 
 
-def surviving_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+def surviving_ones(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
     """Those that a beam of the last step goes through, as picked beams are cut."""
-    return surviving(beams.parents_BLW, torch.tensor(draft.depths_B))
+    return mask_survivors(beams.parents_BLW, torch.tensor(draft.depths_B))
 
 
-def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+def likely_ones(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
     """Those with a fair probability, on paths of such."""
     assert full.q_top is not None and full.parents_BN is not None
     rows_B1 = torch.arange(len(full.tokens_BN))[:, None]
@@ -124,7 +124,7 @@ def test_stochastic_beams_keep_the_law_whole_or_cut(
     keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a clock rings tells nothing of whose it is, so that is no way to get it wrong."""
-    monkeypatch.setattr(drafts, "Draws", StochasticBeams)
+    monkeypatch.setattr(drafts, "SampledBeams", StochasticBeams)
     break_proposals(monkeypatch, keep)
     assert brief_law(drawn()) > P_LIMIT
 
@@ -151,17 +151,17 @@ def test_drawn_children_that_are_not_expanded_stay(
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     leaves = 0
-    original = drafts.DrawnDraft.proposal
+    original = drafts.SampledDraft.proposal
 
-    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+    def proposal(self: drafts.SampledDraft, beams: Beams) -> Proposal:
         nonlocal leaves
         made = original(self, beams)
         assert made.parents_BN is not None and made.q_top is not None
-        assert [plan.nodes for plan in self.by_cost_B] == beams.made(
+        assert [plan.nodes for plan in self.by_cost_B] == beams.join(
             lambda step: step.admitted_BW
         ).sum(1).tolist()
         assert (
-            made.frontiers == beams.started < 1 + WIDTH * (len(beams.steps) - 1)
+            made.frontiers == beams.num_started < 1 + WIDTH * (len(beams.steps) - 1)
             or len(beams.steps) == 1
         )
         for row, count in enumerate(made.counts_B):
@@ -183,7 +183,7 @@ def test_drawn_children_that_are_not_expanded_stay(
             leaves += sum(node not in parents for node in inner)
         return made
 
-    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+    monkeypatch.setattr(drafts.SampledDraft, "proposal", proposal)
     settings = Settings(max_new_tokens=200, num_draft_tokens=3, temperature=1.0, costs=STEEP)
     (done,) = decode(target_of(None), narrowing(), [[1, 2]], settings)
     assert done.accepted > 20
@@ -198,7 +198,7 @@ def test_law_3_where_few_of_the_drawn_children_are_expanded(
     """And its control: children are tested by what the tip's were drawn from."""
     if not told:
         monkeypatch.setattr(
-            drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
+            drafts, "number_rows", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
         )
     more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
     assert (law_holds(narrowing(), "token", "plain", **more) > P_LIMIT) == told
@@ -207,7 +207,7 @@ def test_law_3_where_few_of_the_drawn_children_are_expanded(
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The likeliest of the drawn children first."""
 
-    class Sorted(Draws):
+    class Sorted(SampledBeams):
         def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
             chosen = super().__call__(logits_BPV, scores_BP, step)
             assert chosen.places_BPS is not None and chosen.rates_BPS is not None
@@ -224,7 +224,7 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
             )
             return replace(chosen, parents_BW=parents_BW, tokens_BW=tokens_BW, scores_BW=scores_BW)
 
-    monkeypatch.setattr(drafts, "Draws", Sorted)
+    monkeypatch.setattr(drafts, "SampledBeams", Sorted)
     assert brief_law(drawn()) < P_LIMIT
 
 
@@ -259,7 +259,7 @@ def test_law_3_of_a_tail_of_several_tokens(
     """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested
     twice.
     """
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     if rule == "at once":
         monkeypatch.setattr(token_tree, "token", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
@@ -290,7 +290,7 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     broken(monkeypatch)
     assert brief_law(recurrent(draft_table(), 2, SCALE, children="sampled")) < P_LIMIT

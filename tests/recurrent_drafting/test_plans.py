@@ -14,7 +14,7 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.recorded import RecordedPicks
+from recurrent_drafting.recorded import RecordedBeams
 from tests.decoding.rows import AllBeams, random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from tests.support.toy_heads import knowing_head, markov
@@ -106,11 +106,11 @@ def test_a_shorter_budget_is_served_by_the_recorded_draft(
     monkeypatch.setattr(
         devices, "capture", lambda body, device, memory: captured.append(body) or body
     )
-    recorded = RecordedPicks(head, width, target.embed, target.device)
+    recorded = RecordedBeams(head, width, target.embed, target.device)
     with torch.inference_mode():
         for depths, records in (([4, 4], 1), ([2, 3], 1), ([1, 0], 1), ([5, 2], 2), ([4, 5], 2)):
             found = recorded(tips, hidden_BH, depths, 1.0, None)
-            fresh = RecordedPicks(head, width, target.embed, target.device)(
+            fresh = RecordedBeams(head, width, target.embed, target.device)(
                 tips, hidden_BH, depths, 1.0, None
             )
             assert len(captured) - 1 == records, "the fresh one records always"

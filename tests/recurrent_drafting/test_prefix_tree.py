@@ -8,8 +8,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import NO_NODE
-from recurrent_drafting.drafts import nodes_of
-from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
+from recurrent_drafting.drafts import count_nodes
+from recurrent_drafting.prefix_tree import Tree, edges, mask_survivors, pack
 
 
 def random_beams(
@@ -62,7 +62,7 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
         tree = pack(
             tokens_BLW.flatten(1),
             edges(parents_BLW),
-            surviving(parents_BLW, torch.tensor(depths_B)),
+            mask_survivors(parents_BLW, torch.tensor(depths_B)),
         )
         for row, depth in enumerate(depths_B):
             paths = paths_of(tree, row)
@@ -78,7 +78,7 @@ def test_beams_of_one_beginning_share_it() -> None:
     """Published: 30 to 60 % of the tokens go; without sharing none would."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 9, seed=0)
     tree = pack(
-        tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([5]))
+        tokens_BLW.flatten(1), edges(parents_BLW), mask_survivors(parents_BLW, torch.tensor([5]))
     )
     assert 8 < int(tree.counts_B[0]) < 0.9 * 40
 
@@ -89,7 +89,11 @@ def test_a_pair_chosen_twice_would_break_it() -> None:
     tokens_BLW[0, 0, 1], parents_BLW[0, 2] = tokens_BLW[0, 0, 0], torch.arange(4)
     parents_BLW[0, 1] = torch.arange(4)
     paths = paths_of(
-        pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([3]))),
+        pack(
+            tokens_BLW.flatten(1),
+            edges(parents_BLW),
+            mask_survivors(parents_BLW, torch.tensor([3])),
+        ),
         0,
     )
     assert len(paths) > len(set(paths))
@@ -97,7 +101,7 @@ def test_a_pair_chosen_twice_would_break_it() -> None:
 
 def test_places_tell_where_each_node_went() -> None:
     tokens_BLW, parents_BLW = random_beams(2, 4, 5, 7, seed=2)
-    keep_BM = surviving(parents_BLW, torch.tensor([4, 2]))
+    keep_BM = mask_survivors(parents_BLW, torch.tensor([4, 2]))
     tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), keep_BM)
     M = keep_BM.shape[1]
     for row in range(2):
@@ -110,9 +114,9 @@ def test_places_tell_where_each_node_went() -> None:
 
 def test_beside_a_gpu_few_widths_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert nodes_of([9, 4], 40, device) == 9, "where the host waits anyway, no node is added"
+    assert count_nodes([9, 4], 40, device) == 9, "where the host waits anyway, no node is added"
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
-    widths = [nodes_of([count, 1], 40, device) for count in range(1, 41)]
+    widths = [count_nodes([count, 1], 40, device) for count in range(1, 41)]
     assert all(width >= count for count, width in enumerate(widths, 1))
     assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], (
         "with the tip 8, 16 ..., and no more than there are"

@@ -6,19 +6,15 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, load_state, refuse_nonfinite
+from decoding.models.folder import WEIGHTS, refuse_nonfinite
 from jobs.files import disk_error, save_tensors
 
 
-class FolderLayout(Protocol):
-    """Layout of a head's folder: the keys of config.json and the names of tensors."""
-
-    def config(self, shape: Any, dtype: Any) -> dict[str, Any]:
-        """Return the values of config.json for a head."""
-        ...
+class TensorNames(Protocol):
+    """Names of a head's tensors in files."""
 
     def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a head's state dict under the names of the files."""
@@ -26,6 +22,14 @@ class FolderLayout(Protocol):
 
     def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """Invert `exported`; unknown tensors keep their names and are then refused."""
+        ...
+
+
+class FolderLayout(TensorNames, Protocol):
+    """Layout of a head's folder: keys of config.json and names of tensors."""
+
+    def config(self, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the values of config.json for a head."""
         ...
 
     def extensions(self, shape: Any) -> list[str]:
@@ -56,28 +60,30 @@ def save_head(
         raise disk_error(folder, error) from error
 
 
-def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) -> None:
-    """Load a folder's weights into an empty head; described: its config.json in words.
+def load_weights(
+    names: TensorNames, head: nn.Module, stored: dict[str, Tensor], file: Path, described: str
+) -> None:
+    """Load the tensors `stored` in a file into an empty head.
 
-    Raises UserError naming every tensor that is missing, unknown, of another shape, or not finite.
+    described: the head of config.json in words. Raises UserError naming every tensor that is
+    missing, unknown, of another shape, or not finite.
     """
-    stored = load_state(folder)
-    wanted, found = layout.exported(head.state_dict()), stored
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    wrong += [f"{name} is unknown" for name in found if name not in wanted]
+    wanted = names.exported(head.state_dict())
+    wrong = [f"{name} is missing" for name in wanted if name not in stored]
+    wrong += [f"{name} is unknown" for name in stored if name not in wanted]
     wrong += [
-        f"{name} has the shape {list(found[name].shape)}, expected {list(tensor.shape)}"
+        f"{name} has the shape {list(stored[name].shape)}, expected {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in found and found[name].shape != tensor.shape
+        if name in stored and stored[name].shape != tensor.shape
     ]
     if wrong:
         raise UserError(
-            f"{folder / WEIGHTS}: does not hold the head that config.json describes ({described}): "
-            f"{'; '.join(wrong)}. Use config.json and {WEIGHTS} of the same head, in the published "
-            f"layout"
+            f"{file} does not hold the head that config.json describes ({described}): "
+            f"{'; '.join(wrong)}. Use config.json and {file.name} of the same head, in the "
+            f"published layout."
         )
-    refuse_nonfinite(folder, stored)
-    head.load_state_dict(layout.imported(stored), assign=True)
+    refuse_nonfinite(file.parent, stored)
+    head.load_state_dict(names.imported(stored), assign=True)
 
 
 def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:
