@@ -23,6 +23,7 @@ from torch import Tensor
 
 from decoding.interfaces import Chooser
 from recurrent_drafting.head import Context, Head
+from training.heads.draft_vocabulary import spread
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 
@@ -183,7 +184,8 @@ class TopBeams:
     def _rank_tokens(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return log probabilities and ids (B, P, W) of each beam's best tokens, best first."""
         if self.coupled is not None:
-            full_BPV = over_target(self.head, logits_BPV, float("-inf"))
+            ids_V, vocab_size = self.head.token_ids_V, self.head.config.vocab_size
+            full_BPV = spread(logits_BPV, ids_V, vocab_size, float("-inf"))
             best = self.coupled.log_scores(full_BPV, step).topk(self.width, dim=-1)
             return best.values, best.indices
         if self.temperature != 1.0:
@@ -194,12 +196,3 @@ class TopBeams:
         )
         best = scores_BPV.topk(self.width, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
-
-
-def over_target(head: Head, values_BPV: Tensor, others: float) -> Tensor:
-    """Spread values over the head's vocabulary to the target's; other tokens get `others`."""
-    ids_V = head.token_ids_V
-    if ids_V is None:
-        return values_BPV
-    shape = (*values_BPV.shape[:-1], head.config.vocab_size)
-    return values_BPV.new_full(shape, others).index_copy_(-1, ids_V, values_BPV)

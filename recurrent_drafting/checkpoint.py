@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.folder import WEIGHTS, load_state, read_config
@@ -47,11 +46,8 @@ class PublishedLayout:
             {"draft_vocab_size": shape.draft_vocab_size} if shape.draft_vocab_size else {}
         )
 
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        return stored
+    def stored_name(self, name: str) -> str:
+        return name
 
     def extensions(self, shape: HeadConfig) -> list[str]:
         if not shape.draft_vocab_size:
@@ -110,7 +106,7 @@ def load_head(
         f"rnn={str(config.rnn).lower()}"
     )
     file = folder / WEIGHTS
-    checkpoint.load_weights(LAYOUT, head, load_state(folder), file, described)
+    checkpoint.load_weights(head, load_state(folder), LAYOUT.stored_name, file, described)
     if head.token_ids_V is not None:
         check_tokens(file, _SHORTLIST, head.token_ids_V, config.vocab_size)
     return head.to(device, dtype).requires_grad_(False).eval()

@@ -43,8 +43,9 @@ class RecurrentPredictions:
         for number in range(1, len(where.counts_K)):
             tokens_M = where.tokens_MK[:, number]
             if where.continues_own:
-                said_O = _likeliest_of(where.own_O, head, context, state_MH)
-                tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
+                own_O = where.own_O
+                best_O = likeliest(head, context.select(own_O), state_MH.index_select(0, own_O))
+                tokens_M = tokens_M.index_copy(0, own_O, best_O)
             state_MH = head.advance(state_MH, states.embed(tokens_M))
             reached.append(state_MH)
         state_NH = torch.cat(reached).index_select(
@@ -67,14 +68,6 @@ class RecurrentPredictions:
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
     """Return the head's likeliest next token for every draft, as ids of the target [M]."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
-
-
-@torch.no_grad()
-def _likeliest_of(
-    drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor
-) -> Tensor:
-    """Return the likeliest next token for some of the drafts [O]."""
-    return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
 
 
 PREDICTIONS = RecurrentPredictions()

@@ -38,9 +38,10 @@ from decoding.drafters.trees.sampled_children import Siblings
 from decoding.interfaces import Chooser, TopRows
 from decoding.sampling import noise
 from decoding.stopping.planner import PRIOR, chance_of
-from recurrent_drafting.beams import Beams, Step, over_target
+from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.head import Head
 from recurrent_drafting.prefix_tree import edges
+from training.heads.draft_vocabulary import spread
 
 CANDIDATES = 64  # the head's likeliest tokens that are symbols
 
@@ -174,7 +175,8 @@ class SampledBeams:
         ids_BQS = self.head.to_target_ids(beams.join(lambda step: step.places_BPS))
         tail_BQV = None
         if self.has_tail:
-            tail_BQV = over_target(self.head, beams.join(lambda step: step.tail_BPV), 0.0)
+            tail_BQV = beams.join(lambda step: step.tail_BPV)
+            tail_BQV = spread(tail_BQV, self.head.token_ids_V, self.head.config.vocab_size, 0.0)
         rows = TopRows(ids_BQS, beams.join(lambda step: step.rates_BPS), tail_BQV)
         return beams.tokens_BLW.flatten(1), edges(beams.parents_BLW), rows
 
@@ -230,4 +232,5 @@ class SampledChain:
 
     def q(self, beams: Beams) -> Tensor:
         """Return the distributions (B, L, target's vocabulary) of the sampled tokens."""
-        return over_target(self.head, beams.join(lambda step: step.q_BPV), 0.0)
+        q_BLV = beams.join(lambda step: step.q_BPV)
+        return spread(q_BLV, self.head.token_ids_V, self.head.config.vocab_size, 0.0)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.folder import WEIGHTS, load_state, read_json
@@ -54,11 +53,10 @@ class VllmLayout:
             values[_ACCURACY] = [[round(share, 6) for share in row] for row in shape.accuracy]
         return values
 
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {_to_vllm(name): tensor for name, tensor in state.items()}
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {_from_vllm(name): tensor for name, tensor in stored.items()}
+    def stored_name(self, name: str) -> str:
+        name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        name = re.sub(r"^projections\.", "lm_heads.", name)
+        return _TOKENS if name == "token_ids_V" else name
 
     def extensions(self, shape: MedusaConfig) -> list[str]:
         return []
@@ -67,38 +65,10 @@ class VllmLayout:
 LAYOUT = VllmLayout()
 
 
-def _to_vllm(name: str) -> str:
-    name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
-    name = re.sub(r"^projections\.", "lm_heads.", name)
-    return _TOKENS if name == "token_ids_V" else name
-
-
-def _from_vllm(name: str) -> str:
-    name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name)
-    name = re.sub(r"^lm_heads\.", "projections.", name)
-    return "token_ids_V" if name == _TOKENS else name
-
-
-class OriginalLayout:
-    """The original names of tensors, of heads with a number of residual blocks; read only."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {self._name(name): tensor for name, tensor in state.items()}
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        blocks = re.compile(r"^(\d+\.\d+\.linear\.)")
-        projections = re.compile(rf"^(\d+)\.{self.layers}\.weight$")
-        return {
-            projections.sub(r"projections.\1.weight", blocks.sub(r"blocks.\1", name)): tensor
-            for name, tensor in stored.items()
-        }
-
-    def _name(self, name: str) -> str:
-        name = re.sub(r"^projections\.(\d+)\.", rf"\1.{self.layers}.", name)
-        return name.removeprefix("blocks.")
+def original_name(name: str, layers: int) -> str:
+    """Return the name of a tensor in the original layout, for heads of `layers` blocks."""
+    name = re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
+    return name.removeprefix("blocks.")
 
 
 def load_heads(
@@ -168,7 +138,7 @@ def _load_vllm(folder: Path) -> MedusaHeads:
         heads = MedusaHeads(config)
     described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
     file = folder / WEIGHTS
-    checkpoint.load_weights(LAYOUT, heads, load_state(folder), file, described)
+    checkpoint.load_weights(heads, load_state(folder), LAYOUT.stored_name, file, described)
     if heads.token_ids_V is not None:
         heads.token_ids_V = heads.token_ids_V.long()
         check_tokens(file, _TOKENS, heads.token_ids_V, config.vocab_size)
@@ -211,5 +181,9 @@ def _load_original(folder: Path) -> MedusaHeads:
     with torch.device("meta"):
         heads = MedusaHeads(MedusaConfig(V, H, count, layers))
     described = f"{count} heads of {layers} residual blocks"
-    checkpoint.load_weights(OriginalLayout(layers), heads, found, file, described)
+
+    def name_in_file(name: str) -> str:
+        return original_name(name, layers)
+
+    checkpoint.load_weights(heads, found, name_in_file, file, described)
     return heads

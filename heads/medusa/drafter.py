@@ -28,6 +28,7 @@ from decoding.interfaces import (
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
+from training.heads.draft_vocabulary import spread
 from training.heads.drafter import HeadDrafter, head_to_draft
 
 
@@ -136,7 +137,12 @@ class MedusaDrafter(HeadDrafter):
         depth = max(depths_B)
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
-        logits_BKV = self._logits(depth)
+        logits_BKV = spread(
+            self.heads(self._hidden_BH, depth),
+            self.heads.token_ids_V,
+            self.config.vocab_size,
+            float("-inf"),
+        )
         if self._chain:
             return self._propose_chain(logits_BKV, depths_B, chooser)
         sampled = are_sampled(self.children, chooser)
@@ -152,16 +158,6 @@ class MedusaDrafter(HeadDrafter):
         counts_B = [self.width(row_depth) for row_depth in depths_B]
         tokens_BN = torch.cat(tokens, 1)
         return Proposal(tokens_BN, counts_B, parents_BN, q_BNV, 1, siblings=siblings)
-
-    def _logits(self, depth: int) -> Tensor:
-        """Return the first `depth` heads' logits (B, K, V) over the target's vocabulary."""
-        logits_BKV = self.heads(self._hidden_BH, depth)
-        if self.heads.token_ids_V is None:
-            return logits_BKV
-        shape = (*logits_BKV.shape[:2], self.config.vocab_size)
-        full_BKV = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device)
-        full_BKV[:, :, self.heads.token_ids_V] = logits_BKV
-        return full_BKV
 
     def _propose_chain(self, logits_BKV: Tensor, depths_B: list[int], chooser: Chooser) -> Proposal:
         depths = range(logits_BKV.shape[1])

@@ -18,7 +18,7 @@ import heads.train
 from decoding import generate, load
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
-from heads.medusa.checkpoint import LAYOUT, OriginalLayout, load_heads
+from heads.medusa.checkpoint import LAYOUT, load_heads, original_name
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import choose_tree, default_tree, grow_tree
@@ -48,7 +48,7 @@ def saved_originally(made: MedusaHeads, folder: Path) -> Path:
     folder.mkdir()
     config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "version": "2"}
     (folder / "config.json").write_text(json.dumps(config))
-    state = OriginalLayout(layers).exported(made.state_dict())
+    state = {original_name(name, layers): each for name, each in made.state_dict().items()}
     save_file(state, folder / "medusa_lm_head.safetensors")
     return folder
 
@@ -59,7 +59,7 @@ def saved_originally(made: MedusaHeads, folder: Path) -> Path:
 def test_heads_are_residual_blocks_and_a_projection_each():
     """As the published code computes them, from the published tensors."""
     made, state = random_heads(), torch.randn(5, SHAPE.hidden_size)
-    named = LAYOUT.exported(made.state_dict())
+    named = {LAYOUT.stored_name(name): each for name, each in made.state_dict().items()}
     expected = []
     for head in range(3):
         x_MH = state

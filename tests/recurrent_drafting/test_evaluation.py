@@ -18,7 +18,7 @@ from recurrent_drafting.predictions import PREDICTIONS
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
-from training.heads.evaluation import CombinedEvaluation, GreedyChain, HeadAccuracy, walk
+from training.heads.evaluation import GreedyChain, HeadAccuracy, combine, walk
 from training.objectives import hidden_states
 
 DRAFT, TOKENS = 3, 14
@@ -135,7 +135,5 @@ def test_accuracies_are_ranks_among_whole_logits():
 
 
 def test_the_last_score_chooses():
-    looks = CombinedEvaluation(
-        [lambda: {"a": 1.0, "score": 1.0}, lambda: {"b": 2.0}, lambda: {"score": 3.0}]
-    )
+    looks = combine([lambda: {"a": 1.0, "score": 1.0}, lambda: {"b": 2.0}, lambda: {"score": 3.0}])
     assert looks() == {"a": 1.0, "b": 2.0, "score": 3.0}

@@ -388,7 +388,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
     [
         (
             "loss.name=reverse_kl",
-            "loss.name is 'reverse_kl'; expected one of cross_entropy, continuations, forward_kl, ",
+            "loss.name is reverse_kl, expected one of cross_entropy, continuations, forward_kl, ",
         ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
@@ -396,7 +396,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
             "loss.temperature=2",
             "loss.temperature is 2.0, expected more than 0, and 1 for losses on tokens",
         ),
-        ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
+        ("states.cache=tape", "states.cache is tape, expected one of none, memory, disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
         ("head.warm_start=cold", "head.warm_start is cold"),
         ("data.max_length=4096", "data.max_length is 4096, but the context of .* is 512 tokens"),
@@ -413,7 +413,7 @@ def test_a_target_in_shares_does_not_go_on(tiny_target: Path, tmp_path: Path):
     shares = ["parallel=fsdp", "parallel.processes=2", "loss.name=continuations"]
     with pytest.raises(
         UserError,
-        match="loss.name is continuations with parallel.kind=fsdp, expected ddp, zero1 or",
+        match="loss.name is continuations, expected one of .* with parallel.kind=fsdp",
     ):
         run(configured(tiny_target, tmp_path, *shares))
 

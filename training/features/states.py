@@ -145,7 +145,7 @@ class TargetStates:
     def _row(self, batch: PackedBatch, index: int, kept_P: Tensor, count: int) -> RowStates:
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
-            return found.sent(kept_P.device)
+            return found.copy_to(kept_P.device)
         if count:
             states_MC, said_MK = continue_greedily(
                 self.target, batch.row(index), kept_P, count, self.layers

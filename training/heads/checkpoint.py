@@ -1,6 +1,7 @@
 """Weights of heads in folders: config.json and model.safetensors in the layout of their kind."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,23 +14,15 @@ from decoding.models.folder import WEIGHTS, refuse_nonfinite
 from jobs.files import disk_error, save_tensors
 
 
-class TensorNames(Protocol):
-    """Names of a head's tensors in files."""
-
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a head's state dict under the names of the files."""
-        ...
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `exported`; unknown tensors keep their names and are then refused."""
-        ...
-
-
-class FolderLayout(TensorNames, Protocol):
+class FolderLayout(Protocol):
     """Layout of a head's folder: keys of config.json and names of tensors."""
 
     def config(self, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Return the values of config.json for a head."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the file of a tensor of the head's state dict."""
         ...
 
     def extensions(self, shape: Any) -> list[str]:
@@ -47,10 +40,10 @@ def save_head(
 ) -> None:
     """Write config.json and model.safetensors. Raises UserError if a write fails."""
     state = {
-        name: tensor.detach()
+        layout.stored_name(name): tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         .contiguous()
-        for name, tensor in layout.exported(head.state_dict()).items()
+        for name, tensor in head.state_dict().items()
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,19 +54,23 @@ def save_head(
 
 
 def load_weights(
-    names: TensorNames, head: nn.Module, stored: dict[str, Tensor], file: Path, described: str
+    head: nn.Module,
+    stored: dict[str, Tensor],
+    stored_name: Callable[[str], str],
+    file: Path,
+    described: str,
 ) -> None:
     """Load the tensors `stored` in a file into an empty head.
 
-    described: the head of config.json in words. Raises UserError naming every tensor that is
-    missing, unknown, of another shape, or not finite.
+    stored_name: see `FolderLayout`. described: the head of config.json in words. Raises UserError
+    naming every tensor that is missing, unknown, of another shape, or not finite.
     """
-    wanted = names.exported(head.state_dict())
+    wanted = {stored_name(name): (name, tensor) for name, tensor in head.state_dict().items()}
     wrong = [f"{name} is missing" for name in wanted if name not in stored]
     wrong += [f"{name} is unknown" for name in stored if name not in wanted]
     wrong += [
         f"{name} has the shape {list(stored[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in wanted.items()
+        for name, (_, tensor) in wanted.items()
         if name in stored and stored[name].shape != tensor.shape
     ]
     if wrong:
@@ -83,7 +80,8 @@ def load_weights(
             f"published layout."
         )
     refuse_nonfinite(file.parent, stored)
-    head.load_state_dict(names.imported(stored), assign=True)
+    state = {name: stored[at] for at, (name, _) in wanted.items()}
+    head.load_state_dict(state, assign=True)
 
 
 def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:

@@ -44,6 +44,16 @@ def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
     return indices_T
 
 
+def spread(values: Tensor, ids_V: Tensor | None, vocab_size: int, others: float) -> Tensor:
+    """Spread values (..., V) to the target's vocabulary (..., T); other tokens get `others`.
+
+    ids_V: None for a head that drafts from all tokens.
+    """
+    if ids_V is None:
+        return values
+    return values.new_full((*values.shape[:-1], vocab_size), others).index_copy_(-1, ids_V, values)
+
+
 def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
     """Raise UserError for an invalid draft vocabulary; name: its tensor's name in the file."""
     if (

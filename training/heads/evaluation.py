@@ -31,17 +31,9 @@ from training.losses.chunked import CHUNK, Outputs
 Evaluation = Callable[[], dict[str, float]]
 
 
-class CombinedEvaluation:
-    """Several evaluations as one, with all their figures."""
-
-    def __init__(self, evaluations: Sequence[Evaluation]) -> None:
-        self.evaluations = evaluations
-
-    def __call__(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        for evaluate in self.evaluations:
-            figures |= evaluate()
-        return figures
+def combine(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return one evaluation with the figures of several."""
+    return lambda: {name: figure for each in evaluations for name, figure in each().items()}
 
 
 class _FixedBatches:

@@ -40,8 +40,8 @@ def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Pat
     shape: without a draft vocabulary, which is counted from the data.
     """
     with torch.device("meta"):
-        state = kind.layout.exported(kind.empty(shape).state_dict())
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        state = kind.empty(shape).state_dict()
+    shapes = {kind.layout.stored_name(name): list(each.shape) for name, each in state.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_zeros(folder / WEIGHTS, shapes, torch.float32)

@@ -33,7 +33,7 @@ from training.features.stores import MemoryStore, Store, states_on_disk
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout
-from training.heads.evaluation import CombinedEvaluation, Evaluation, GreedyChain, HeadAccuracy
+from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
 from training.heads.loss_config import CONTINUATIONS, LOSSES, judged
@@ -102,22 +102,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     check_mixture(config.data, ())
     kind.check(config, shape)
     check_layers(kind.taps(shape), target.num_hidden_layers)
-    if config.loss.name not in LOSSES:
-        raise UserError(f"loss.name is '{config.loss.name}'; expected one of {', '.join(LOSSES)}")
-    cache, heads = config.states.cache, config.loss.predict_n_tokens
-    if cache not in CACHES:
-        raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
-    if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: "
-            f"all ranks run a sharded target together, so none can skip its forward"
-        )
-    if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected "
-            f"ddp, zero1 or zero2: all ranks run a sharded target together, but continuations are "
-            f"computed row by row"
-        )
+    heads = config.loss.predict_n_tokens
     drafted = shape.num_drafted
     check_values(
         config,
@@ -143,10 +128,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
                 f"1 to {drafted}, the number of drafted tokens",
             ),
             **kind.rules(config, shape),
-            "states.cache": (
-                cache != "disk" or not config.data.domains,
-                "none or memory with data.domains",
-            ),
+            **choice_rules(config),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
             "held_out.temperature": (
@@ -160,6 +142,26 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             ),
         },
     )
+
+
+def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules for the loss and the store: key -> (whether valid, the expected values).
+
+    All ranks run a sharded target together, so none can skip its forward, as a store does, or
+    continue texts row by row.
+    """
+    losses: Sequence[str] = LOSSES
+    caches: Sequence[str] = CACHES
+    reason = ""
+    if config.data.domains:
+        caches, reason = CACHES[:2], " with data.domains"
+    if config.parallel.kind in SHARDED_WEIGHTS:
+        losses, caches = [name for name in LOSSES if name != CONTINUATIONS], CACHES[:1]
+        reason = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
+    return {
+        "loss.name": (config.loss.name in losses, f"one of {', '.join(losses)}{reason}"),
+        "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
+    }
 
 
 def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
@@ -242,7 +244,7 @@ def make_evaluation(
     tokenizer: Any,
     parallel: Parallel,
     answers: Sequence[Sample],
-) -> CombinedEvaluation:
+) -> Evaluation:
     """Return the evaluation between steps: a chain on the target's answers, and heads' accuracies.
 
     The accuracies need held-out chats, or a kind of head that uses them. On greedy answers the
@@ -263,7 +265,7 @@ def make_evaluation(
         evaluations.insert(
             0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
         )
-    return CombinedEvaluation(evaluations)
+    return combine(evaluations)
 
 
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
