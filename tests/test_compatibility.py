@@ -45,6 +45,8 @@ RENAMED = {
     "plain-picked": "plain-top_k",
     "hot_top_p-drawn": "hot_top_p-sampled",
     "hot_top_p-picked": "hot_top_p-top_k",
+    "pass_whole_tails": "accept_tails_untested",
+    "draw_refused_ones_from_p": "sample_rejected_tails_from_p",
 }
 
 

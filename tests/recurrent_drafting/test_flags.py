@@ -30,11 +30,11 @@ def config_of(*arguments: str) -> GenerateConfig:
         return typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
 
 
-def test_all_published_flags_are_here():
+def test_all_published_flags_exist():
     assert {flag.name for flag in FLAGS} == set(PUBLISHED)
 
 
-def test_without_flags_the_defaults_are_those_that_the_help_tells():
+def test_defaults_are_those_of_the_help():
     cfg = config_of()
     assert (cfg.beam_width, cfg.beam_length, cfg.temperature, cfg.seed, cfg.batch_size) == (
         10,
@@ -87,7 +87,7 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--use_gpu=-1", "target.device", "cpu"),
         ("--autoregression", "drafter", {"use": "none"}),
         ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
-        ("--rng_seed 5 seed=6", "seed", 6),  # an override has the last word
+        ("--rng_seed 5 seed=6", "seed", 6),  # an override takes precedence
         ("drafter=runs/head", "drafter", {"use": "runs/head"}),
         (
             "drafter={use:budget_tree,folder:runs/a}",
@@ -109,7 +109,7 @@ def test_a_flag_sets_its_key(words: str, key: str, value: object):
     assert node == value
 
 
-def test_a_text_may_hold_what_hydra_would_read_as_its_own():
+def test_texts_with_hydra_syntax_are_quoted():
     for odd in ("/a b/{it's,x=1}/\\end", "ends\\", "\\'", "a,b"):
         assert config_of("--hf_llm", odd).target.path == odd
         assert config_of("--hf_drafter", odd).drafter == {"use": odd}
@@ -140,7 +140,7 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
         ),
     ],
 )
-def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
+def test_invalid_values_of_flags_are_refused(words: str, message: str):
     with pytest.raises(UserError, match=message):
         to_overrides(words.split())
 
@@ -164,7 +164,7 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
         ("max_prompt_tokens=-1", "max_prompt_tokens is -1, expected 0"),
     ],
 )
-def test_a_value_that_nothing_can_be_decoded_by_is_refused(words: str, message: str):
+def test_values_without_output_are_refused(words: str, message: str):
     with pytest.raises(UserError, match=message):
         check(config_of(*words.split()))
 

@@ -1,6 +1,4 @@
-"""States of the target at chosen layers: those that transformers gives, stored or not, beside the
-target's own continuations.
-"""
+"""The target's states at chosen layers equal transformers', with and without a store."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +65,7 @@ def test_a_head_reads_its_taps_and_the_teacher_the_last_state():
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path):
+def test_stores_keep_all_layers_and_are_keyed_by_layers(kind: str, tmp_path: Path):
     model, data = tiny.target(), PackedData(tiny.samples(), tiny.ROW, 2, 0)
 
     def store(taps: tuple[int, ...]) -> Any:
@@ -88,11 +86,11 @@ def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path)
                 kept(batch, where), TargetStates(model, taps=taps)(batch, where)
             )
     if kind == "disk":
-        assert len(list(tmp_path.iterdir())) == 3, "the order of taps is another layout"
+        assert len(list(tmp_path.iterdir())) == 3, "another order of taps is another layout"
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_what_the_target_goes_on_with_does_not_depend_on_taps(final: bool):
+def test_continuations_do_not_depend_on_taps(final: bool):
     model = tiny.target()
     batch, where = batch_of(model)
     plain_PH, said_PK = TargetStates(model).continue_greedily(batch, where, 3)
@@ -104,6 +102,6 @@ def test_what_the_target_goes_on_with_does_not_depend_on_taps(final: bool):
         torch.testing.assert_close(states.final(read_PC), plain_PH)
 
 
-def test_a_layer_that_the_target_does_not_have_is_refused():
+def test_a_layer_outside_the_target_is_refused():
     with pytest.raises(UserError, match="reads the target at layer 3, expected 0 .* to 2"):
         TargetStates(tiny.target(), taps=(0, 3))

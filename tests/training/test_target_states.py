@@ -1,6 +1,4 @@
-"""Kept states are those that a forward gives: in memory, on disk, after a kill; and the price is
-told first.
-"""
+"""Stored states equal those of a forward, in memory, on disk and after a kill."""
 
 import hashlib
 import shutil
@@ -49,7 +47,7 @@ def on_disk(
 
 
 class Counting(TargetStates):
-    """Counts the rows that the target reads."""
+    """Features that count the rows which the target reads."""
 
     reads = 0
 
@@ -76,9 +74,7 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_the_target_goes_on_with_is_kept_with_its_states(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-):
+def test_continuations_are_stored_with_states(kind: str, dtype: torch.dtype, tmp_path: Path):
     store: Store = (
         MemoryStore(10**6)
         if kind == "memory"
@@ -100,10 +96,8 @@ def test_what_the_target_goes_on_with_is_kept_with_its_states(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_goes_on_as_it_decodes(name: str):
-    """At every position, in whatever row it stands, what greedy decoding of the text up to there
-    gives.
-    """
+def test_every_family_continues_as_it_decodes(name: str):
+    """At every position of a row, continue as greedy decoding of the text so far does."""
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -129,10 +123,8 @@ def test_every_family_goes_on_as_it_decodes(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(name: str):
-    """What the packed target of training says at a position is what the native target says that
-    decodes.
-    """
+def test_every_family_trains_on_the_states_of_decoding(name: str):
+    """The packed target of training has the states of the native target that decodes."""
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -155,7 +147,7 @@ def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(nam
                     compared += 1
             start += ids.shape[1]
     assert compared == len(kept) > 40
-    # the control: as one document, the row's second one says something else
+    # the control: as one document, the row's second one has other states
     with torch.inference_mode():
         native.open(1, tiny.ROW)
         whole_TH = native.features(batch.ids_RT[:1])[0]
@@ -163,7 +155,7 @@ def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(nam
     assert (states_FH[second] - whole_TH[second]).abs().max() > 0.1
 
 
-def test_a_store_that_is_full_makes_the_rest_anew():
+def test_a_full_store_recomputes_the_rest():
     target, rows = tiny.target(), data().rows
     kept = Counting(target, MemoryStore(1000))
     batch = collate(data().samples, rows, tiny.ROW)
@@ -173,7 +165,7 @@ def test_a_store_that_is_full_makes_the_rest_anew():
     assert kept.reads > len(rows)
 
 
-def test_another_process_finds_the_rows_and_a_damaged_one_is_made_anew(tmp_path: Path):
+def test_another_process_finds_the_rows_and_recomputes_a_damaged_one(tmp_path: Path):
     target, rows = tiny.target(), data().rows
     batch = collate(data().samples, rows, tiny.ROW)
     where = positions(batch, tiny.HEADS, judged=True)
@@ -189,7 +181,7 @@ def test_another_process_finds_the_rows_and_a_damaged_one_is_made_anew(tmp_path:
     assert third.reads == 1
 
 
-def test_what_would_change_the_states_gets_a_folder_of_its_own(tmp_path: Path):
+def test_everything_that_changes_the_states_changes_the_folder(tmp_path: Path):
     on_disk(tmp_path)
     on_disk(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
@@ -199,8 +191,8 @@ def test_what_would_change_the_states_gets_a_folder_of_its_own(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -> Path:
-    """Where versions that kept tokens behind the states, by their bytes, had their one file."""
+def earlier_folder(root: Path, judged: bool, width: int, dtype: torch.dtype) -> Path:
+    """Return the folder of earlier versions, which kept states and tokens in one file."""
     keys = sorted(tuple(row) for row in data().rows)
     digest = hashlib.sha256(f"hash {tiny.HEADS} {judged} {width} {dtype} {keys}".encode())
     for sample in data().samples:
@@ -210,9 +202,9 @@ def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -
     return folder
 
 
-def test_a_cache_of_before_is_read_where_it_is_the_same(tmp_path: Path):
+def test_an_equal_cache_of_an_earlier_version_is_read(tmp_path: Path):
     folder, rows = (
-        folder_of_before(tmp_path, True, tiny.HIDDEN, torch.float64),
+        earlier_folder(tmp_path, True, tiny.HIDDEN, torch.float64),
         sorted(map(tuple, data().rows)),
     )
     target, parts, sums = tiny.target(), [], []
@@ -232,9 +224,9 @@ def test_a_cache_of_before_is_read_where_it_is_the_same(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_cache_of_before_with_tokens_in_its_states_is_refused(dtype: torch.dtype, tmp_path: Path):
+def test_an_earlier_cache_with_tokens_in_its_states_is_refused(dtype: torch.dtype, tmp_path: Path):
     width = tiny.HIDDEN + 3 * 8 // dtype.itemsize
-    folder = folder_of_before(tmp_path, False, width, dtype)
+    folder = earlier_folder(tmp_path, False, width, dtype)
     count = sum(count_kept(sample.mask, tiny.HEADS, False) for sample in data().samples)
     (folder / "states.bin").write_bytes(bytes(count * width * dtype.itemsize))
     words = (
@@ -244,7 +236,7 @@ def test_a_cache_of_before_with_tokens_in_its_states_is_refused(dtype: torch.dty
     with pytest.raises(UserError, match=words):
         on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
     assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, (
-        "it is left as it was"
+        "the file is unchanged"
     )
     shutil.rmtree(folder)
     on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
@@ -261,7 +253,7 @@ def test_kept_positions_are_counted_by_masks_alone(judged: bool):
             assert count_kept(document.mask, heads, judged) == len(where.kept_P)
 
 
-def test_the_price_is_told_before_the_room_is_taken(
+def test_the_size_is_printed_before_the_space_is_allocated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     on_disk(tmp_path / "states", show=True)
