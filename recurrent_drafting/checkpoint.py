@@ -28,7 +28,7 @@ _SHORTLIST = "token_ids_V"
 
 
 class PublishedLayout:
-    """The published keys of config.json; tensors have the names of the head's parameters."""
+    """Layout of the published code: its keys, and tensors named as the head's parameters."""
 
     def config(self, shape: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -78,7 +78,7 @@ def read_head_config(folder: Path) -> HeadConfig:
     if values["model_type"] != MODEL_TYPE:
         raise UserError(
             f"{file}: model_type is '{values['model_type']}', expected '{MODEL_TYPE}', a recurrent "
-            f"head. A language model drafts with `use: chain`."
+            f"head. Use `use: chain` for a language model."
         )
     for key, (least, most) in _SIZES.items():
         checkpoint.check_size(file, key, values.get(key), least, most)

@@ -35,12 +35,12 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from recurrent_drafting.beams import Choose, TopBeams, run_step, search
 from recurrent_drafting.checkpoint import load_head
-from recurrent_drafting.drafts import SampledDraft, TopDraft, rooms_of, sampler_of
+from recurrent_drafting.drafts import SampledDraft, TopDraft, list_rooms, make_sampler
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
-from recurrent_drafting.plans import Plan, best_width, ladder, plan_of, width_rate
+from recurrent_drafting.plans import Plan, best_width, list_widths, make_plan, width_rate
 from recurrent_drafting.recorded import RecordedBeams
-from training.heads.drafter import HeadDrafter, head_to_draft
+from training.heads.drafter import HeadDrafter, load_to_draft
 
 
 class RecurrentDrafter(HeadDrafter):
@@ -73,7 +73,7 @@ class RecurrentDrafter(HeadDrafter):
         (`graph`, or `compiled`, which is the same as there is nothing to fuse); by default graph on
         a GPU and eager on a CPU.
         """
-        head = head_to_draft(folder, head, load_head, dtype, device)
+        head = load_to_draft(folder, head, load_head, dtype, device)
         name = name or ("recurrent" if folder is None else Path(folder).resolve().name)
         super().__init__(name, head.config, head.output)
         self.head = for_drafting(head)
@@ -91,7 +91,7 @@ class RecurrentDrafter(HeadDrafter):
             last_hidden=True,
             needs_costs=by_cost,
             stops_by_token=False,
-            frontiers=ladder(beam_width) if by_cost else tuple(sorted({1, beam_width})),
+            frontiers=list_widths(beam_width) if by_cost else tuple(sorted({1, beam_width})),
             frontier_planner=self if by_cost else None,
         )
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
@@ -160,7 +160,7 @@ class RecurrentDrafter(HeadDrafter):
         if not self._plans_B:
             ahead = devices.runs_ahead(self.device)
             self._width = self.choose_width()
-            self._plans_B = [plan_of(self._costs, self._width, ahead) for _ in range(self._rows)]
+            self._plans_B = [make_plan(self._costs, self._width, ahead) for _ in range(self._rows)]
         return self._plans_B
 
     def choose_width(self) -> int:
@@ -206,7 +206,7 @@ class RecurrentDrafter(HeadDrafter):
         is_fixed_top_k = not self._sampled and self._costs is None and chooser.rule != "coupled"
         if self._recorded is not None and is_fixed_top_k:
             temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
-            rooms_B = rooms_of(self._plans_B)
+            rooms_B = list_rooms(self._plans_B)
             return self._recorded(tips, self._hidden_BH, depths_B, temperature, rooms_B)
         kind = SampledDraft if self._sampled else TopDraft
         draft = kind(self.head, self._width, chooser, self._plans_B)
@@ -256,4 +256,4 @@ class RecurrentDrafter(HeadDrafter):
         vocabulary = self.head.config.vocab_size
         chooser = TokenChooser(Warper(1.0), "token", 0, vocabulary, self.device)
         chooser.begin([0] * rows, [0] * rows, [0] * rows, 3)
-        return sampler_of(self.head, width, 3, rows, chooser)
+        return make_sampler(self.head, width, 3, rows, chooser)

@@ -36,13 +36,13 @@ class Draft(ABC):
     def __init__(self, head: Head, width: int, chooser: Chooser, plans_B: Sequence[Plan]) -> None:
         self.head, self.width, self.chooser = head, width, chooser
         self.depths_B = [plan.depth for plan in plans_B]
-        self.rooms_B = rooms_of(plans_B)
+        self.rooms_B = list_rooms(plans_B)
         # the plans of all rows or of none
         self.by_cost_B: list[BeamPlan] = [plan for plan in plans_B if not isinstance(plan, Fixed)]
 
     @property
     def narrow(self) -> Callable[[Step], Frontier | None] | None:
-        """The frontier's choice after each step; None to continue from all beams."""
+        """The function that chooses each step's frontier; None to continue from all beams."""
         return self._narrow if self.by_cost_B else None
 
     @abstractmethod
@@ -75,8 +75,8 @@ class Draft(ABC):
         return proposal
 
 
-def rooms_of(plans_B: Sequence[Plan]) -> list[int] | None:
-    """Return the most nodes that each row proposes; None for all, whose number is then read."""
+def list_rooms(plans_B: Sequence[Plan]) -> list[int] | None:
+    """Return the largest number of nodes that each row proposes; None if all are proposed."""
     rooms = [plan.room for plan in plans_B if isinstance(plan, Fixed) and plan.room is not None]
     return rooms or None
 
@@ -196,7 +196,7 @@ class SampledDraft(Draft):
         super().__init__(head, width, chooser, plans_B)
         admit = self._admit if self.by_cost_B else None
         length, rows = max(self.depths_B), len(self.depths_B)
-        self.choose = self._sampler = sampler_of(head, width, length, rows, chooser, admit)
+        self.choose = self._sampler = make_sampler(head, width, length, rows, chooser, admit)
         # with costs, of each step: the chances (B, W) of the children before they were sampled
         self._chances: list[Tensor] = []
 
@@ -250,7 +250,7 @@ class SampledDraft(Draft):
         )
 
 
-def sampler_of(
+def make_sampler(
     head: Head, width: int, length: int, rows: int, chooser: Chooser, admit: Admit | None = None
 ) -> SampledBeams | SampledChain:
     """Return the sampler of a round's beams."""

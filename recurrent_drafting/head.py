@@ -51,12 +51,12 @@ class HeadConfig:
 
     @property
     def projects(self) -> bool:
-        """True if [h; s] is projected before the blocks."""
+        """Whether [h; s] is projected before the blocks."""
         return self.exit_dim != 2 * self.hidden_size
 
     @property
-    def has_first(self) -> bool:
-        """True if a linear map reads [h; s] before the output layer does."""
+    def has_input_map(self) -> bool:
+        """Whether a linear map reads [h; s] before the output layer does."""
         return self.projects or self.num_draft_layers > 0
 
 
@@ -84,7 +84,7 @@ class Context:
 
 
 class Head:
-    """The head's equations over linear maps, which subclasses provide as attributes or methods."""
+    """The head's equations over linear maps that subclasses provide as attributes or methods."""
 
     config: HeadConfig
     token_ids_V: Tensor | None  # ids of the shortlist in the target's vocabulary, rising
@@ -95,7 +95,7 @@ class Head:
 
     @property
     def rnn_bias_H(self) -> Tensor:
-        """b_u."""
+        """The bias b_u."""
         raise NotImplementedError
 
     @property
@@ -119,7 +119,7 @@ class Head:
 
     def context(self, hidden_RH: Tensor) -> Context:
         """Return the computations that a draft's tokens share."""
-        if not self.config.has_first:
+        if not self.config.has_input_map:
             return Context(hidden_RH, hidden_RH)
         first_RE = self.from_hidden(hidden_RH.contiguous())
         return Context(first_RE if self.config.projects else hidden_RH, first_RE)
@@ -131,7 +131,7 @@ class Head:
         else:
             hidden_RH = context.input_RE.expand(*state_RH.shape[:-1], self.config.hidden_size)
             z_RE = torch.cat((hidden_RH, state_RH), -1)
-            if self.config.has_first:
+            if self.config.has_input_map:
                 z_RE = z_RE + F.silu(context.first_RE + self.from_state(state_RH.contiguous()))
         for linear in self.later_linears:
             z_RE = z_RE + F.silu(linear(z_RE))

@@ -25,7 +25,7 @@ class PackedHead(Head):
             self.rnn_w = make_linear(head.rnn_w.weight, None, packed)
             self.rnn_u = make_linear(head.rnn_u.weight, head.rnn_u.bias, packed)
             self._rnn_bias_H = head.rnn_u.bias
-        if head.config.has_first:
+        if head.config.has_input_map:
             H, first = head.config.hidden_size, head.linears[0]
             self.from_hidden = make_linear(first.weight[:, :H], first.bias, packed)
             self.from_state = make_linear(first.weight[:, H:], None, packed)

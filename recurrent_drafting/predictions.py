@@ -1,12 +1,12 @@
 """Predictions of recurrent heads in training (training/heads/kind.py), free of Hydra packages.
 
-Every prediction of a draft comes from its state, one token further each, and one output layer.
-Gradients flow through the recurrence over all of them. With `own_tokens`, drafts continue from the
-head's own likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
-2503.01840), against the same tokens or distribution.
+One output layer predicts each token of a draft from the draft's state, which then advances by one
+token. Gradients flow through the recurrence of all states. With `own_tokens`, drafts continue from
+the head's likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
+2503.01840); the labels stay the same.
 
-Shapes: M drafts of a batch, O of them with own tokens, N predictions of all heads, P positions, C =
-H the target's hidden size, E the head's width, V drafted vocabulary, K drafted tokens.
+Shapes: C = H the target's hidden size, E the head's width, K drafted tokens, M drafts of a batch, N
+predictions of all heads, O drafts with own tokens, P positions, V drafted vocabulary.
 """
 
 import torch
@@ -21,7 +21,7 @@ from training.losses.heads import chunked_argmax
 
 
 class RecurrentPredictions:
-    """The predictions of recurrent heads."""
+    """Predictions of recurrent heads in training."""
 
     label = "redrafter"
 

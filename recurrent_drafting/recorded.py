@@ -53,7 +53,7 @@ class RecordedBeams:
     ) -> Proposal:
         """Return the proposal, valid until the next call.
 
-        depths_B: draft length of each row. rooms_B: see `recurrent_drafting.drafts.rooms_of`.
+        depths_B: draft length of each row. rooms_B: see `recurrent_drafting.drafts.list_rooms`.
         """
         self._longest = max(self._longest, *depths_B)
         found = self._recordings.get((len(tips), temperature))

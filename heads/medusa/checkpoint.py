@@ -1,16 +1,15 @@
-"""Head folders in the two published layouts: vLLM's, which we write, and the original one.
+"""Folders of Medusa heads in two published layouts: vLLM's, which is written, and the original one.
 
 vLLM: config.json with `model_type: medusa`, tensors `blocks.{i}.layers.{j}.weight|bias` and
 `lm_heads.{i}.weight` (one, with `original_lm_head`, if heads share it), and `token_map` for a draft
-vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since its
-loader defaults to false. It drafts chains of best tokens, no trees.
+vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since vLLM's
+loader defaults to false. vLLM drafts chains of best tokens, no trees.
 
 Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medusa_num_layers`,
 `medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its loader
-always builds five heads, and older files are pickles, which are refused.
+always builds five heads. Older files are pickles, which are refused.
 
-`medusa_accuracy` in config.json is our extension, ignored by other readers: trees are chosen from
-it.
+`medusa_accuracy` in config.json is an extension that other readers ignore; trees are chosen by it.
 """
 
 import re
@@ -94,8 +93,8 @@ def read_heads_config(folder: Path) -> MedusaConfig:
     if values.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{file}: model_type is {values.get('model_type')!r}, expected '{MODEL_TYPE}', or the "
-            "original layout (medusa_num_heads, medusa_num_layers). A language model drafts with "
-            "`use: chain`."
+            "original layout (medusa_num_heads, medusa_num_layers). Use `use: chain` for a "
+            "language model."
         )
     heads: Any = values.get("num_heads", values.get("medusa_num_heads"))
     layers: Any = values.get("num_hidden_layers", values.get("medusa_num_layers"))
@@ -116,20 +115,17 @@ def read_heads_config(folder: Path) -> MedusaConfig:
 def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
     if found is None:
         return ()
-    fine = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(row, list) and row for row in found)
-        and all(
-            isinstance(share, int | float) and 0 <= share <= 1 for row in found for share in row
-        )
-    )
-    if not fine:
+    try:
+        rows = tuple(tuple(float(share) for share in row) for row in found)
+        valid = rows and all(row and 0 <= min(row) <= max(row) <= 1 for row in rows)
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
         raise UserError(
             f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
-            "every head. Remove the key to draft a tree without them"
+            "every head. Remove the key to draft a tree without them."
         )
-    return tuple(tuple(map(float, row)) for row in found)
+    return rows
 
 
 def _load_vllm(folder: Path) -> MedusaHeads:

@@ -1,11 +1,11 @@
-"""Medusa's heads as a drafter: one pass of all heads gives every depth of a static tree or a chain.
+"""Medusa's heads as a drafter of a static tree or a chain, all depths in one pass.
 
 The heads read the target's hidden state before the tip (training/heads/drafter.py). All nodes of a
-depth share one distribution, since a head does not read the tokens before the one it predicts. At
-temperatures above 0 the children of a node are sampled without replacement and tested by p / q, or
-they are the top-k tokens as point masses (decoding/drafters/trees/sampled_children.py).
+depth share one distribution, since a head does not read the tokens before the one that it predicts.
+At temperatures above 0, the children of a node are sampled without replacement and tested by p / q,
+or they are the top-k tokens as point masses (decoding/drafters/trees/sampled_children.py).
 
-Shapes: B rows, K heads, N nodes, P parents of a depth, H hidden size, V vocabulary.
+Shapes: B rows, H hidden size, K heads, N nodes, P parents of a depth, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
 from training.heads.draft_vocabulary import spread
-from training.heads.drafter import HeadDrafter, head_to_draft
+from training.heads.drafter import HeadDrafter, load_to_draft
 
 
 class MedusaDrafter(HeadDrafter):
     """Drafter of a static tree, or a chain, from Medusa heads.
 
-    choices: the tree's nodes as paths of ranks; None selects the tree for the heads' measured
-    accuracies (heads/medusa/tree.py), or a default one without accuracies. shape: `tree`, or
+    choices: the tree's nodes as paths of ranks; None chooses the tree by the heads' measured
+    accuracies (heads/medusa/tree.py), or a default tree without accuracies. shape: `tree`, or
     `chain` for the best token of each depth. by_cost: choose the tree's size by the measured costs
     of a round. children: `sampled` or `top_k`, for temperatures above 0.
     """
@@ -55,7 +55,7 @@ class MedusaDrafter(HeadDrafter):
         device: str = "cpu",
         name: str | None = None,
     ) -> None:
-        heads = head_to_draft(folder, heads, load_heads, dtype, device)
+        heads = load_to_draft(folder, heads, load_heads, dtype, device)
         name = name or ("medusa" if folder is None else Path(folder).resolve().name)
         super().__init__(name, heads.config, heads.projection(0))
         self.heads, self.config = heads, heads.config
@@ -66,7 +66,7 @@ class MedusaDrafter(HeadDrafter):
             raise UserError(f"drafter '{self.name}': max_nodes is {max_nodes}, expected 1 or more.")
         self._max_nodes = max_nodes
         self._chain = shape == "chain"
-        self._fixed = self._given(choices)
+        self._fixed = self._complete(choices)
         self._by_cost = by_cost and self._fixed is None and bool(self.config.accuracy)
         self.num_layers, self.num_parameters = heads.config.num_layers, heads.num_parameters
         self.capabilities = Capabilities(
@@ -78,9 +78,9 @@ class MedusaDrafter(HeadDrafter):
             steps="round",
             stops_by_token=False,
         )
-        self._set_tree(None)
+        self._choose_tree(None)
 
-    def _given(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
+    def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
         """Return the given tree, completed by the prefixes of its paths; None if none is given."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
@@ -97,7 +97,7 @@ class MedusaDrafter(HeadDrafter):
             )
         return list(paths)
 
-    def _set_tree(self, costs: RoundCosts | None) -> None:
+    def _choose_tree(self, costs: RoundCosts | None) -> None:
         """Choose the tree for these costs; None: the largest."""
         paths = self._fixed
         if paths is None and self.config.accuracy:
@@ -107,7 +107,7 @@ class MedusaDrafter(HeadDrafter):
         self._paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: node for node, path in enumerate(self._paths)}
         parents = [path[:-1] for path in self._paths]
-        # index among its siblings: sampled children are taken in order, regardless of rank
+        # index among its siblings: sampled children are ordered by their samples, not by rank
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self._paths)}
 
     @property
@@ -123,7 +123,7 @@ class MedusaDrafter(HeadDrafter):
         """Choose the tree by the costs. Raises UserError for a target of other sizes."""
         super().prepare(target, costs)
         if self._by_cost:
-            self._set_tree(costs)
+            self._choose_tree(costs)
 
     def propose(
         self,

@@ -139,9 +139,9 @@ def predict(
     states_PC: replaces the target's states.
     """
     weights = kind.outputs(head, states)
-    where = positions(batch, GAMMA, judged=False, grouped=len(weights) > 1)
+    where = positions(batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1)
     if states_PC is None:
-        states_PC = states.tapped(states.read(batch, where))
+        states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
     outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
     q_NV = torch.softmax(outputs.logits(features_NE, 0, len(features_NE)), dim=-1)

@@ -16,7 +16,7 @@ import heads.train
 import recurrent_drafting.train
 from decoding.errors import UserError
 from heads.registry import KINDS, kind_of
-from heads.train import chosen_kind, schema_of
+from heads.train import find_kind_name, schema_of
 from jobs.config import typed
 from jobs.help import field_docs
 from jobs.job import CONF, register
@@ -88,13 +88,13 @@ def test_the_kind_comes_from_the_command_line_an_experiment_or_a_saved_configura
         "defaults: [{override /loss: forward_kl}, {override /head: other}]\njob: heads.train\n"
     )
     (tmp_path / "saved.yaml").write_text("job: heads.train\nkind: other\n")
-    assert chosen_kind(["loop.max_steps=1"]) == "recurrent"
-    assert chosen_kind(["head=other", "seed=1"]) == "other"
-    assert chosen_kind(["+experiment=mine"]) == "other"
-    assert chosen_kind(["+experiment=mine", "head=recurrent"]) == "recurrent"
-    assert chosen_kind(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
-    assert chosen_kind(["head=none_such"]) == "recurrent"
-    assert chosen_kind(["+experiment=none_such"]) == "recurrent"
+    assert find_kind_name(["loop.max_steps=1"]) == "recurrent"
+    assert find_kind_name(["head=other", "seed=1"]) == "other"
+    assert find_kind_name(["+experiment=mine"]) == "other"
+    assert find_kind_name(["+experiment=mine", "head=recurrent"]) == "recurrent"
+    assert find_kind_name(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
+    assert find_kind_name(["head=none_such"]) == "recurrent"
+    assert find_kind_name(["+experiment=none_such"]) == "recurrent"
 
 
 def test_a_kind_that_differs_from_the_configuration_is_refused(tmp_path: Path):

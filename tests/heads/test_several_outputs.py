@@ -124,7 +124,7 @@ def test_the_loss_and_its_gradient_equal_a_plain_loops(
 def test_predictions_of_a_depth_are_contiguous_in_every_chunk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CHUNK", 16)
     batch = tiny.packed(tiny.samples())
-    plain, grouped = (positions(batch, K, judged=True, grouped=one) for one in (False, True))
+    plain, grouped = (positions(batch, K, uses_teacher=True, grouped=one) for one in (False, True))
     assert sorted(grouped.heads.tolist()) == sorted(plain.heads.tolist())
     assert grouped.heads.tolist() == grouped.head_N.tolist()
     changes = {False: 0, True: 0}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from decoding.sampling_chooser.token_chooser import TokenChooser
-from decoding.sampling_chooser.warpers import Warper
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decoding.sampling.token_chooser import TokenChooser
+from decoding.sampling.warpers import Warper
 from recurrent_drafting import sampled_beams
 from recurrent_drafting.beams import Beams, Frontier, Step, TopBeams, search
 from recurrent_drafting.head import RecurrentHead

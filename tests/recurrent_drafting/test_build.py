@@ -8,12 +8,14 @@ import torch
 from transformers import AutoConfig
 
 from decoding.errors import UserError
-from recurrent_drafting.build import build_head, head_config, shape_rules
+from recurrent_drafting.build import shape_rules
 from recurrent_drafting.checkpoint import save_head
-from recurrent_drafting.config import HeadShapeConfig
+from recurrent_drafting.config import HeadShapeConfig, HeadTrainConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.kind import KIND
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample
+from training.heads.build import build_head, shape_of
 from training.heads.config import describe_overridden
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
@@ -24,13 +26,13 @@ def built(
 ) -> tuple[RecurrentHead, torch.Tensor]:
     torch.manual_seed(0)
     lm_head = torch.randn(V, H)
-    config = head_config(shape, tiny.target().config)
+    config = shape_of(KIND, HeadTrainConfig(head=shape), tiny.target().config)
     refused = [
         f"{key}: {expected}" for key, (ok, expected) in shape_rules(shape, config).items() if not ok
     ]
     if refused:
         raise UserError("; ".join(refused))
-    return build_head(shape, config, lm_head, samples or [], show=False), lm_head
+    return build_head(KIND, shape, config, lm_head, samples or [], show=False), lm_head
 
 
 def logits(head: RecurrentHead, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -142,4 +144,4 @@ def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_
     sizes = {"hidden_size": H, "vocab_size": V}
     other = AutoConfig.for_model("llama", num_attention_heads=1, **(sizes | {name: size}))
     with pytest.raises(UserError, match=f"has {name} {sizes[name]}, but the target {size}"):
-        head_config(HeadShapeConfig(path=str(tmp_path)), other)
+        shape_of(KIND, HeadTrainConfig(head=HeadShapeConfig(path=str(tmp_path))), other)

@@ -272,7 +272,7 @@ def accept_tails_untested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sample_rejected_tails_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace a rejected token of the tail by one sampled from p, not from the residual of p and q."""
+    """Replace a rejected token of the tail by a sample from p, not from the residual."""
     following = device_tree.CandidateNode.next_token
 
     def wrong(self: device_tree.CandidateNode, uniform: float) -> int:

@@ -119,11 +119,11 @@ def test_texts_with_hydra_syntax_are_quoted():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--beam_witdh 3", "unknown flag '--beam_witdh'; the nearest is --beam_width"),
-        ("-beam_width 3", "unknown flag '-beam_width'; the nearest is --beam_width"),
-        ("--verify coupled", "'--verify' is a setting, not a flag: use verify=VALUE"),
-        ("--target.path=runs/a", "is a setting, not a flag: use target.path=runs/a"),
-        ("--nobeam_width", "unknown flag '--nobeam_width'; the nearest is --beam_width"),
+        ("--beam_witdh 3", "flag '--beam_witdh' is unknown. The nearest is --beam_width"),
+        ("-beam_width 3", "flag '-beam_width' is unknown. The nearest is --beam_width"),
+        ("--verify coupled", "'--verify' is a setting, not a flag. Use verify=VALUE"),
+        ("--target.path=runs/a", "is a setting, not a flag. Use target.path=runs/a"),
+        ("--nobeam_width", "flag '--nobeam_width' is unknown. The nearest is --beam_width"),
         ("--beam_width", "--beam_width has no value, expected a number, such as --beam_width 10"),
         ("--beam_width --greedy_search", "--beam_width has no value"),
         ("--beam_width ten", "--beam_width is 'ten', expected a number"),

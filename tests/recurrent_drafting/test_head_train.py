@@ -260,7 +260,7 @@ def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Pa
     manifest.write_text(manifest.read_text().replace('"finished": true', '"finished": false'))
     (target / "generation_config.json").write_text("{}")
     with pytest.raises(
-        UserError, match="was begun with another target: .* a head only works with its target"
+        UserError, match="was started with another target: .* A head only works with its target"
     ):
         run(configured(target, tmp_path / "run"))
 

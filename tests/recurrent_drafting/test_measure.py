@@ -52,7 +52,7 @@ def test_kept_bytes_equal_a_real_backward_pass(form: str):
     """Compare bytes per draft, without the weights."""
     head, states = tiny.head(form), TargetStates(tiny.target())
     batch = tiny.packed(tiny.samples())
-    where = positions(batch, tiny.HEADS, judged=False)
+    where = positions(batch, tiny.HEADS, uses_teacher=False)
     states_PC = states(batch, where)
     weights = {parameter.untyped_storage().data_ptr() for parameter in head.parameters()}
     kept: dict[int, Any] = {}

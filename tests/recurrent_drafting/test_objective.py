@@ -145,7 +145,7 @@ def test_nothing_is_predicted_across_documents():
 def test_positions_are_those_of_supervised_tokens():
     documents = tiny.samples()
     batch = tiny.packed(documents)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     wanted = [
         sum(int(one.mask[t + 2 + i]) for one in documents for t in range(len(one.ids) - 2 - i))
         for i in range(tiny.HEADS)
@@ -160,7 +160,7 @@ def test_positions_are_those_of_supervised_tokens():
     assert sum(where.kept_R) == len(where.kept_P)
     documents_F = batch.documents_RT.flatten()
     assert torch.equal(documents_F[flat], documents_F[flat + 2 + where.head_N])
-    few = positions(batch, tiny.HEADS, judged=False)
+    few = positions(batch, tiny.HEADS, uses_teacher=False)
     assert len(few.kept_P) == len(few.drafts_M) < len(where.kept_P)
 
 

@@ -80,7 +80,7 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None
 
 
 def test_timed_widths_end_at_the_widest_forward() -> None:
-    assert [plans.ladder(most) for most in (1, 2, 6, 8)] == [
+    assert [plans.list_widths(most) for most in (1, 2, 6, 8)] == [
         (1,),
         (1, 2),
         (1, 2, 4, 6),
@@ -215,7 +215,7 @@ def lengths(costs: RoundCosts, acceptance: float, rounds: int = 300) -> list[int
 
     The number of accepted tokens is the expected one, with fractions carried over.
     """
-    plan, found, owed = plans.plan_of(costs, 1, ahead=False), [], 0.0
+    plan, found, owed = plans.make_plan(costs, 1, ahead=False), [], 0.0
     for _ in range(rounds):
         depth = plan.begin(4)
         owed += sum(acceptance**step for step in range(1, depth + 1))

@@ -22,7 +22,7 @@ H, LAYERS = tiny.HIDDEN, 2
 
 def batch_of(model: Any) -> tuple[Any, Any]:
     batch = tiny.packed(tiny.samples())
-    return batch, positions(batch, tiny.HEADS, judged=True)
+    return batch, positions(batch, tiny.HEADS, uses_teacher=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -51,12 +51,12 @@ def test_a_head_reads_its_taps_and_the_teacher_the_last_state():
     states = TargetStates(model, taps=(1, 0))
     assert states.layers == (1, 0, LAYERS)
     read_PC, plain_PH = states(batch, where), TargetStates(model)(batch, where)
-    assert torch.equal(states.final(read_PC), plain_PH)
+    assert torch.equal(states.select_final(read_PC), plain_PH)
     torch.testing.assert_close(
-        states.tapped(read_PC), TargetStates(model, taps=(1, 0), final=False)(batch, where)
+        states.select_taps(read_PC), TargetStates(model, taps=(1, 0), final=False)(batch, where)
     )
     embedded = states.embed(batch.ids_RT.flatten()[where.kept_P])
-    torch.testing.assert_close(states.tapped(read_PC)[:, H:], embedded)
+    torch.testing.assert_close(states.select_taps(read_PC)[:, H:], embedded)
     plain = TargetStates(model)
     assert plain.layers == (LAYERS,)
     assert torch.equal(plain.tapped(plain_PH), plain_PH) and torch.equal(
@@ -78,7 +78,7 @@ def test_stores_keep_all_layers_and_are_keyed_by_layers(kind: str, tmp_path: Pat
         )
 
     batch = collate(data.samples, data.rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     for taps in ((), (0, 1), (1, 0)):
         kept = TargetStates(model, store(taps), taps)
         for _ in range(2):
@@ -99,7 +99,7 @@ def test_continuations_do_not_depend_on_taps(final: bool):
     assert torch.equal(said_PK, also_PK)
     torch.testing.assert_close(read_PC, states(batch, where))
     if final:
-        torch.testing.assert_close(states.final(read_PC), plain_PH)
+        torch.testing.assert_close(states.select_final(read_PC), plain_PH)
 
 
 def test_a_layer_outside_the_target_is_refused():

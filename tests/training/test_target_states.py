@@ -30,7 +30,7 @@ def data() -> PackedData:
 
 def on_disk(
     root: Path,
-    judged: bool = True,
+    uses_teacher: bool = True,
     show: bool = False,
     tokens: int = 0,
     dtype: torch.dtype = torch.float64,
@@ -40,8 +40,8 @@ def on_disk(
         root,
         target,
         data(),
-        StoreLayout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
-        lambda mask: count_kept(mask, tiny.HEADS, judged),
+        StoreLayout(tiny.HEADS, uses_teacher, tiny.HIDDEN, dtype, tokens),
+        lambda mask: count_kept(mask, tiny.HEADS, uses_teacher),
         show,
     )
 
@@ -63,11 +63,11 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
     online, kept = TargetStates(target), Counting(target, store)
     for _ in range(2):
         batch = collate(data().samples, rows, tiny.ROW)
-        where = positions(batch, tiny.HEADS, judged=True)
+        where = positions(batch, tiny.HEADS, uses_teacher=True)
         torch.testing.assert_close(kept(batch, where), online(batch, where))
         # a rank without a row among others
         again = collate(data().samples, [[], rows[0]], tiny.ROW)
-        there = positions(again, tiny.HEADS, judged=True)
+        there = positions(again, tiny.HEADS, uses_teacher=True)
         torch.testing.assert_close(kept(again, there), online(again, there))
     assert kept.reads == len(rows)
 
@@ -78,14 +78,14 @@ def test_continuations_are_stored_with_states(kind: str, dtype: torch.dtype, tmp
     store: Store = (
         MemoryStore(10**6)
         if kind == "memory"
-        else on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+        else on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
     )
     target, rows = tiny.target(dtype), data().rows
     kept = Counting(target, store)
     for _ in range(2):
         for these in (rows, [[], rows[0]]):
             batch = collate(data().samples, these, tiny.ROW)
-            where = positions(batch, tiny.HEADS, judged=False)
+            where = positions(batch, tiny.HEADS, uses_teacher=False)
             found, made = (
                 kept.continue_greedily(batch, where, 3),
                 TargetStates(target).continue_greedily(batch, where, 3),
@@ -102,7 +102,7 @@ def test_every_family_continues_as_it_decodes(name: str):
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
     batch = tiny.packed(samples)
-    where = positions(batch, tiny.HEADS, judged=False)
+    where = positions(batch, tiny.HEADS, uses_teacher=False)
     _, said_PK = TargetStates(model).continue_greedily(batch, where, 4)
     said = dict(zip(where.kept_P.tolist(), said_PK.tolist(), strict=True))
     compared = 0
@@ -129,7 +129,7 @@ def test_every_family_trains_on_the_states_of_decoding(name: str):
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
     batch = tiny.packed(samples)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     states_FH = torch.zeros(batch.ids_RT.numel(), model.config.hidden_size)
     states_FH[where.kept_P] = TargetStates(model).read(batch, where)
     kept = set(where.kept_P.tolist())
@@ -159,7 +159,7 @@ def test_a_full_store_recomputes_the_rest():
     target, rows = tiny.target(), data().rows
     kept = Counting(target, MemoryStore(1000))
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     for _ in range(2):
         torch.testing.assert_close(kept(batch, where), TargetStates(target)(batch, where))
     assert kept.reads > len(rows)
@@ -168,7 +168,7 @@ def test_a_full_store_recomputes_the_rest():
 def test_another_process_finds_the_rows_and_recomputes_a_damaged_one(tmp_path: Path):
     target, rows = tiny.target(), data().rows
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     TargetStates(target, on_disk(tmp_path))(batch, where)
     second = Counting(target, on_disk(tmp_path))
     second(batch, where)
@@ -185,16 +185,16 @@ def test_everything_that_changes_the_states_changes_the_folder(tmp_path: Path):
     on_disk(tmp_path)
     on_disk(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    on_disk(tmp_path, judged=False)
+    on_disk(tmp_path, uses_teacher=False)
     on_disk(tmp_path, target="another target")
     on_disk(tmp_path, tokens=3)
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def earlier_folder(root: Path, judged: bool, width: int, dtype: torch.dtype) -> Path:
+def earlier_folder(root: Path, uses_teacher: bool, width: int, dtype: torch.dtype) -> Path:
     """Return the folder of earlier versions, which kept states and tokens in one file."""
     keys = sorted(tuple(row) for row in data().rows)
-    digest = hashlib.sha256(f"hash {tiny.HEADS} {judged} {width} {dtype} {keys}".encode())
+    digest = hashlib.sha256(f"hash {tiny.HEADS} {uses_teacher} {width} {dtype} {keys}".encode())
     for sample in data().samples:
         digest.update(sample.ids.tobytes() + sample.mask.tobytes())
     folder = root / digest.hexdigest()[:16]
@@ -211,14 +211,16 @@ def test_an_equal_cache_of_an_earlier_version_is_read(tmp_path: Path):
     for row in rows:
         batch = collate(data().samples, [row], tiny.ROW)
         parts.append(
-            TargetStates(target)(batch, positions(batch, tiny.HEADS, judged=True)).numpy().tobytes()
+            TargetStates(target)(batch, positions(batch, tiny.HEADS, uses_teacher=True))
+            .numpy()
+            .tobytes()
         )
         sums.append(zlib.crc32(parts[-1]))
     (folder / "states.bin").write_bytes(b"".join(parts))
     (folder / "checksums.bin").write_bytes(np.array(sums, dtype=np.uint32).tobytes())
     kept = Counting(target, on_disk(tmp_path))
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     torch.testing.assert_close(kept(batch, where), TargetStates(target)(batch, where))
     assert kept.reads == 0
 
@@ -234,23 +236,23 @@ def test_an_earlier_cache_with_tokens_in_its_states_is_refused(dtype: torch.dtyp
         rf"version .* Delete the folder {folder}"
     )
     with pytest.raises(UserError, match=words):
-        on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+        on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
     assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, (
         "the file is unchanged"
     )
     shutil.rmtree(folder)
-    on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+    on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_kept_positions_are_counted_by_masks_alone(judged: bool):
+@pytest.mark.parametrize("uses_teacher", [True, False])
+def test_kept_positions_are_counted_by_masks_alone(uses_teacher: bool):
     documents = tiny.samples(40, seed=3)
     documents += [Sample(np.arange(n, dtype=np.int32), np.arange(n) > 0) for n in range(1, 6)]
     documents.append(Sample(np.arange(9, dtype=np.int32), np.zeros(9, dtype=bool)))
     for heads in (1, 2, tiny.HEADS, 30):
         for document in documents:
-            where = positions(collate([document], [[0]], tiny.ROW), heads, judged)
-            assert count_kept(document.mask, heads, judged) == len(where.kept_P)
+            where = positions(collate([document], [[0]], tiny.ROW), heads, uses_teacher)
+            assert count_kept(document.mask, heads, uses_teacher) == len(where.kept_P)
 
 
 def test_the_size_is_printed_before_the_space_is_allocated(
@@ -259,7 +261,7 @@ def test_the_size_is_printed_before_the_space_is_allocated(
     on_disk(tmp_path / "states", show=True)
     said = capsys.readouterr().out
     batch = collate(data().samples, data().rows, tiny.ROW)
-    count = len(positions(batch, tiny.HEADS, judged=True).kept_P)
+    count = len(positions(batch, tiny.HEADS, uses_teacher=True).kept_P)
     assert f"states: {count:,} of {data().tokens:,} positions" in said
     assert "MB on disk in" in said
     assert (

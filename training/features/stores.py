@@ -1,8 +1,8 @@
-"""Stores of the target's features at training positions: memory up to a limit, or files.
+"""Stores of the target's features at training positions, in memory up to a limit or in files.
 
-The size of the files is known before the first step.
+The size of the files is printed before they are created.
 
-Shapes: P positions of a row, C channels of a state, K tokens of a continuation.
+Shapes: C channels of a state, K tokens of a continuation, P positions of a row.
 """
 
 import hashlib
@@ -75,11 +75,11 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Selection of the stored positions, and contents of each."""
+    """The selection of positions in a store, and their contents."""
 
     heads: int
-    # positions of the target's own predictions are included
-    judged: bool
+    # includes the positions at which the target predicts
+    uses_teacher: bool
     channels: int  # C
     dtype: torch.dtype  # of the states
     tokens: int = 0  # K
@@ -93,7 +93,7 @@ class StoreLayout:
 
 
 class DiskStore:
-    """All rows of a data set in preallocated files: states, tokens, and a checksum for each row.
+    """All rows of a data set in preallocated files: states, tokens, and a checksum of each row.
 
     Ranks share the folder, and all create the same files. A row with a wrong checksum, left by a
     run that was killed while writing, is recomputed. Writing a row waits for the device, in the
@@ -186,7 +186,7 @@ def states_on_disk(
     # others are found and refused.
     width = layout.bytes // layout.dtype.itemsize
     digest = hashlib.sha256(
-        f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode()
+        f"{target_hash} {layout.heads} {layout.uses_teacher} {width} {layout.dtype} {keys}".encode()
     )
     if layout.taps:
         digest.update(str(layout.taps).encode())
@@ -208,7 +208,7 @@ def _check_layout(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else 0
     if found > max(1, size):
         raise UserError(
-            f"{path} has {found:,} bytes, expected {size:,}: an earlier version kept the target's "
+            f"{path} has {found:,} bytes, expected {size:,}. An earlier version kept the target's "
             f"tokens in the same file as its states, which is no longer supported. Delete the "
             f"folder {path.parent}; it is created again"
         )
@@ -223,7 +223,7 @@ def _allocate(folder: Path, sizes: Mapping[Path, int]) -> None:
     free, size = _free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
-            f"{folder} needs {amount(size)}, but {amount(free)} are free: set states.folder to "
+            f"{folder} needs {amount(size)}, but {amount(free)} are free. Set states.folder to "
             f"another disk, or use states.cache=memory"
         )
     folder.mkdir(parents=True, exist_ok=True)

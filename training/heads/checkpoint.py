@@ -103,7 +103,7 @@ def check_sizes(folder: Path, shape: Any, target: Any) -> None:
         ours, theirs = getattr(shape, name), getattr(target, name)
         if ours != theirs:
             raise UserError(
-                f"{folder}: the head has {name} {ours}, but the target {theirs}: a head reads the "
-                f"hidden states and the embedding of the target it was trained for. Use that "
-                f"target, or train a head for this one"
+                f"{folder}: the head has {name} {ours}, but the target {theirs}. A head reads the "
+                f"hidden states and the embedding of the target that it was trained for. Use that "
+                f"target, or train a head for this one."
             )

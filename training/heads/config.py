@@ -10,7 +10,7 @@ from training.heads.loss_config import HeadLossConfig
 
 @dataclass
 class HeadOptions:
-    """The head; each kind adds its own options."""
+    """Options that all kinds of heads share."""
 
     # name in tables and in the head's card
     name: str = "head"
@@ -19,7 +19,7 @@ class HeadOptions:
 
 
 def describe_overridden(options: HeadOptions, shape: Any) -> str:
-    """Describe the options that differ from the head in head.path; empty if there are none.
+    """Describe the options that the head in head.path overrides; empty if there are none.
 
     shape: that of the head.
     """
@@ -39,7 +39,7 @@ def describe_overridden(options: HeadOptions, shape: Any) -> str:
 
 @dataclass
 class StatesConfig:
-    """The target's hidden states: computed in every step, or stored, as the target is frozen."""
+    """Storage of the frozen target's hidden states, which are otherwise computed in every step."""
 
     # none | memory | disk
     cache: str = "none"
@@ -51,7 +51,7 @@ class StatesConfig:
 
 @dataclass
 class HeadJobConfig(TrainingJobConfig):
-    """A job that trains a head for the frozen target; a kind of head gives `head` its own type."""
+    """Training of a head for the frozen target; each kind has a type of `head`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadOptions = field(default_factory=HeadOptions)

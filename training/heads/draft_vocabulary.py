@@ -63,6 +63,6 @@ def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
         or int(ids_V[-1]) >= vocab_size
     ):
         raise UserError(
-            f"{file}: {name} is not a rising list of token ids (int64) below {vocab_size}: the "
-            f"file is damaged, copy it again"
+            f"{file}: {name} is not a rising list of token ids (int64) below {vocab_size}. The "
+            f"file is damaged; copy it again."
         )

@@ -22,7 +22,7 @@ from decoding.verification.nodes import at_nodes
 Head = TypeVar("Head")
 
 
-def head_to_draft(
+def load_to_draft(
     folder: str | Path | None,
     head: Head | None,
     load: Callable[[Path, torch.dtype, str], Head],

@@ -21,9 +21,9 @@ from training.heads.kind import HeadKind
 
 
 def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
-    """Write weights in float32, as published, and the tokenizer files. Raises UserError.
+    """Write weights in float32, as published, and the tokenizer files.
 
-    Prints what the published layout cannot carry.
+    Prints the extensions of the published layout. Raises UserError if a write fails.
     """
     save_head(kind.layout, shape, head, folder)
     copy_tokenizer(target_folder, folder)
