@@ -132,7 +132,7 @@ def test_texts_with_hydra_syntax_are_quoted():
         ("--hf_llm=", "--hf_llm is '', expected text"),
         (
             "--max_num_prompts 0",
-            r"--max_num_prompts is 0, .* expected 1 or more, or a negative number \(all\)",
+            r"--max_num_prompts is 0, expected 1 or more, or a negative number \(all\)",
         ),
         (
             "--max_prompt_length=0",

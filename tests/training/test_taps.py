@@ -59,8 +59,8 @@ def test_a_head_reads_its_taps_and_the_teacher_the_last_state():
     torch.testing.assert_close(states.select_taps(read_PC)[:, H:], embedded)
     plain = TargetStates(model)
     assert plain.layers == (LAYERS,)
-    assert torch.equal(plain.tapped(plain_PH), plain_PH) and torch.equal(
-        plain.final(plain_PH), plain_PH
+    assert torch.equal(plain.select_taps(plain_PH), plain_PH) and torch.equal(
+        plain.select_final(plain_PH), plain_PH
     )
 
 

@@ -232,7 +232,7 @@ def test_an_earlier_cache_with_tokens_in_its_states_is_refused(dtype: torch.dtyp
     count = sum(count_kept(sample.mask, tiny.HEADS, False) for sample in data().samples)
     (folder / "states.bin").write_bytes(bytes(count * width * dtype.itemsize))
     words = (
-        rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* an earlier "
+        rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* An earlier "
         rf"version .* Delete the folder {folder}"
     )
     with pytest.raises(UserError, match=words):
@@ -269,6 +269,6 @@ def test_the_size_is_printed_before_the_space_is_allocated(
     )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
-        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free: set states.folder"
+        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free. Set states.folder"
     ):
         on_disk(tmp_path / "full")
