@@ -15,7 +15,7 @@ from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
-from decoding.verification import follow, nodes, rules, token
+from decoding.verification import follow, nodes, rules
 from tests.support import bigram_targets as last_word
 
 from . import test_law_of_gain as gains
@@ -68,9 +68,11 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a failed test is drawn from what the target says after the failed token."""
     monkeypatch.setattr(
-        token,
+        nodes,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+        lambda probs_BNV, _, accepted_B, counts_B: nodes.at_nodes(
+            probs_BNV, [a + 1 for a in accepted_B]
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
-from decoding.verification import nodes, token, token_tree
+from decoding.verification import nodes, token_tree
 from tests.support.many_requests import ManyChooser, first_tokens, opened, without_collector
 from tests.support.tiny_targets import TableTarget
 
@@ -143,9 +143,9 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """After a failed test the next token is drawn from p, not from what q left of it."""
     monkeypatch.setattr(
-        token,
+        nodes,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, accepted_B),
+        lambda probs_BNV, _, accepted_B, counts_B: nodes.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 
