@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from decoding import __version__, devices
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, WEIGHTS, _hash_file, hash_input
+from decoding.models.folder import INDEX, WEIGHTS, hash_file, hash_input
 from jobs import ranks
 from jobs.config import JobConfig, plain
 from jobs.files import write_text
@@ -227,7 +227,7 @@ def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
         for file in (sorted(artefact.iterdir()) if artefact.is_dir() else [artefact])
         if file.is_file() and file.name != "README.md"
     ]
-    return {str(file.relative_to(root)): _hash_file(file) for file in files}
+    return {str(file.relative_to(root)): hash_file(file) for file in files}
 
 
 def changed_artefacts(
@@ -243,7 +243,7 @@ def changed_artefacts(
             continue
         if not (root / name).is_file():
             wrong.append(f"{root / name} is missing from a finished run")
-        elif _hash_file(root / name) != digest:
+        elif hash_file(root / name) != digest:
             wrong.append(f"{root / name} has changed since the run was finished")
     return wrong
 

@@ -46,8 +46,8 @@ WIDEST = 64  # new tokens of a compiled forward; a wider one is a prompt
 # share of the largest logit; a model that ignores mask or positions differs by far more
 PROBE_TOLERANCE = 0.05
 # raised by `transformers` for folders that it cannot load
-_LOADING_ERRORS = (ValueError, OSError, KeyError, TypeError, AttributeError, ArithmeticError)
-_LOADING_ERRORS += (RuntimeError, StrictDataclassError)
+_CANNOT_READ = (ValueError, OSError, KeyError, RuntimeError, StrictDataclassError)
+_CANNOT_BUILD = (TypeError, AttributeError, ArithmeticError)
 
 
 class RowLayer(CacheLayerMixin):
@@ -178,7 +178,7 @@ class HFTarget(CachedTarget):
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except _LOADING_ERRORS as error:
+        except (*_CANNOT_READ, *_CANNOT_BUILD) as error:
             reason = " ".join(str(error).split())
             if not trust_remote_code and "trust_remote_code" in reason:
                 raise own_code_error(folder) from error

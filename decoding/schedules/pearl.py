@@ -162,14 +162,9 @@ class Pearl(Batch):
         """
         if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
-        fed_B = [
-            [row.sequence[-1], *lane.tokens]
-            for row, lane in zip(self.rows, self.lanes, strict=True)
-        ]
-        width = max(len(fed) for fed in fed_B)
-        padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
-        fed_BN = devices.tensor(padded, self.target.device)
-        forward = self._processed(*self.target.forward(fed_BN, None, self.taps), fed_BN[:, 1:])
+        width = max(len(lane.tokens) for lane in self.lanes)
+        padded = [[*lane.tokens, *[0] * (width - len(lane.tokens))] for lane in self.lanes]
+        forward = self._forward(devices.tensor(padded, self.target.device, torch.long))
         devices.synchronize(self.target.device)
         return forward
 

@@ -40,8 +40,9 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
                     children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform
                 )
             else:
-                has_q = children and proposal.q_BNV is not None
-                q_V = proposal.q_BNV[b, children[0]] if has_q else None
+                q_V = None
+                if children and proposal.q_BNV is not None:
+                    q_V = proposal.q_BNV[b, children[0]]
                 passed, left_V = _verify_siblings(children, drafted[b], p_V, q_V, uniform)
             tested_B[b] += bool(children)
             if passed is None:

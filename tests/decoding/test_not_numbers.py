@@ -17,7 +17,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from decoding.sampling.readback import DeviceReadback, finite_check
+from decoding.sampling.readback import DeviceReadback, FiniteCheck
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import follow
 from tests.support.tiny_targets import hf_model, native_of
@@ -72,10 +72,10 @@ def test_a_single_row_of_the_head_is_enough() -> None:
 
 def test_minus_infinity_rules_a_token_out_and_is_fine() -> None:
     logits = torch.tensor([[1.0, float("-inf"), 2.0]])
-    DeviceReadback(watched=[finite_check(logits, "the target", "logits")])
+    DeviceReadback(watched=[FiniteCheck(logits, "the target", "logits")])
     with pytest.raises(UserError, match="expected finite ones"):
         DeviceReadback(
-            watched=[finite_check(torch.full((1, 3), float("-inf")), "the target", "logits")]
+            watched=[FiniteCheck(torch.full((1, 3), float("-inf")), "the target", "logits")]
         )
 
 
@@ -138,11 +138,11 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     logits = torch.randn(1, 2, 8)
     along = torch.tensor([3])
     chooser = TokenChooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
-    readback = DeviceReadback(along, watched=[finite_check(logits, "the target", "logits")])
+    readback = DeviceReadback(along, watched=[FiniteCheck(logits, "the target", "logits")])
     assert reads == []
     follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)
     assert readback.drafter_values() == [[3]]
     assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
-    readback = DeviceReadback(watched=[finite_check(logits * float("nan"), "the target", "logits")])
+    readback = DeviceReadback(watched=[FiniteCheck(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
         follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)
