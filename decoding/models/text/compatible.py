@@ -22,9 +22,9 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
     """
     target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
-    if difference := _differing(target, drafter, "drafter") or _differing_text(
-        target, drafter, list(PROBES)
-    ):
+    difference = _differing(target, drafter, "drafter")
+    difference = difference or _differing_text(target, drafter, list(PROBES))
+    if difference:
         raise UserError(f"{where} {difference}. Use a drafter with the target's tokenizer.")
     for role in ("bos_token_id", "eos_token_id"):
         ours, theirs = getattr(target, role), getattr(drafter, role)
@@ -42,10 +42,8 @@ def check_tokenizer_of(
 
     It is compared with the target's tokenizer if there is one, else only with its vocabulary size.
     """
-    highest, holds = (
-        max(tokenizer.get_vocab().values()),
-        read_config(target_folder).get("vocab_size"),
-    )
+    highest = max(tokenizer.get_vocab().values())
+    holds = read_config(target_folder).get("vocab_size")
     if isinstance(holds, int) and highest >= holds:
         raise UserError(
             f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has {holds} "

@@ -90,18 +90,14 @@ def _repair_of(
 
     The first time, a repair is reported on standard error.
     """
-    held = {
-        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
-    }
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    held = {file.name: file.read_bytes() for file in files}
     if MODEL not in held and CORE not in held:
         return None, None
-    model_type = (
-        read_config(folder).get("model_type") if (folder / "config.json").is_file() else None
-    )
-    digest = " ".join(
-        f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items()
-    )
-    digest += f" model_type:{model_type}"
+    is_model = (folder / "config.json").is_file()
+    model_type = read_config(folder)["model_type"] if is_model else None
+    hashes = [f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items()]
+    digest = " ".join([*hashes, f"model_type:{model_type}"])
     if digest in _repairs:
         return _repairs[digest], None
     tokenizer = _read(folder, trust_remote_code)
@@ -112,9 +108,7 @@ def _repair_of(
     except ModuleNotFoundError as error:
         if error.name != "sentencepiece":
             raise
-        note = (
-            f"its ids were not compared with {MODEL}, as the package sentencepiece is not installed"
-        )
+        note = f"its ids were not compared with {MODEL}: install sentencepiece for that"
     _repairs[digest] = repair
     if note and os.environ.get("RANK", "0") == "0":
         print(f"note: {folder}: {note}", file=sys.stderr)
