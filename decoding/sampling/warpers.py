@@ -88,8 +88,8 @@ class Warper:
         kept_RK = self._tempered(logits_RK)[..., : self.top_k or None]
         probs_RK = F.pad(kept_RK.softmax(-1), (0, logits_RK.shape[-1] - kept_RK.shape[-1]))
         if self.top_p < 1:
-            share_RK = self.top_p - (probs_RK.cumsum(-1) - probs_RK)
-            probs_RK = torch.minimum(probs_RK, share_RK.clamp_(min=0))
+            sums_RK = probs_RK.cumsum(-1).clamp_(max=self.top_p)
+            probs_RK = sums_RK - F.pad(sums_RK[..., :-1], (1, 0))
         if self.min_p > 0:
             probs_RK = torch.sub(probs_RK, probs_RK[..., :1], alpha=self.min_p).clamp_(min=0)
         return probs_RK

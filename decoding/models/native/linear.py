@@ -91,18 +91,14 @@ def draft_dtype(dtype: str, device: torch.device) -> str:
     if device.type == "cuda":
         native = devices.multiplies_bfloat16()
     else:  # otherwise oneDNN converts, which costs more than it saves; also decided by name
-        native = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split()) and can_pack(
-            device, torch.bfloat16
-        )
+        has_bf16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split())
+        native = has_bf16 and can_pack(device, torch.bfloat16)
     return "bfloat16" if native else "float32"
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:
     """Return a linear layer; `packed`, which needs `can_pack`, selects the fast product."""
-    small = (
-        weight_OI.numel() * weight_OI.element_size() <= SMALL_BYTES
-        and weight_OI.dtype == torch.float32
-    )
+    small = weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES
     if not packed or (small and mkl_is_fast()):
         return PlainLinear(weight_OI.contiguous() if packed else weight_OI, bias_O)
     return PackedLinear(weight_OI.contiguous(), bias_O)
