@@ -89,17 +89,11 @@ def load(
             f"with `use`, a Drafter or None."
         )
     tokenizer = load_tokenizer(target)
-    model = load_target(
-        target,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        max_length=max_length,
-        parallel=parallel,
-        processes=processes,
-    )
+    place: dict[str, Any] = {"backend": backend, "dtype": dtype, "device": device}
+    split: dict[str, Any] = {"parallel": parallel, "processes": processes}
+    model = load_target(target, max_length=max_length, **place, **split)
     if choice is not None:
-        drafter = make_drafter(choice, target, backend=backend, dtype=dtype, device=device)
+        drafter = make_drafter(choice, target, **place)
     return Engine(model, cast(Drafter | None, drafter), tokenizer, stop_tokens(target, tokenizer))
 
 

@@ -27,13 +27,13 @@ class ForwardPlan:
     # first slot written, if it is equal in all rows
     start: int | None
     # slots written, if rows differ
-    slots_BN: Tensor | None
+    slots_BN: Tensor | None = None
     # rope positions, if they are not start .. start + N - 1
-    positions_BN: Tensor | None
+    positions_BN: Tensor | None = None
     # additive, (1 or B, 1, N, end); None: everything is visible, or `causal`
-    mask: Tensor | None
+    mask: Tensor | None = None
     # plain causal attention over an empty cache
-    causal: bool
+    causal: bool = False
 
 
 class Slots:
@@ -72,7 +72,7 @@ class Slots:
         lengths_B = self.lengths_B
         if parents_BN is None and start is not None:
             if num_tokens == 1 or start == 0:
-                return ForwardPlan(end, start, None, None, None, causal=num_tokens > 1)
+                return ForwardPlan(end, start, causal=num_tokens > 1)
             lengths_B = lengths_B[:1]  # one mask for all rows
         positions_BN, slots_BN, visible_BNT = visible_slots(
             devices.tensor(lengths_B, self.device),
@@ -83,9 +83,8 @@ class Slots:
         mask = torch.zeros(visible_BNT.shape, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill_(visible_BNT.logical_not(), float("-inf"))[:, None]
         if start is None:
-            return ForwardPlan(end, None, slots_BN, positions_BN, mask, causal=False)
-        positions = None if parents_BN is None else positions_BN
-        return ForwardPlan(end, start, None, positions, mask, causal=False)
+            return ForwardPlan(end, None, slots_BN, positions_BN, mask)
+        return ForwardPlan(end, start, None, None if parents_BN is None else positions_BN, mask)
 
     def commit(
         self,

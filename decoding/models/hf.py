@@ -37,6 +37,7 @@ from decoding.models.folder import (
 )
 from decoding.models.model_check import check_loaded
 from decoding.models.taps import check_taps, join_taps
+from decoding.values import check_choice
 
 if TYPE_CHECKING:  # its import takes seconds, which only models of this backend need
     from transformers import PreTrainedModel
@@ -126,10 +127,7 @@ class HFTarget(CachedTarget):
     ) -> None:
         """Wrap a model; execution is one of EXECUTIONS, else UserError is raised (None: eager)."""
         self.execution = execution or "eager"
-        if self.execution not in EXECUTIONS:
-            raise UserError(
-                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
-            )
+        check_choice("execution", self.execution, EXECUTIONS)
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.name, self.device = name, model.device
@@ -232,13 +230,10 @@ class HFTarget(CachedTarget):
         # Only padding can lie past the context; a table of learned positions ends there.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         mask = plan.mask
-        if plan.causal:
-            visible = torch.ones(N, N, dtype=torch.bool, device=self.device).tril_()
-            mask = torch.zeros(1, 1, N, N, dtype=self.slots.dtype, device=self.device).masked_fill_(
-                ~visible, float("-inf")
-            )
         if mask is None:
             mask = torch.zeros(1, 1, N, plan.end, dtype=self.slots.dtype, device=self.device)
+        if plan.causal:
+            mask = torch.full_like(mask, float("-inf")).triu_(1)
         return {
             "input_ids": tokens_BN,
             "attention_mask": mask.expand(len(tokens_BN), -1, -1, -1),
@@ -319,7 +314,7 @@ class HFTarget(CachedTarget):
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run the compiled forward, in which every length is a tensor's size."""
-        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
 

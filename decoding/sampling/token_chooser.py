@@ -17,6 +17,7 @@ from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
 from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
+from decoding.values import check_choice
 
 LOSSY = ("typical",)  # rules that change the target's distribution
 SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
@@ -40,8 +41,7 @@ class TokenChooser:
         device: torch.device,
         processors: Processors | None = None,
     ) -> None:
-        if verify not in RULES:
-            raise UserError(f"verify '{verify}' is unknown, expected one of {', '.join(RULES)}.")
+        check_choice("verify", verify, RULES)
         if verify == "greedy" and not warper.greedy:
             raise UserError(
                 f"verify 'greedy' needs temperature 0, found {warper.temperature}. Use 'token', "

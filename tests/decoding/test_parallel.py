@@ -258,8 +258,8 @@ def test_layers_are_shared_by_their_weight() -> None:
         ({"parallel": "rows"}, "parallel 'rows' is unknown, expected one of none, tp, layers"),
         ({"processes": 2}, "processes is 2 with parallel=none"),
         ({"parallel": "tp", "processes": 2, "backend": "hf"}, "native backend, found hf"),
-        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; processes is 1"),
-        ({"parallel": "layers"}, "needs processes=N, 2 or more; 0 GPUs are free from cpu on"),
+        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; found processes=1"),
+        ({"parallel": "layers"}, "needs processes=N, 2 or more; found 0 GPUs from cpu on"),
         (
             {"parallel": "tp", "processes": 4},
             "2 key/value heads cannot be split .* take 2 processes, or parallel=layers",

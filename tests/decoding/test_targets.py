@@ -352,7 +352,7 @@ def fresh_compiler() -> None:
 
 def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
     with pytest.raises(
-        UserError, match="execution 'graph' is unknown to the hf backend, expected one of"
+        UserError, match="execution 'graph' is unknown, expected one of eager, compiled"
     ):
         load_target(stories260k, backend="hf", execution="graph")
     with pytest.raises(

@@ -24,6 +24,7 @@ from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_di
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
 from decoding.models.taps import check_taps
+from decoding.values import check_choice
 
 PARALLEL = ("none", *KINDS)
 
@@ -34,8 +35,7 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
     device: cpu, cuda or cuda:N. Raises UserError if the settings are inconsistent or the machine
     has too few GPUs.
     """
-    if parallel not in PARALLEL:
-        raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
+    check_choice("parallel", parallel, PARALLEL)
     if parallel == "none":
         if processes > 1:
             raise UserError(
@@ -51,12 +51,10 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
     cards = devices.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
-        found = (
-            f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
-        )
+        found = f"processes={processes}" if processes else f"{cards} GPUs from {device} on"
         raise UserError(
-            f"parallel={parallel} needs processes=N, 2 or more; {found}. Set processes, or use "
-            f"parallel=none."
+            f"parallel={parallel} needs processes=N, 2 or more; found {found}. Set processes, or "
+            f"use parallel=none."
         )
     if device.startswith("cuda") and cards < wanted:
         raise UserError(

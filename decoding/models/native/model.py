@@ -9,6 +9,7 @@ Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/
 H, D head size, F feed-forward size, T cache slots, L layers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.errors import UserError
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
+from decoding.values import check_choice
 
 EXECUTIONS = ("eager", "graph", "compiled")  # unrecorded; recorded; recorded with fused layers
 
@@ -58,10 +59,7 @@ class NativeTarget(CachedTarget):
         """
         if execution is None:
             execution = "graph" if devices.runs_ahead(weights.device) else "eager"
-        if execution not in EXECUTIONS:
-            raise UserError(
-                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
-            )
+        check_choice("execution", execution, EXECUTIONS)
         config = weights.config
         self.weights, self.config, self.name, self.execution = weights, config, name, execution
         skips = skips or Skips()
@@ -136,19 +134,17 @@ class NativeTarget(CachedTarget):
             rows, slots = max(rows, batch_size), max(slots, capacity)
             # a full bucket or the context, since masked attention needs an even number of slots
             if self._static is not None:
-                slots = bucket(
-                    slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-                )
+                most = math.ceil(max(slots, self.max_length) / SLOT_MULTIPLE) * SLOT_MULTIPLE
+                slots = bucket(slots, most)
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # free the old one first
             with torch.inference_mode(False):
                 # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN.
-                self._cache_L2BHTD = torch.zeros(
-                    shape, dtype=self.weights.dtype, device=self.device
-                )
-                tables = rope_tables(self._frequencies, slots, self.weights.dtype)
-                self._rope = (tables[0].to(self.device), tables[1].to(self.device))
+                dtype = self.weights.dtype
+                self._cache_L2BHTD = torch.zeros(shape, dtype=dtype, device=self.device)
+                cos, sin = rope_tables(self._frequencies, slots, dtype)
+                self._rope = (cos.to(self.device), sin.to(self.device))
             if self._static is not None:
                 self._static.bind(self._cache_L2BHTD, self._rope)
         self._view_rows(batch_size)
@@ -169,8 +165,7 @@ class NativeTarget(CachedTarget):
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
             check_taps(self, taps)
             self.slots.end_of(tokens_BN.shape[1])
-            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
-            return out.logits_BNV, out.hidden_BNC
+            return self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
         hidden_BNC, tapped_BNC = self._states(tokens_BN, parents_BN, taps)
         return self.weights.head(hidden_BNC), tapped_BNC
 

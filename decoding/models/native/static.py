@@ -12,7 +12,6 @@ H, D head size, T slots of a bucket, S slots of the cache, L layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,12 +39,8 @@ def bucket(slots: int, most: int) -> int:
     return min(size, most)
 
 
-@dataclass(slots=True)
-class StepOutput:
-    """The output buffers of a step."""
-
-    logits_BNV: Tensor
-    hidden_BNC: Tensor  # after the final norm, or at the taps
+# logits and hidden states: after the final norm, or at the taps
+StepOutput = tuple[Tensor, Tensor]
 
 
 class StaticForward:
@@ -89,8 +84,8 @@ class StaticForward:
         step.fill(tokens_BN, parents_BN, lengths_B)
         if step.run is None:
             step.run = devices.capture(step.body, self.device, self._memory)
-        out = step.run()
-        return StepOutput(out.logits_BNV.clone(), out.hidden_BNC.clone())
+        logits_BNV, hidden_BNC = step.run()
+        return logits_BNV.clone(), hidden_BNC.clone()
 
 
 class _Step:
@@ -141,9 +136,9 @@ class _Step:
         hidden_BNC = rms_norm(x_BNC, owner.weights.norm_C, config.norm_eps)
         logits_BNV = owner.weights.head(hidden_BNC)
         if not self.taps:
-            return StepOutput(logits_BNV, hidden_BNC)
+            return logits_BNV, hidden_BNC
         states[len(owner.layers)] = hidden_BNC
-        return StepOutput(logits_BNV, join_taps(states, self.taps))
+        return logits_BNV, join_taps(states, self.taps)
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (slots_BN, rope positions_BN, additive mask (B, 1, G * N, T)) on the device."""
