@@ -1,7 +1,6 @@
-"""Law 3's measure: the first three tokens of many requests, counted, against the joint distribution
-that they should have.
+"""The measure of law 3: counts of the first three tokens against their exact joint distribution.
 
-A 5-symbol target whose next token hangs on the last two lets the exact law be written down.
+The 5-symbol target's next token depends on the last two, so the exact law can be computed.
 """
 
 import os
@@ -33,7 +32,7 @@ WARPERS = {
     "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
-ROWS_AT_ONCE = 5_000  # more outgrow the processor's caches, fewer pay more for a batch
+ROWS_AT_ONCE = 5_000  # more exceed the processor's caches, fewer have more overhead
 Triple = tuple[int, ...]
 
 
@@ -42,7 +41,7 @@ def target_table() -> TableTarget:
 
 
 def five_words() -> NativeTarget:
-    """A target of real layers over the five symbols, for drafters that run some of its layers."""
+    """Return a layered target of five symbols, for drafters that run some of its layers."""
     return native_of(
         hf_model(
             "llama",
@@ -56,13 +55,13 @@ def five_words() -> NativeTarget:
 
 
 def target_of(drafter: Drafter | None) -> Target:
-    """The 5-symbol target that such a drafter is tested on."""
+    """Return the 5-symbol target on which this drafter is tested."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
     return five_words() if isinstance(inner, SelfSpeculation) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:
-    """The row's drafter for the 5-symbol target; None decodes autoregressively."""
+    """Return the row's drafter for the 5-symbol target; None decodes autoregressively."""
     make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None
 
@@ -74,7 +73,7 @@ def exact_row(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """The warped distribution of one row, written as its definition reads."""
+    """Return the warped distribution of one row by its definition."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = order[:top_k] if top_k else order
     weights = {
@@ -96,7 +95,7 @@ def exact_row(
 def joint(
     next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
 ) -> dict[Triple, float]:
-    """The law of the first three tokens. next_row: a text's next-token probabilities."""
+    """Return the law of the first three tokens. next_row: maps a text to the next token's law."""
     law: dict[Triple, float] = {(): 1.0}
     for _ in range(3):
         law = {
@@ -109,9 +108,7 @@ def joint(
 
 
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
-    """The law of the target's first three tokens after PROMPT, from a forward over each of their
-    beginnings.
-    """
+    """Return the exact law of the first three tokens after PROMPT from forwards over prefixes."""
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
@@ -121,8 +118,9 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
 
 
 def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome
-    gives 0.
+    """Return the p-value of a chi-square test, 0 for an impossible outcome.
+
+    Cells with fewer than 5 expected samples are pooled.
     """
     draws = counts.total()
     if any(cell not in law for cell in counts):
@@ -145,7 +143,7 @@ def count_triples(
     settings: Settings,
     draws: int = DRAWS,
 ) -> Counter[Triple]:
-    """How often each triple began the output, over the requests 0, 1, 2 ... of one prompt."""
+    """Count the first three tokens of each request 0, 1, 2, ... of one prompt."""
     counts: Counter[Triple] = Counter()
     for start in range(0, draws, ROWS_AT_ONCE):
         ids = range(start, min(start + ROWS_AT_ONCE, draws))

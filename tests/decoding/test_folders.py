@@ -1,4 +1,4 @@
-"""Bad model folders, other tokenizers and bad prompts get an error that says what to do."""
+"""Errors for damaged model folders, different tokenizers and invalid prompts."""
 
 import json
 import shutil
@@ -198,7 +198,7 @@ def test_every_id_of_two_tokenizers_is_compared(folder: Path, tmp_path: Path) ->
 
     target = write(tmp_path / "target", ["<unk>", "</s>", "red", "green"])
     check_same_tokenizer(target, write(tmp_path / "same", ["<unk>", "</s>", "red", "green"]))
-    # the same words, the same count
+    # the same tokens and vocabulary size
     swapped = write(tmp_path / "swapped", ["<unk>", "</s>", "green", "red"])
     with pytest.raises(
         UserError, match=r"2 of 4 ids: id 2 is 'red' in the target and 'green' in the drafter; id 3"

@@ -1,5 +1,6 @@
-"""Negative controls: each law's own test, run on a decoder that is broken on purpose, must fail.
-Law 3 has its controls beside it.
+"""Negative controls: each law's test must fail on a decoder that is broken on purpose.
+
+The controls of law 3 are in its files.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +28,7 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafted token passes when it is among the target's two best, under the shared noise where
-    there is any.
-    """
+    """Accept a drafted token that is among the target's two best, shared noise included."""
 
     def lenient(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -51,7 +50,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every drafted token passes."""
+    """Accept every drafted token."""
 
     def blind(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -66,7 +65,7 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a failed test is drawn from what the target says after the failed token."""
+    """Sample the next token from the target's distribution after the rejected token."""
     monkeypatch.setattr(
         nodes,
         "final_weights",
@@ -77,7 +76,7 @@ def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's cache keeps the first nodes of a tree, not those of the accepted path."""
+    """Commit the first nodes of a tree instead of the accepted path."""
     original = NativeTarget.commit
     monkeypatch.setattr(
         NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B)
@@ -85,7 +84,7 @@ def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's cache keeps the entry of one token more than was accepted."""
+    """Commit one more token than was accepted."""
     original = NativeTarget.commit
 
     def longer(self: NativeTarget, paths_BL: list[list[int]] | None, kept_B: Sequence[int]) -> None:
@@ -95,7 +94,7 @@ def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is keyed by the depth in the draft, not by the position in the text."""
+    """Key noise by the depth in the draft instead of the position in the text."""
     original = TokenChooser.begin
 
     def begin(
@@ -111,7 +110,7 @@ def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is keyed by the place in the batch, not by the request."""
+    """Key noise by the row of the batch instead of the request."""
     original = TokenChooser.begin
 
     def begin(
@@ -156,7 +155,7 @@ def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
 def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
-    """Its first two tokens are right in every round, and the third never."""
+    """Use a drafter whose first two tokens are always right and whose third never is."""
 
     class Half(ChainDrafter):
         def propose(self, *given: Any) -> Proposal:
@@ -211,7 +210,7 @@ def test_law_5_rejects_a_cache_that_is_too_long(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop tokens inside the accepted span are not looked for."""
+    """Ignore stop tokens inside the accepted span."""
     original = laws.Batch.__init__
 
     def init(self: laws.Batch, *args: object) -> None:

@@ -1,9 +1,8 @@
-"""Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers
-included.
+"""Law 3: the joint distribution of the first three sampled tokens is the target's.
 
-The same test rejects well-known ways of getting it wrong, so its silence means something.
-Overlapped schedules have a file of their own, test_law_of_overlap.py, and so have logits that
-change with the text, test_law_of_processors.py.
+Warpers are included. The same test rejects known errors, so that passing it is evidence. Overlapped
+schedules are in test_law_of_overlap.py, and logits that depend on the text in
+test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
 """
@@ -34,7 +33,7 @@ from .rows import COSTS, PICKED, ROWS, draft_table
 SAMPLED = [
     (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"
 ]
-# Every warper where a rule is at stake, one where a row only brings other drafts to it.
+# Every warper for each rule, and one for rows that only differ in their drafts.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
     pytest.param(row.name, rule, warper, marks=[pytest.mark.long] * row.slow)
@@ -43,7 +42,7 @@ CASES = [
 ]
 CASES += [("autoregressive", *case) for case in (("token", "cold_top_k"), ("coupled", "plain"))]
 CASES += [(row.name, "token", "hot_top_p") for row in PICKED]
-# Trees whose children are drawn bring the recursive rule: every warper.
+# Trees with sampled children use the recursive rule, so they have every warper.
 CASES += [
     pytest.param(name, "token", warper, marks=pytest.mark.long)
     for name in ("multi_candidate", "ranked_tree", "recurrent_drawn")
@@ -80,8 +79,8 @@ def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
     assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own:
-# here is one row of each.
+# Where the host runs ahead of the device, other code grows, sizes and verifies trees:
+# one row of each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
     *BRIEFLY,
@@ -115,7 +114,7 @@ def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) 
 
 
 def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Adjacent tests share a uniform, as in the published PEARL code."""
+    """Share a uniform between adjacent tests, as the published PEARL code does."""
     original = TokenChooser.uniform
 
     def reused(self: TokenChooser, row: int, depth: int, purpose: int) -> float:
@@ -126,7 +125,7 @@ def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """A drawn token is dropped because its own probability is low."""
+    """Drop a sampled token because its probability is low."""
 
     class Dropping(ChainDrafter):
         def propose(self, *args: object) -> Proposal:
@@ -141,7 +140,7 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """After a failed test the next token is drawn from p, not from what q left of it."""
+    """Sample the token after a rejection from p instead of the residual."""
     monkeypatch.setattr(
         nodes,
         "final_weights",
@@ -151,7 +150,7 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Every number of a position is one and the same uniform: draft, test and residual."""
+    """Use one uniform a position for draft, test and residual."""
     original = TokenChooser.uniform
     monkeypatch.setattr(
         TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
@@ -180,11 +179,10 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise keyed by position alone: a position that is drafted again meets the number that its
-    first draft was judged by.
+    """Key noise by position alone, so that a redrafted position is tested by its old uniform.
 
-    A drafter that knows the target and is too sure of itself is rejected late in a block, which
-    shows the error in few draws.
+    An overconfident drafter with the target's ranking is rejected late in a block, which shows the
+    error in few samples.
     """
     original = TokenChooser.begin
 
@@ -212,9 +210,7 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
 def test_law_3_rejects_siblings_without_residual_update(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
-    had failed.
-    """
+    """Test each sibling against p, as if no earlier one had been rejected."""
     monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
@@ -229,8 +225,8 @@ def test_law_3_rejects_siblings_without_residual_update(
         ("graph", "coupled"),
     ],
 )
-def test_a_request_among_many_decodes_what_it_does_alone(name: str, rule: str) -> None:
-    """What law 3 is counted on (many.py) is the product's own output."""
+def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
+    """Check that the batched requests of law 3 (many_requests.py) have the product's output."""
     drafter, ids = drafter_of(name), range(100, 140)
     settings = Settings(max_new_tokens=8, verify=rule, costs=COSTS, **WARPERS["hot_top_p"])  # type: ignore[arg-type]
     together = first_tokens(target_table(), drafter, PROMPT, settings, ids, 6)

@@ -1,11 +1,9 @@
-"""Law 4: a perfect drafter gains its row's own closed form, and one that is never right costs no
-token and changes none.
+"""Law 4: a perfect drafter gains its row's closed form; one that is never right changes nothing.
 
-Drafters are perfect in two ways. On random models, where the text is unsure, q = p for every row
-that can draft with the target's twin. And on a target whose text is sure (last_word.py) all rows
-are perfect as they are, given models and a head that know it, and a prompt to copy from; there the
-closed forms stand. With models and a head that say the opposite, and a prompt that misleads, all of
-them are never right.
+On random models q = p for every row that can draft with a copy of the target. On a target with
+one-hot distributions (last_word.py) every row is perfect, given models and a head of the same
+table and a prompt to copy from. Models and a head of the opposite table, and a misleading prompt,
+make every row always wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,14 +48,12 @@ def whole(gamma: int) -> int:
 
 @lru_cache
 def model(sure: bool, sign: int, copy: int) -> NativeTarget:
-    """Of `sign` times a table; copies have caches of their own."""
+    """Return a model of `sign` times a table; copies have separate caches."""
     return last_word.model_of(sign * (last_word.sure_table() if sure else last_word.unsure_table()))
 
 
 def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
-    """A target that says what its table says; models and a head that know it, or say
-    the opposite.
-    """
+    """Return a target of a table, and models and a head of the same or the opposite table."""
     sign = 1 if knowing else -1
     table_VV = last_word.sure_table() if sure else last_word.unsure_table()
     return Kit(
@@ -73,7 +69,7 @@ def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> 
 def sure_texts(
     misleading: bool, rule: str, new_tokens: int
 ) -> tuple[list[list[int]], list[Generation]]:
-    """(prompts, what the sure target says after them)."""
+    """Return prompts and the deterministic target's text after them."""
     prompts = last_word.misleading_prompts(4) if misleading else last_word.telling_prompts(4)
     return prompts, decode(
         model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
@@ -112,8 +108,9 @@ def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, ru
 def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
     row: DrafterRow, rule: str
 ) -> None:
-    """Nothing comes twice in so short a text. (Ouroboros, which has a `gamma`, wants phrases to
-    attach, and has none there.)
+    """Use a short text without repetition, so that lookup never matches.
+
+    Ouroboros with `gamma` is left out, since its pool has no phrase here.
     """
     tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), whole)(GAMMA), 3
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
@@ -124,7 +121,7 @@ def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
 def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: str) -> None:
-    """Under every rule the sure target has one text to say."""
+    """Check every rule on a target that allows one text."""
     prompts, plain = sure_texts(True, rule, 24)
     kit = kit_of(True, False, [g.tokens for g in plain])
     drafter = (row.adversarial or row.make)(kit)
@@ -160,9 +157,10 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unsure text, sampled: what a failed draft leaves of p is p. `token` and `block` draw it by
-    a number of its own, which is given to the rounds without a draft too, so that the texts can be
-    compared.
+    """Check sampled text, where p without the rejected drafts is p.
+
+    `token` and `block` sample from p after a rejection by another uniform; rounds without a draft
+    get the same one here, so that texts can be compared.
     """
     monkeypatch.setattr(noise, "BONUS", noise.RESIDUAL)
     fields = {} if rule == "greedy" else {**UNSURE, "verify": rule}
@@ -177,8 +175,9 @@ def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
 
 @pytest.mark.parametrize("rule", BY_NAME["self_speculation"].rules)
 def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
-    """q = p on an unsure text for the row that has no twin to draft with. (tests/recurrent_drafting
-    has such heads, by number of beams.)
+    """Check q = p for the row that cannot draft with a copy of the target.
+
+    tests/recurrent_drafting has heads with this property, by number of beams.
     """
     gamma, rounds = 4, 6
     kit = kit_of(False, True)
@@ -191,9 +190,9 @@ def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
 def test_a_perfect_model_is_right_at_least_once_a_round(row: str, rule: str) -> None:
-    """What these gain on an unsure text has no closed form: how sure the model is decides how many
-    nodes a tree by cost gets, and what Ouroboros attaches to its chain comes from a pool of
-    guesses. But the likeliest next token is always among what they propose.
+    """Check rows whose gain on a random model has no closed form.
+
+    The likeliest next token is always among their proposals.
     """
     kit = kit_of(False, True)
     settings = with_rule(rule, num_draft_tokens=4, max_new_tokens=40)

@@ -1,8 +1,7 @@
-"""Law 3 with logits that change as the text grows: a repetition penalty, allowed tokens and min-p
-together, for trees and overlapped schedules too.
+"""Law 3 with a repetition penalty, allowed tokens and min-p, also for overlapped schedules.
 
-Both changes hang on all of the text, so a drafted position that is judged by another text than its
-own shows in the distribution.
+Both processors depend on the complete text, so a position that is tested with another text changes
+the distribution.
 """
 
 from collections.abc import Sequence
@@ -32,17 +31,17 @@ ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in ran
 
 
 def four_of_five(text: Sequence[int]) -> list[int]:
-    """All symbols but one, which hangs on the whole text."""
+    """Allow all symbols but one, which depends on the complete text."""
     return ALLOWED[sum(text) % 5]
 
 
 def some_of_many(text: Sequence[int]) -> list[int]:
-    """Five tokens of a larger vocabulary, which hang on the whole text."""
+    """Allow five tokens of a larger vocabulary, which depend on the complete text."""
     return [(sum(text) + 9 * i) % 48 for i in range(5)]
 
 
 def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
-    """A row after both changes, as their definitions read."""
+    """Apply both processors to a row by their definitions."""
     penalised = [
         (x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)
     ]
@@ -52,9 +51,7 @@ def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]
 def law_of(
     target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object
 ) -> float:
-    """The p-value of the first three tokens, the exact law from a forward over each of their
-    beginnings.
-    """
+    """Return the p-value of the first three tokens against forwards over each prefix."""
     allowed = four_of_five if target.vocab_size == 5 else some_of_many
 
     def next_row(text: list[int]) -> list[float]:

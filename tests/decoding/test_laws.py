@@ -1,8 +1,7 @@
-"""The laws that every row of `rows.ROWS` keeps: greedy equality, coupled equality, edges.
+"""The laws of every row of `rows.ROWS`: greedy equality, coupled equality and edge cases.
 
-The law of the sampled distribution (law 3) has a file of its own, test_law_of_distribution.py, and
-so has the law of what drafters gain (law 4), test_law_of_gain.py. Rows marked as slow keep laws 1
-and 2 in the long suite; here law 5 sees them under every rule.
+Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows keep laws 1 and
+2 in the long suite; law 5 tests them here under every rule.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_p
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 
 Settings = partial(AnySettings, costs=COSTS, stopping="fixed")
-DISTURBANCE = 0.03  # of the drafter's weights: some tokens agree with the target's, some do not
+DISTURBANCE = 0.03  # of the drafter's weights, so that some tokens agree with the target's
 WARPERS = {
     "temperature": {"temperature": 1.0},
     "top_k": {"temperature": 0.7, "top_k": 5},
@@ -43,14 +42,14 @@ def name(value: DrafterRow | str) -> str:
 
 
 def with_rule(rule: str, **fields: object) -> AnySettings:
-    """Settings under which `rule` verifies."""
+    """Return settings that verify by `rule`."""
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     return Settings(**{"num_draft_tokens": 3, "seed": 5, **sampled, **fields})  # type: ignore[arg-type]
 
 
 @lru_cache
 def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
-    """Target, twin and draft model, in float64."""
+    """Return the target, its copy and the draft model, in float64."""
     model = hf_model("llama", layers=2)
     return native_of(model), native_of(model), native_of(model, noise=DISTURBANCE)
 
@@ -59,14 +58,15 @@ def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
 def said(
     prompts: tuple[tuple[int, ...], ...], settings: AnySettings, product: tuple[object, ...]
 ) -> list[Generation]:
-    """What the target says by itself, once for all rows. product: what a control may have broken,
-    and then it is another text.
+    """Return the target's autoregressive text, computed once for all rows.
+
+    product: the parts that a control may have broken, which change the text.
     """
     return decode(models()[0], None, prompts, settings)
 
 
 def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Generation]:
-    """Decode autoregressively; each text is made once for all rows."""
+    """Decode autoregressively, once for all rows."""
     product = (
         Batch.__init__,
         Batch._commit,
@@ -80,7 +80,7 @@ def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Ge
 def run(
     row: DrafterRow, prompts: Sequence[Sequence[int]], settings: AnySettings
 ) -> tuple[list[Generation], list[Generation]]:
-    """(autoregressive, with the row's drafter)."""
+    """Return the autoregressive text and the text with the row's drafter."""
     target, twin, draft_model = models()
     plain = plain_of(prompts, settings)
     kit = Kit(target, twin, draft_model, [g.tokens for g in plain])
@@ -194,8 +194,8 @@ def test_law_5_cache_lengths_after_every_round(
         nonlocal seen, models_seen
         original(self, *args)  # type: ignore[arg-type]
         for running, length in zip(self.rows, self.target.lengths_B):
-            # The tip is in no cache; a row cut at a stop token is dropped and may hold what lay
-            # behind it.
+            # The tip is in no cache; a row cut at a stop token is dropped and may hold tokens
+            # after it.
             assert length >= len(running.sequence) - 1
             if running.generation.finish != "stop":
                 assert length == len(running.sequence) - 1
@@ -255,7 +255,7 @@ def test_tokens_stream_as_they_appear() -> None:
     assert [streamed[i] for i in range(3)] == [g.tokens for g in done]
 
 
-def test_the_draft_budget_ends_at_the_context() -> None:
+def test_drafts_end_at_the_context_limit() -> None:
     model = hf_model("llama", layers=2)
     target, drafter_model = native_of(model, max_length=20), native_of(model, max_length=14)
     prompts = [random_prompts(1, longest=2)[0], [4] * 15]
@@ -279,9 +279,7 @@ MODELLED = (
 
 @pytest.mark.parametrize("larger", ["target", "drafter"])
 def test_vocabularies_of_different_size(larger: str) -> None:
-    """Models of one tokenizer may pad their output rows differently, and either may have an added
-    token that the other lacks.
-    """
+    """Use models of one tokenizer with differently padded output rows and an added token."""
     model = hf_model("llama", layers=1)
     state = dict(model.state_dict())
     wide = dict(state)
@@ -293,7 +291,7 @@ def test_vocabularies_of_different_size(larger: str) -> None:
         {**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64
     )
     target, draft_model = (large, small) if larger == "target" else (small, large)
-    # one with a token that the smaller may lack
+    # one with a token that the smaller model lacks
     prompts = [*random_prompts(4), [7, target.vocab_size - 1, 9]]
     kit = Kit(target, target, draft_model, [])
     for rule in ("greedy", "coupled"):

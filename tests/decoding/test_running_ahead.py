@@ -1,5 +1,4 @@
-"""Where the host runs ahead of the device other code decides: it says what its twin says, and rows
-of a batch stay apart.
+"""Device versions of decisions equal their eager versions, and rows of a batch stay independent.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -44,10 +43,8 @@ ALONE = (
     [(name, rule) for name in ALONE for rule in ("greedy", "token")]
     + [("budget_tree_picked", "token"), ("graph_picked", "token")],
 )
-def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
-    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without
-    the padding.
-    """
+def test_device_drafts_do_not_depend_on_other_rows(name: str, rule: str) -> None:
+    """Check that a row's tree size depends on its rounds alone, and that padding is not counted."""
     row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
@@ -71,8 +68,10 @@ def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> No
 
 
 @pytest.mark.parametrize("match", [0, 1, 2, 1000])
-def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, match: int) -> None:
-    """The same paths are proposed, copies of merged nodes among them."""
+def test_a_graph_on_the_device_equals_the_eager_one(
+    monkeypatch: pytest.MonkeyPatch, match: int
+) -> None:
+    """Check that both versions propose the same paths, with copies of merged nodes."""
     target, draft_model = models()
     prompts, found, merged = random_prompts(12), [], 0
     for ahead in (False, True):
@@ -93,7 +92,7 @@ def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, matc
 
 
 def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """The paths of the nodes that a row counts, padding left out."""
+    """Return the paths to the nodes that a row counts, without padding."""
     assert proposal.parents_BN is not None
     paths: list[tuple[int, ...]] = []
     for token, parent in list(
@@ -119,12 +118,10 @@ def test_running_ahead_changes_no_token(
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["q", "point mass", "equal"])
-def test_rules_on_the_device_equal_their_twins(
+def test_rules_on_the_device_equal_the_eager_ones(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same outcome for random rows of every draft count, and for p = q, where no
-    residual is left.
-    """
+    """Compare outcomes for random rows of every draft count, and for p = q without a residual."""
     generator = torch.Generator().manual_seed(1)
     chooser = TokenChooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(rules, rule), []
@@ -145,26 +142,24 @@ def test_rules_on_the_device_equal_their_twins(
     assert {0, 1, 2 if kind == "point mass" else 4} <= set(outcomes)
 
 
-def test_cost_ratio_by_the_round() -> None:
-    """Without looking at tokens it takes the length with the most expected tokens a millisecond,
-    and learns acceptance from rounds.
-    """
+def test_cost_ratio_decides_before_the_round() -> None:
+    """Check the choice before a round: the length with the most expected tokens per millisecond."""
     policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
         policy.update(4, 4)
     assert policy.planner.acceptance.value > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
-    for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
+    for _ in range(900):  # rounds of one test each, long outweighed by rounds of four
         policy.update(4, 0)
     assert policy.planner.acceptance.value < 0.05 and policy.limit(4) == 0
-    # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+    # acceptance rate 0.5: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
     for _ in range(600):
         policy.update(4, 1)
     assert policy.planner.acceptance.value == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
 
 
-def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_packs_tensors_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     assert devices.read(
         torch.tensor([[1, 2], [3, 31999]]),
