@@ -29,7 +29,7 @@ class Session:
     """A single conversation that keeps its cache between turns.
 
     If another call has used the target or the drafter since the last turn, the next turn reads the
-    whole text again. The cache has the target's full context from the first turn; use
+    complete text again. The cache has the target's full context from the first turn; use
     `load_target(max_length=...)` for a smaller one.
     """
 
@@ -63,7 +63,7 @@ class Session:
         Call `round` under torch.inference_mode while the batch has `rows`, or stop between two
         rounds. A batch of an earlier turn cannot continue.
 
-        prompt: the whole text so far. drafted=False decodes autoregressively in the same cache.
+        prompt: the complete text so far. drafted=False decodes autoregressively in the same cache.
         max_new_tokens: None takes the settings' value. Raises UserError for an empty prompt or one
         that fills the target's context; the caches are then unchanged.
         """
@@ -140,7 +140,7 @@ class ConversationBatches:
 
     Rows end at different times and batches differ, so a row's cache is copied out when it ends and
     copied in at its next turn. The copies take as much memory as the batch has committed. The
-    drafter reads every prompt from the start. If it reads the hidden states of whole prompts
+    drafter reads every prompt from the start. If it reads the hidden states of complete prompts
     (`capabilities.last_hidden` is false), so does the target.
     """
 
@@ -168,7 +168,7 @@ class ConversationBatches:
     ) -> list[Generation]:
         """Continue every prompt like `decoding.loop.decode`, reusing the last batch's caches.
 
-        names: the conversations of the prompts, all different. prompts: the whole texts so far.
+        names: the conversations of the prompts, all different. prompts: the complete texts so far.
         last: whether a conversation ends with this turn, so that its cache is not stored. Raises
         UserError as `decode` does, and for an overlapped schedule.
         """

@@ -69,12 +69,12 @@ def lone_surrogate(text: str) -> int | None:
     return None if found is None else found.start()
 
 
-def texts(value: Any) -> bool:
+def is_text_list(value: Any) -> bool:
     """Return whether the value is a list or tuple of nonempty strings."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
-def ids(value: Any) -> bool:
+def is_id_collection(value: Any) -> bool:
     """Return whether the value is a collection of token ids."""
     return isinstance(value, list | tuple | set | frozenset) and all(
         is_int(one) and one >= 0 for one in value
@@ -101,13 +101,15 @@ RULES: dict[str, ValueRule] = {
     "min_p": number_where(lambda value: 0 <= value <= 1, "from 0 (off) to 1"),
     "num_draft_tokens": whole_number(0, note=" (0 is no drafting)"),
     "seed": whole_number(0, LARGEST_SEED),
-    "stop_token_ids": ValueRule(ids, "a tuple of token ids, whole numbers of 0 or more"),
+    "stop_token_ids": ValueRule(
+        is_id_collection, "a tuple of token ids, whole numbers of 0 or more"
+    ),
     "stopping_threshold": optional(number_where(lambda value: 0 <= value <= 1, "from 0 to 1")),
     "repetition_penalty": number_where(
         lambda value: 0.01 <= value <= 100, "from 0.01 to 100 (1 is off)"
     ),
     "allowed": optional(FUNCTION),
-    "stop_strings": ValueRule(texts, "a tuple of nonempty strings"),
+    "stop_strings": ValueRule(is_text_list, "a tuple of nonempty strings"),
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,

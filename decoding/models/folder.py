@@ -95,7 +95,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def own_code_error(folder: str | Path) -> UserError:
+def untrusted_code_error(folder: str | Path) -> UserError:
     """Return the error for a folder that defines its model or tokenizer in untrusted Python."""
     return UserError(
         f"{folder}: its model or tokenizer is defined by Python code in the folder, which is not "
@@ -105,9 +105,9 @@ def own_code_error(folder: str | Path) -> UserError:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or folder of this name.
+    """Return whether there is a file or folder at this path.
 
-    Raises UserError for an invalid name, and for one without read permission.
+    Raises UserError for an invalid path, and for one without read permission.
     """
     try:
         path.stat()

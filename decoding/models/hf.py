@@ -30,9 +30,9 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.folder import (
-    own_code_error,
     read_config,
     refuse_unsupported_attention,
+    untrusted_code_error,
     weight_files,
 )
 from decoding.models.model_check import check_loaded
@@ -179,7 +179,7 @@ class HFTarget(CachedTarget):
         except (*_CANNOT_READ, *_CANNOT_BUILD) as error:
             reason = " ".join(str(error).split())
             if not trust_remote_code and "trust_remote_code" in reason:
-                raise own_code_error(folder) from error
+                raise untrusted_code_error(folder) from error
             raise UserError(
                 f"{folder}: transformers cannot load it as a causal LM ({reason}). Use another "
                 f"model, or repair the folder."

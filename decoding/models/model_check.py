@@ -210,11 +210,11 @@ def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
     if not config.get("tie_word_embeddings"):
         yield Expected(HEAD, [V, C], "vocab_size, hidden_size; tie_word_embeddings is false")
     for index in range(config["num_hidden_layers"]):
-        for name, shape, why in _of_a_layer(config):
+        for name, shape, why in _layer_tensors(config):
             yield Expected(f"model.layers.{index}.{name}", shape, why)
 
 
-def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
+def _layer_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
     family, C, F = config["model_type"], config["hidden_size"], config["intermediate_size"]
     D = _head_dim(config)
     queries, keys = config["num_attention_heads"] * D, _groups(config) * D

@@ -7,8 +7,8 @@ a round accepts after a stop token are not.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Headlines leave out texts that repeat themselves more than this (distinct-4): loops are easy to
-# predict and do not represent real text.
+# Headlines leave out texts whose distinct-4 is below this: loops are easy to predict and do not
+# represent real text.
 LOOPING_BELOW = 0.5
 
 

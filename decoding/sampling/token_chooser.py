@@ -62,7 +62,7 @@ class TokenChooser:
         self._keys_BW = torch.empty(0)
         self._keys: list[list[int]] = []
         # key of a position -> its noise (V,), oldest first
-        self._known: dict[int, Tensor] = {}
+        self._cached: dict[int, Tensor] = {}
         self._race_BWV: Tensor | None = None
 
     def begin(
@@ -227,16 +227,16 @@ class TokenChooser:
                 self._race_BWV = noise.exponentials(self._keys_BW[:, :, None], self._scaled_V)
             return self._race_BWV[:, first : first + count]
         wanted = [key for row in self._keys for key in row[first : first + count]]
-        if any(key not in self._known for key in wanted):
+        if any(key not in self._cached for key in wanted):
             ahead = max(count, AT_ONCE)
             keys = [key for row in self._keys for key in row[first : first + ahead]]
-            missing = [key for key in keys if key not in self._known]
+            missing = [key for key in keys if key not in self._cached]
             made_MV = noise.exponentials(torch.tensor(missing)[:, None], self._scaled_V)
-            self._known.update(zip(missing, made_MV))
-        return torch.stack([self._known[key] for key in wanted]).view(len(self._keys), count, -1)
+            self._cached.update(zip(missing, made_MV))
+        return torch.stack([self._cached[key] for key in wanted]).view(len(self._keys), count, -1)
 
     def _forget(self, most: int) -> None:
         """Drop the oldest half of the noise if there is more than a few rounds can use."""
-        if len(self._known) > most:
-            for key in list(self._known)[: -most // 2]:
-                del self._known[key]
+        if len(self._cached) > most:
+            for key in list(self._cached)[: -most // 2]:
+                del self._cached[key]

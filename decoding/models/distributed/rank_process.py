@@ -172,7 +172,7 @@ class _Rank:
         device = self.target.device
         parents = None if parents_BN is None else torch.from_numpy(parents_BN).to(device)
         if isinstance(self.target, PipelineStage):
-            room_BNC = self._room((*tokens_BN.shape, self.target.hidden_size))
+            room_BNC = self._buffer((*tokens_BN.shape, self.target.hidden_size))
             self.target.through_layers(room_BNC, parents, taps, {})
             return
         hidden_BNC = self.target.features(torch.from_numpy(tokens_BN).to(device), parents)
@@ -180,9 +180,9 @@ class _Rank:
             self.target.lm_head(hidden_BNC)
 
     def head(self, shape: Sequence[int]) -> None:
-        self.target.lm_head(self.link.receive(self._room(shape), 0))
+        self.target.lm_head(self.link.receive(self._buffer(shape), 0))
 
-    def _room(self, shape: Sequence[int]) -> Tensor:
+    def _buffer(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(*shape, dtype=self.setup.dtype, device=self.target.device)
 
     def bind(self, cores: Sequence[int], threads: int) -> None:
@@ -210,7 +210,7 @@ def serve(pipe: Connection) -> None:
     link = connect(setup)
     target = join(weights, setup, "", link)
     rank = _Rank(target, setup, link, pipe)
-    does: dict[str, Callable[..., None]] = {
+    methods: dict[str, Callable[..., None]] = {
         **{name: getattr(rank, name) for name in ("open", "run", "head", "bind")},
         **{name: getattr(target, name) for name in CACHE_METHODS},
     }
@@ -220,7 +220,7 @@ def serve(pipe: Connection) -> None:
                 name, arguments = pipe.recv()
             except EOFError:
                 return
-            does[name](*arguments)
+            methods[name](*arguments)
     except OSError as error:
         sys.exit(f"rank {setup.shard.rank} of the target ends: {error}")
     finally:

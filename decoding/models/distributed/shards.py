@@ -72,8 +72,8 @@ def layer_span(config: NativeConfig, shard: Shard) -> range:
     """Return a rank's layers in `layers`, balanced by parameters with the embedding and head."""
     C, D = config.hidden_size, config.head_dim
     attention = 2 * C * D * (config.num_heads + config.num_kv_heads)
-    a_layer = attention + 3 * C * config.intermediate_size
-    ends = config.vocab_size * C * (1 if config.tied else 2) / a_layer  # in layers
+    layer_parameters = attention + 3 * C * config.intermediate_size
+    ends = config.vocab_size * C * (1 if config.tied else 2) / layer_parameters  # in layers
     others = shard.size - 1
     first = round((config.num_layers + ends) / shard.size - ends)
     first = min(max(first, 1), config.num_layers - others)

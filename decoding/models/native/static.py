@@ -105,8 +105,8 @@ class _Step:
             self.rows_B1 = torch.arange(rows, device=device)[:, None]
             self.offsets_N = torch.arange(tokens, device=device)
             self.columns_T = torch.arange(slots, device=device)
-            self.seen = torch.zeros((), dtype=dtype, device=device)
-            self.hidden = torch.full((), float("-inf"), dtype=dtype, device=device)
+            self.zero = torch.zeros((), dtype=dtype, device=device)
+            self.minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=device)
 
     def fill(self, tokens_BN: Tensor, parents_BN: Tensor | None, lengths_B: Sequence[int]) -> None:
         """Copy a forward's inputs into the step's buffers."""
@@ -146,7 +146,7 @@ class _Step:
         positions_BN, slots_BN, visible_BNT = visible_slots(
             self.lengths_B, self.offsets_N, self.columns_T, self.parents_BN
         )
-        mask = torch.where(visible_BNT, self.seen, self.hidden)[:, None]
+        mask = torch.where(visible_BNT, self.zero, self.minus_infinity)[:, None]
         group = config.num_heads // config.num_kv_heads
         return slots_BN, positions_BN, mask if group == 1 else mask.repeat(1, 1, group, 1)
 

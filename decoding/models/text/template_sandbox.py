@@ -32,7 +32,7 @@ Size = Callable[..., int]
 
 
 class TooLargeError(Exception):
-    """A result or the output is too large; the message states what and the limit."""
+    """An error for a result or output that is too large; its message states both and the limit."""
 
 
 @lru_cache(maxsize=128)
@@ -110,7 +110,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles `~`, which a sandbox does not intercept."""
+    """A compiler that limits `~`, which the sandbox does not intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write(
@@ -123,7 +123,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formats a text field by field, with a limit on each width and on their sum."""
+    """A formatter with limits on the width of each field and on their sum."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
         super().__init__(environment)

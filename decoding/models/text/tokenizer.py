@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.models.folder import own_code_error, read_config, read_json
+from decoding.models.folder import read_config, read_json, untrusted_code_error
 from decoding.models.model_check import check_config
 from decoding.models.text.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
@@ -127,7 +127,7 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
     # all types: transformers raises many for damaged files, and tokenizers bare Exceptions
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
-            raise own_code_error(folder) from error
+            raise untrusted_code_error(folder) from error
         _refuse_damaged(folder, trust_remote_code)
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer "
