@@ -95,7 +95,7 @@ class Sockets:
                 os.sched_yield()  # ranks may share a core, which the other one needs to answer
                 continue
             if count == 0:
-                raise ConnectionResetError(f"rank {rank} closed its end")
+                raise ConnectionResetError(f"rank {rank} closed its link, expected a tensor")
             filled += count
 
     def close(self) -> None:
