@@ -162,6 +162,14 @@ def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)
 
 
+def residual_or_p(residual_RV: Tensor, p_RV: Tensor) -> Tensor:
+    """Return the residual, or p in rows whose residual is zero.
+
+    p = q up to rounding there, so the rejection had probability zero, and p itself is right.
+    """
+    return torch.where(residual_RV.sum(-1, keepdim=True) > 0, residual_RV, p_RV)
+
+
 def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the first `count` distinct tokens of M independent samples at each of P nodes.
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw_at
-from decoding.verification.nodes import residual_or_p, tested
+from decoding.sampling.warpers import draw_at, residual_or_p
 
 
 def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
@@ -123,4 +122,5 @@ def _outcome(
     tokens_B = [
         [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
     ]
-    return Outcome(tokens_B, None, accepted, tested(accepted, counts_B))
+    tested_B = [kept + (kept < count) for kept, count in zip(accepted, counts_B, strict=True)]
+    return Outcome(tokens_B, None, accepted, tested_B)

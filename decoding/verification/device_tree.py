@@ -37,8 +37,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw_at, draw_from
-from decoding.verification.nodes import residual_or_p
+from decoding.sampling.warpers import draw_at, draw_from, residual_or_p
 from decoding.verification.tail_rejection import TailRejection, tail_ratio
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw
+from decoding.sampling.warpers import draw, residual_or_p
 
 # maps F rows and their rejected nodes to the unnormalised weights (F, V) of the next token
 Residual = Callable[[list[int], list[int]], Tensor]
@@ -79,14 +79,6 @@ def final_weights(
     weights_BV = weights_BV.clone()
     weights_BV[failed] = residual_or_p(residual_FV, weights_BV[failed])
     return weights_BV
-
-
-def residual_or_p(residual_RV: Tensor, p_RV: Tensor) -> Tensor:
-    """Return the residual, or p in rows whose residual is zero.
-
-    p = q up to rounding there, so the rejection had probability zero, and p itself is right.
-    """
-    return torch.where(residual_RV.sum(-1, keepdim=True) > 0, residual_RV, p_RV)
 
 
 def sample_without_draft(logits_BNV: Tensor, chooser: Chooser, readback: Readback) -> Outcome:

@@ -96,6 +96,6 @@ def residual_after_rejection(
     without_V[token] = 0.0
     residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)
     total = residual_V.sum()
-    # p = q up to rounding: see `nodes.residual_or_p`
+    # p = q up to rounding: see `warpers.residual_or_p`
     residual_V = residual_V / total if total > 0 else p_V
     return residual_V, None if q_V is None else without_V / without_V.sum().clamp(min=1e-30)
