@@ -4,17 +4,13 @@ it.
 All goes by command lines, files and the front door, so that little depends on where a class lives.
 """
 
-import ast
 import json
-import os
-import re
 import runpy
 import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +85,6 @@ def run_command(job: str, *arguments: str) -> int:
     return 0
 
 
-class Interrupting:
-    """A standard error that sends this process a signal at the first line with these words."""
-
-    encoding = "utf-8"
-
-    def __init__(self, words: str, number: int) -> None:
-        self.words, self.number = words, number
-
-    def write(self, text: str) -> int:
-        if self.words and self.words in text:
-            self.words = ""
-            os.kill(os.getpid(), self.number)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def isatty(self) -> bool:
-        return False
-
-
-def run_until(words: str, number: int, job: str, *arguments: str) -> int:
-    """Run a command, and interrupt it when it prints `words`. Returns its exit status."""
-    with redirect_stderr(Interrupting(words, number)):  # type: ignore[type-var]
-        return run_command(job, *arguments)
-
-
 def differences(
     expected: Any, found: Any, tolerance: float = TOLERANCE, path: str = ""
 ) -> list[str]:
@@ -181,20 +150,6 @@ def counted(run: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in COUNTED} for row in json_lines(run / "results.jsonl")]
 
 
-def compared(folder: Path, run: Path) -> list[dict[str, Any]]:
-    """Return what a comparison adds to the rows of a run, without hashes."""
-    fields = row_fields(run)[""]
-    own = {"drafter", "temperature", "num_draft_tokens"}
-    return [
-        {
-            key: value
-            for key, value in line.items()
-            if key in own or not (key in fields or key.endswith("_hash"))
-        }
-        for line in json_lines(folder / "comparison.jsonl")
-    ]
-
-
 def answered(
     engine: Any, prompts: Sequence[str], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -245,12 +200,6 @@ def law_rows() -> dict[str, list[str]]:
     }
 
 
-# Tests of a law, and tests that a check rejects what is broken on purpose.
-_OF_A_LAW = re.compile(
-    r"law_\d|law_of|reject|control|found_out|must_fail|would_break|perfect|never_right"
-)
-
-
 def by_function(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names of tests: function -> the ids of its parameters, each as often as it comes."""
     found: dict[str, list[str]] = {}
@@ -258,26 +207,6 @@ def by_function(names: Iterable[str]) -> dict[str, list[str]]:
         function, _, parameters = name.partition("[")
         found.setdefault(function, []).append(parameters.removesuffix("]"))
     return found
-
-
-def law_tests(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the tests of a law, and the negative controls."""
-    rejecting = negative_controls()
-    return {
-        function: ids
-        for function, ids in by_function(names).items()
-        if function in rejecting or _OF_A_LAW.search(function)
-    }
-
-
-def negative_controls() -> set[str]:
-    """Return the names of the test functions in which an assertion has to fail."""
-    return {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and "pytest.raises(AssertionError" in ast.unparse(node)
-    }
 
 
 def collect_all() -> list[str]:
@@ -322,55 +251,12 @@ GIVEN = {
 GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 
 
-def jobs() -> dict[str, dict[str, Any]]:
-    """Return job -> its top-level file in conf/."""
-    files = [yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))]
-    return {file["job"]: file for file in files if "job" in file}
-
-
-def options_of(group: str) -> list[str]:
-    """Return the names of a group's files."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def configurations() -> dict[str, list[str]]:
-    """Return job -> overrides that name a configuration: none, an experiment, or a
-    group's option.
-    """
-    found: dict[str, list[str]] = {job: [""] for job in jobs()}
-    for name in options_of("experiment"):
-        found[yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())["job"]].append(
-            f"+experiment={name}"
-        )
-    for job, file in jobs().items():
-        groups = [group for entry in file["defaults"] if isinstance(entry, dict) for group in entry]
-        for group in (group for group in groups if (CONF / group).is_dir()):
-            found[job] += [f"{group}={name}" for name in options_of(group)]
-    return found
-
-
 def composed(job: str, override: str) -> Any:
     """Compose one of these configurations. Raises what the job raises."""
     from tests.test_readme import composed as of_arguments
 
     given = GIVEN_OF.get(override.partition("=")[0], [])
     return of_arguments(job, [*GIVEN.get(job, []), *([override] if override else []), *given])
-
-
-def composing() -> dict[str, list[str]]:
-    """Return those of `configurations` that compose."""
-    from decoding.errors import UserError
-
-    found: dict[str, list[str]] = {}
-    for job, overrides in configurations().items():
-        for override in overrides:
-            try:
-                composed(job, override)
-            except UserError as error:
-                print(f"{job} {override}: {error}")
-            else:
-                found.setdefault(job, []).append(override)
-    return found
 
 
 def representative(configured: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
@@ -416,21 +302,3 @@ def row_fields(run: Path) -> dict[str, list[str]]:
                 for one in (one for one in inner if isinstance(one, dict)):
                     found.setdefault(key, set()).update(one)
     return {key: sorted(names) for key, names in found.items()}
-
-
-def inventory(tests: Iterable[str], run: Path) -> dict[str, Any]:
-    """Return all that must not get lost. tests: names of all tests; run: a finished evaluation."""
-    return {
-        "law_rows": law_rows(),
-        "law_tests": law_tests(tests),
-        "configurations": composing(),
-        "commands": readme_commands(),
-        "row_fields": row_fields(run),
-        "drafters": named_drafters(),
-        "class_paths": class_paths(),
-    }
-
-
-def class_paths() -> list[str]:
-    """Return the class of every drafter."""
-    return sorted({one["class"] for one in named_drafters().values()})
