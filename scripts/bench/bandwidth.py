@@ -26,7 +26,7 @@ from decoding.costs.machine_limits import per_second, product, readers
 from decoding.costs.roofline import ForwardBudget, forward_budget
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
-from scripts.bench.random_models import Shape, random_target
+from scripts.bench.random_models import llama, random_target
 from training.models.build import dtype_of
 
 
@@ -50,10 +50,10 @@ class Options(BenchOptions):
 def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
     """Measure forwards and yardsticks in one dtype."""
     dtype, device, width = dtype_of(dtype_name), chosen.device, chosen.hidden_size
-    sizes_of_mlp = (chosen.intermediate_size, chosen.kv_heads, width // chosen.heads)
-    shape = Shape(chosen.layers, width, chosen.heads, *sizes_of_mlp, chosen.vocab_size)
+    inner, head_dim = chosen.intermediate_size, width // chosen.heads
+    shape = (chosen.layers, width, chosen.heads, inner, chosen.kv_heads, head_dim)
     most = chosen.context + max(chosen.widths) + 1
-    target = random_target(shape, dtype, device, most)
+    target = random_target(llama(*shape, chosen.vocab_size), dtype, device, most)
     budget = forward_budget(target.config, dtype, 1, chosen.context)
     target.open(1, most)
     target.slots.lengths_B = [chosen.context]  # the content of the cache does not change the time

@@ -5,14 +5,13 @@ Parts: `exact` (equality of the tokens), `decode` (speed against the bandwidth o
 head of a 7B target).
 
     python scripts/bench/gpu.py part=decode device=cuda
-    python scripts/bench/gpu.py part=exact device=cpu toy=true  # every line except the listed ones
+    python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
 
 Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
 nothing outside the repository. Every figure is written at once, so an interrupted part loses none.
 `scripts/bench/gpu.sh` calls it.
 """
 
-import ast
 import inspect
 import json
 import re
@@ -90,49 +89,12 @@ class Figures:
         half.replace(self.path)
 
 
-def untested_lines() -> list[str]:
-    """Return `file:line` of the code in decoding/devices.py that only a card runs.
-
-    Besides, a CPU uses gloo where cards use nccl (decoding/models/distributed/links.py,
-    training/parallel/strategy.py), and decoding/models/distributed/parallel.py has no second card.
-    """
-    path = ROOT / "decoding" / "devices.py"
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.IfExp) and "'cuda'" in ast.unparse(node.test):
-            lines.add(node.body.lineno)
-        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
-            for index, statement in enumerate(block if isinstance(block, list) else []):
-                guarded: list[ast.stmt] = []
-                if isinstance(statement, ast.If) and _tests_for(statement, ast.Eq):
-                    guarded = statement.body
-                if isinstance(statement, ast.If) and _tests_for(statement, ast.NotEq):
-                    assert isinstance(block, list)
-                    guarded = block[index + 1 :]
-                for inner in guarded:
-                    lines |= {each.lineno for each in ast.walk(inner) if isinstance(each, ast.stmt)}
-    return [f"decoding/devices.py:{line}" for line in sorted(lines)]
-
-
-def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
-    """Return whether a statement is `if device.type == "cuda"`, or `!=`."""
-    test = statement.test
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.ops[0], comparison)
-        and "'cuda'" in ast.unparse(test)
-    )
-
-
 def usage() -> str:
     """Return the script's docstring and its options with defaults and comments."""
     docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
-    lines = [
-        f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()
-    ]
-    return "\n".join(
-        [(__doc__ or "").strip(), "", "Options, as KEY=VALUE, with their defaults:", *lines]
-    )
+    lines = [f"  {f'{key}={value}':<32}  {docs[key]}" for key, value in asdict(Options()).items()]
+    about = (__doc__ or "").strip()
+    return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
 
 
 def parse(words: list[str]) -> Options:
@@ -162,16 +124,11 @@ def main(words: list[str]) -> int:
         return 0
     from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent, gpu_train
 
-    parts = dict(
-        zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_train.run, gpu_recurrent.run), strict=True)
-    )
+    modules = dict(zip(PARTS, (gpu_exact, gpu_decode, gpu_train, gpu_recurrent), strict=True))
     options = parse(words)
-    untested = untested_lines()
-    print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)
     figures = Figures(options)
-    figures.record["untested_lines"] = untested
     with torch.inference_mode():
-        parts[options.part](options.device, options.toy, figures)
+        modules[options.part].run(options.device, options.toy, figures)
     figures.add("done", not figures.failed)
     for name in figures.failed:
         print(f"FAILED: {name}", file=sys.stderr)
