@@ -20,6 +20,7 @@ from decoding import devices
 from decoding.costs.machine_limits import SLOW_YARDSTICK
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
+from decoding.models.text.tokenizer import load_tokenizer
 from eval.config import EvalConfig
 from eval.statistics.schema import Row, read_rows
 from jobs.config import ParallelConfig, plain, typed
@@ -29,8 +30,9 @@ from jobs.malloc import keep_memory
 from jobs.paths import resolve
 from jobs.run_folder import git_revision, hardware, versions
 from training.config import LoopConfig
-from training.data.packing import PackedData
-from training.data.readers import Prompt, read_prompts
+from training.data.packing import PackedData, Sample
+from training.data.readers import Prompt, read_chats, read_prompts
+from training.data.samples import Account, chat_samples
 from training.loop import fit
 from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
@@ -157,15 +159,6 @@ def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
     return peak
 
 
-def check_losses(ours: float, theirs: float, tolerance: float) -> None:
-    """Exit if two sides compute different losses on the same chats."""
-    if abs(ours / theirs - 1) > tolerance:
-        sys.exit(
-            f"error: the two sides' losses on the same chats are {ours:.4f} and {theirs:.4f}: they "
-            f"do not compute the same"
-        )
-
-
 class StepRecorder:
     """Tracker that keeps the figures of every training step."""
 
@@ -186,6 +179,11 @@ class StepRecorder:
             (after - before) / step["tokens_per_second"]
             for before, after, step in zip(tokens, tokens[1:], self.steps, strict=False)
         ]
+
+    def rate(self, count: str = "tokens") -> float:
+        """Return the tokens/s of all steps after the first. count: the figure to count by."""
+        counted = self.steps[-1][count] - self.steps[0][count]
+        return float(counted / sum(self.seconds()[1:]))
 
 
 def train_steps(
@@ -223,6 +221,17 @@ def fitting_prompts(
     asked = [(one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in found]
     most = engine.target.max_length - max_new_tokens
     return [(one, ids) for one, ids in asked if len(ids) < most]
+
+
+def read_chat_samples(
+    target: str, files: Sequence[str], max_length: int
+) -> tuple[list[Sample], Account]:
+    """Return the chats of ShareGPT files as samples with supervised answers, and their account."""
+    chats, _ = read_chats([resolve(file) for file in files])
+    tokenizer = load_tokenizer(resolve(target))
+    samples, account = chat_samples(tokenizer, chats, "auto", max_length, "answers")
+    print(account.line("chats"), file=sys.stderr)
+    return samples, account
 
 
 def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:

@@ -56,7 +56,6 @@ _LLAMA = {
 }
 _WIDE = StudentConfig(num_hidden_layers=5, hidden_size=2560, num_attention_heads=32, head_dim=128)
 _MASK_TOKENS = 3200 * 32 * 4096
-_BATCH = 16  # prompts decoded in one batch
 
 
 @dataclass
@@ -103,7 +102,7 @@ def measure(
 
 
 def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]:
-    """Return the tokens a target forward over all prompts, greedy and at temperature 1."""
+    """Return the block efficiency over all prompts, greedy and at temperature 1."""
     engine = load(resolve(chosen.target), drafter, device=chosen.device)
     asked = read_prompts(resolve(chosen.prompts))[: chosen.max_prompts]
     prompts = [ids for _, ids in common.fitting_prompts(engine, asked, chosen.max_new_tokens)]
@@ -117,13 +116,8 @@ def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]
             stop_token_ids=engine.stop_token_ids,
             stopping="fixed",
         )
-        tokens = rounds = 0
-        for start in range(0, len(prompts), _BATCH):
-            batch = prompts[start : start + _BATCH]
-            ids = range(start, start + len(batch))
-            for one in decode(engine.target, engine.drafter, batch, settings, request_ids=ids):
-                tokens, rounds = tokens + len(one.tokens), rounds + one.rounds
-        found.append(tokens / rounds)
+        made = decode(engine.target, engine.drafter, prompts, settings)
+        found.append(sum(len(one.tokens) for one in made) / sum(one.rounds for one in made))
     return found
 
 

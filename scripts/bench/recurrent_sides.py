@@ -4,7 +4,7 @@ Every side differs from `base` in one thing, or in what its name says. All are t
 seconds: a side's step is timed first, and its number of steps fills the seconds, with the complete
 schedule of the learning rate. The target's states are computed in every step.
 
-A head is judged by its block efficiency by prompt: greedy, of a chain on the target's own answers
+A head is judged by its block efficiency by prompt: greedy, of a chain on the target's answers
 (training/heads/evaluation.py); sampled, by real decoding with sampled chains, tested by p / q.
 """
 
@@ -85,19 +85,23 @@ class Bench:
         """Keep the options. files: chats `found`, `answered` by the target, and `held_out`."""
         self.chosen, self.files = chosen, files
         self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+        self.device = torch.device(chosen.device)
 
     @cached_property
     def engine(self) -> Engine:
+        """The target for decoding."""
         return load(self.folder, device=self.chosen.device, dtype=self.chosen.decode_dtype)
 
     @cached_property
     def target(self) -> Any:
-        return freeze(load_causal_lm(self.folder, self.dtype)).to(self.chosen.device)
+        """The frozen target for training."""
+        return freeze(load_causal_lm(self.folder, self.dtype)).to(self.device)
 
     @cached_property
     def states(self) -> TargetStates:
+        """The target's hidden states, computed when a batch is read."""
         states = TargetStates(self.target)
-        states.placed(torch.device(self.chosen.device))
+        states.placed(self.device)
         return states
 
     @cached_property
@@ -109,73 +113,51 @@ class Bench:
 
     @cached_property
     def chain(self) -> GreedyChain:
-        answers = []
+        """Greedy drafting of the held-out answers; its head is set before use."""
+        chosen, answers = self.chosen, []
         for _, ids, answer in self.held_out:
             mask = np.arange(len(ids) + len(answer)) >= len(ids)
             answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
-        longest = max(len(one.ids) for one in answers)
-        head, chosen = (
-            RecurrentHead(head_config(HeadShapeConfig(), self.target.config)),
-            self.chosen,
-        )
-        capacity, device = max(longest, chosen.max_length), torch.device(chosen.device)
-        return GreedyChain(
-            PREDICTIONS,
-            head,
-            self.states,
-            answers,
-            chosen.heads,
-            chosen.max_new_tokens,
-            capacity,
-            device,
-        )
-
-    def data(self, answered: bool, seed: int) -> PackedData:
-        """Return the chats in packed rows."""
-        rows = max(1, self.chosen.tokens_per_step // self.chosen.max_length)
-        return PackedData(
-            self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed
-        )
+        capacity = max(chosen.max_length, *(len(one.ids) for one in answers))
+        head = RecurrentHead(head_config(HeadShapeConfig(), self.target.config))
+        limits = (chosen.heads, chosen.max_new_tokens, capacity)
+        return GreedyChain(PREDICTIONS, head, self.states, answers, *limits, self.device)
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
-        given = {
-            name: DataConfig(
-                chats=[str(self.files[name])], max_length=self.chosen.max_length, max_bad=1.0
-            )
-            for name in ("found", "answered")
-            if name in self.files
-        }
-        return {
-            name: read_samples(self.engine.tokenizer, data, "train") for name, data in given.items()
-        }
+        found = {}
+        for name, file in self.files.items():
+            config = DataConfig(chats=[str(file)], max_length=self.chosen.max_length, max_bad=1.0)
+            if name != "held_out":
+                found[name] = read_samples(self.engine.tokenizer, config, "train")
+        return found
 
-    def head(self, side: Side, seed: int) -> RecurrentHead:
-        """Return an untrained head."""
+    def data(self, answered: bool, seed: int) -> PackedData:
+        """Return the chats in packed rows."""
+        samples, length = self._samples["answered" if answered else "found"], self.chosen.max_length
+        return PackedData(samples, length, max(1, self.chosen.tokens_per_step // length), seed)
+
+    def head_objective(self, side: Side, seed: int) -> Objective:
+        """Return a side's loss and its untrained head."""
         torch.manual_seed(seed)
+        chosen = self.chosen
         shape = HeadShapeConfig(
-            num_draft_layers=self.chosen.num_draft_layers,
+            num_draft_layers=chosen.num_draft_layers,
             rnn=side.rnn,
             warm_start=side.warm_start,
             zero_blocks=side.zero_blocks,
         )
         lm_head_VH = self.target.get_output_embeddings().weight.detach()
         head = build_head(shape, head_config(shape, self.target.config), lm_head_VH, [], show=False)
-        return head.to(self.chosen.device, self.dtype)
-
-    def head_objective(self, side: Side, seed: int) -> Objective:
-        """Return a side's loss and its head."""
-        head = self.head(side, seed)
-        loss = HeadLossConfig(
-            side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens
-        )
+        head = head.to(self.device, self.dtype)
+        loss = HeadLossConfig(side.loss, predict_n_tokens=chosen.heads, own_tokens=side.own_tokens)
         return HeadObjective(PREDICTIONS, head, self.states, loss), head
 
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:
         """Number of layers -> the target cut by importance, and the seconds of the cut."""
         chosen, students, found = self.chosen, Students(), {}
-        wanted = StudentOptions(
+        options = StudentOptions(
             device=chosen.device,
             target=chosen.target,
             chats=[str(self.files["found"])],
@@ -191,9 +173,8 @@ class Bench:
         )
         with tempfile.TemporaryDirectory() as place:
             for layers in chosen.pruned_layers:
-                config = prune_config(
-                    wanted, StudentConfig(num_hidden_layers=layers), 0, Path(place)
-                )
+                shape = StudentConfig(num_hidden_layers=layers)
+                config = prune_config(options, shape, 0, Path(place))
                 config.importance.choice = chosen.pruned_choice
                 context = students.context(config)
                 found[layers] = students.cut(context)[0].cpu(), sum(context.seconds.values())
@@ -201,7 +182,7 @@ class Bench:
 
     def student_objective(self, layers: int) -> Objective:
         """Return the distillation into a copy of the cut target."""
-        student = copy.deepcopy(self.students[layers][0]).to(self.chosen.device, self.dtype)
+        student = copy.deepcopy(self.students[layers][0]).to(self.device, self.dtype)
         return Distillation(student, self.target), student
 
     def time_step(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
@@ -221,9 +202,8 @@ class Bench:
         """Return (tokens, rounds) of every held-out prompt, `greedy` and `sampled`."""
         self.chain.head = head.eval()
         greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
-        drafter = RecurrentDrafter(
-            head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, children="sampled"
-        )
+        copied = copy.deepcopy(head).float().requires_grad_(False)
+        drafter = RecurrentDrafter(head=copied, beam_width=1, children="sampled")
         settings = Settings(
             self.chosen.max_new_tokens,
             temperature=1.0,
