@@ -8,8 +8,8 @@
 Weights, prompts, length, dtype and threads are equal. Autoregressive: `generate` with sdpa, the
 better of its dynamic and static caches. Speculative: `generate(assistant_model=...)` with the same
 drafter and the same fixed draft length (confidence threshold 0, constant schedule). Nothing is
-compiled on either side. Complete calls are timed, prefill included; stop tokens are ignored, so
-that every call emits the same number of tokens.
+compiled on either side. Complete calls are timed, prefill included. Stop tokens are ignored, so
+every call emits the same number of tokens.
 """
 
 import statistics
@@ -58,7 +58,7 @@ class Options(BenchOptions):
 
 
 class ModelPair:
-    """Models of both sides in one dtype, and the prompts."""
+    """Target and drafter of both sides in one dtype, and the prompts."""
 
     def __init__(self, chosen: Options, dtype: str, prompts: list[list[int]]) -> None:
         self.chosen, self.dtype, self.prompts = chosen, dtype_of(dtype), prompts
@@ -82,7 +82,7 @@ class ModelPair:
         return model.eval().to(self.chosen.device)
 
     def settings(self, temperature: float = 0.0) -> Settings:
-        """Return settings of fixed length."""
+        """Return settings under which every call emits the same number of tokens."""
         return Settings(
             max_new_tokens=self.chosen.max_new_tokens,
             temperature=temperature,
@@ -108,7 +108,7 @@ class ModelPair:
             assert made.shape[1] - len(prompt) == tokens, made.shape
 
     def sides(self, temperature: float) -> dict[str, Callable[[], float]]:
-        """Return a function of each side that decodes all prompts and returns tokens/s."""
+        """Return side -> a function that decodes all prompts and returns tokens/s."""
         tokens = len(self.prompts) * self.chosen.max_new_tokens
         theirs = partial(self.decode_theirs, temperature)
         calls: dict[str, Callable[[], None]] = {
@@ -123,7 +123,7 @@ class ModelPair:
 
 
 def _rate(tokens: int, call: Callable[[], Any]) -> float:
-    return tokens / common.timed(call)
+    return tokens / common.measure_seconds(call)
 
 
 def measure(models: ModelPair, temperature: float) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def measure_overhead(models: ModelPair, temperature: float) -> float:
 
 
 def main() -> None:
-    """Measure every dtype and temperature; the file is written after each."""
-    chosen = common.options(Options)
+    """Measure every dtype and temperature, and write the results after each."""
+    chosen = common.read_options(Options)
     tokenizer = load_tokenizer(resolve(chosen.target))
     chats = (
         [{"role": "user", "content": p.turns[0]}] for p in read_prompts(resolve(chosen.prompts))

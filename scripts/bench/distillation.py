@@ -69,7 +69,7 @@ def build_our_side(chosen: Options, samples: list[Sample]) -> Callable[[], float
 
 def main() -> None:
     """Compare the losses of both sides, then their rates."""
-    chosen = common.options(Options)
+    chosen = common.read_options(Options)
     samples, account = common.read_chat_samples(chosen.target, [chosen.chats], chosen.max_length)
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))
     student, teacher = load_models(chosen)

@@ -7,9 +7,9 @@ head of a 7B target).
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
 
-Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
-nothing outside the repository. Every figure is written at once, so an interrupted part loses none.
-`scripts/bench/gpu.sh` calls it.
+It imports only torch, transformers, accelerate, safetensors and numpy, downloads nothing and needs
+nothing outside the repository. Every figure is written when it is measured, so an interrupted part
+loses none. `scripts/bench/gpu.sh` calls this script.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
-# no figure starts later; a part ends within eight minutes if its last figure takes at most 80 s
+# no figure starts later, so a part ends within eight minutes if its last figure takes 80 s at most
 LAST_START_S = 400.0
 
 
@@ -43,7 +43,7 @@ class Options:
 
 
 class Figures:
-    """Results of a part in a JSON file that is complete after every figure."""
+    """Figures of a part, in a JSON file that is complete after each of them."""
 
     def __init__(self, options: Options) -> None:
         device = torch.device(options.device)
@@ -63,14 +63,14 @@ class Figures:
         self.write()
 
     def add(self, name: str, value: Any) -> None:
-        """Keep, write and print a figure."""
+        """Add a figure, write the file and print the figure."""
         self.record["figures"][name] = value
         self.record["seconds"] = round(time.perf_counter() - self.began, 1)
         self.write()
         print(f"[{self.record['seconds']:6.1f} s] {name}: {json.dumps(value)}", flush=True)
 
     def in_time(self, name: str) -> bool:
-        """Return whether there is time for a figure, and record it as left out if not."""
+        """Return whether time is left for a figure; if not, record it as left out."""
         if time.perf_counter() - self.began < LAST_START_S:
             return True
         self.add(name, "left out: the part's time was up")
@@ -90,7 +90,7 @@ class Figures:
 
 
 def usage() -> str:
-    """Return the script's docstring and its options with defaults and comments."""
+    """Return the script's docstring, and every option with its default and meaning."""
     docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
     lines = [f"  {f'{key}={value}':<32}  {docs[key]}" for key, value in asdict(Options()).items()]
     about = (__doc__ or "").strip()
@@ -98,7 +98,7 @@ def usage() -> str:
 
 
 def parse(words: list[str]) -> Options:
-    """Parse `key=value` words, and exit with a message for anything else."""
+    """Parse `key=value` words; exit with an error for anything else."""
     kinds = {field.name: field.type for field in fields(Options)}
     given: dict[str, Any] = {}
     for word in words:

@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def capacity(self) -> int:
-        """Largest number of slots that a row needs."""
+        """Maximum number of cache slots that a row needs."""
         nodes = max(*self.widths, self.batch_width) * max(self.lengths)
         return self.prompt + self.tokens + nodes + 1
 
@@ -209,7 +209,7 @@ def measure_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figur
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """Measure training and rounds, the figures of the goals first."""
+    """Measure training and rounds, those with goals first."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     training = gpu_recurrent_training.TOY if toy else gpu_recurrent_training.REAL
     found = measure_head_training(training, device)

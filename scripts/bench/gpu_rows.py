@@ -39,13 +39,13 @@ TREE_RULES = ("greedy", "token", "coupled")
 
 @dataclass(frozen=True)
 class DraftingMode:
-    """Way to draft, and the rules that verify it."""
+    """A way to draft, and the rules that verify its drafts."""
 
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...] = TREE_RULES
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings besides the usual ones
+    settings: Mapping[str, Any] = field(default_factory=dict)  # changes of the usual settings
     head: bool = False  # drafts with a random head for the random target
-    # rounds wait once; not where the host computes a function of the text for every drafted token
+    # rounds wait once, unless the host computes a function of the text for every drafted token
     waits_once: bool = True
     one_row: bool = False  # takes one prompt at a time
 
@@ -66,7 +66,7 @@ def same_parity(text: Sequence[int]) -> Sequence[int]:
 
 
 def drafting_modes(folder: Path, device: str) -> dict[str, DraftingMode]:
-    """Return all ways to draft by name. folder: the draft model of a worker."""
+    """Return all ways to draft by name. folder: draft model of `pearl_wall`'s worker process."""
     found = {
         row.name: DraftingMode(
             row.make,
@@ -117,7 +117,7 @@ def write_draft_model(folder: Path, toy: bool) -> None:
 
 
 def random_kit(dtype: str, device: str, execution: str) -> Kit:
-    """Return a random target, for which the drafter makes a random head."""
+    """Return a random target, for which drafters make a random head."""
     weights = random_weights(RANDOM, DTYPES[dtype], device)
     target = NativeTarget(weights, "random", 512, execution=execution)
     return Kit(target, target, target, ())

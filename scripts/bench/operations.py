@@ -1,4 +1,4 @@
-"""Count of the eager operations outside models that launch a kernel on a GPU."""
+"""Counter of the eager operations outside models that launch a kernel on a GPU."""
 
 import functools
 from collections import Counter

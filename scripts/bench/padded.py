@@ -1,7 +1,7 @@
 """Distillation by a `transformers.Trainer` loop on padded batches and complete logits.
 
-Models, chats, supervised tokens, forward KL and dtype are those of our side. Imports only packages
-that gpu.py may import.
+Models, chats, supervised tokens, forward KL and dtype equal our side's. The module imports only
+packages that gpu.py may import.
 """
 
 import sys
@@ -23,7 +23,7 @@ SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
-    """Clock of the Trainer's steps, with data loading and without start-up."""
+    """Clock of the Trainer's steps, data loading included and start-up excluded."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -36,7 +36,7 @@ class _Clock(TrainerCallback):
 
 
 class PaddedDistillation(Trainer):
-    """Usual loop: padded batches, complete logits, forward KL on supervised positions."""
+    """Trainer with the usual distillation: padded batches, complete logits, forward KL."""
 
     teacher: Any
     counts: list[int]  # tokens of every step without padding
@@ -92,9 +92,9 @@ def trainer_rate(
     folder: Path,
     device: str,
 ) -> float:
-    """Measure the useful tokens/s of Trainer steps of `per_step` chats, after one for warm-up.
+    """Measure the tokens/s without padding of Trainer steps over `per_step` chats.
 
-    Both models must use attention `sdpa`.
+    The first step is a warm-up. Both models must use attention `sdpa`.
     """
     settings = TrainingArguments(
         str(folder),

@@ -47,7 +47,7 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
     engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
     wanted = chosen.max_prompts + chosen.sweep_prompts
     prompts = read_prompts(resolve(chosen.prompts))
-    asked, kept = prompts_without_loops(engine, prompts, wanted, chosen.max_new_tokens)
+    asked, kept = find_prompts_without_loops(engine, prompts, wanted, chosen.max_new_tokens)
     print(f"prompts: {len(kept)} of the first {asked} do not loop when greedy", file=sys.stderr)
     same = compare_outputs(chosen, engine, [ids for _, ids, _ in kept][: chosen.exact_prompts])
     del engine
@@ -60,7 +60,7 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
                 chosen,
                 folder / f"T{temperature:g}",
                 file,
-                arms(chosen, temperature),
+                make_arms(chosen, temperature),
                 temperatures=[temperature],
                 sweep=chosen.lengths,
                 sweep_prompts=chosen.sweep_prompts,
@@ -69,17 +69,17 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
     return {
         "prompts": {"asked": asked, "kept": len(kept)},
         "greedy_output_by_beams": same,
-        "goals": goals(found, same),
+        "goals": judge_goals(found, same),
         "rows": row_figures(found),
     }
 
 
-def prompts_without_loops(
+def find_prompts_without_loops(
     engine: Engine, prompts: Sequence[Prompt], wanted: int, max_new_tokens: int
 ) -> tuple[int, list[Answered]]:
     """Find the first prompts whose greedy answer does not loop (distinct-4 of at least 0.5).
 
-    Returns the number of prompts asked and what was found.
+    Returns the number of prompts that were answered, and the prompts found.
     """
     settings = Settings(max_new_tokens, stop_token_ids=engine.stop_token_ids)
     found: list[Answered] = []
@@ -109,7 +109,7 @@ def compare_outputs(
 ) -> dict[str, dict[str, int]]:
     """Count by beam width the greedy outputs that equal the target's.
 
-    Others differ at a tie, where float32 rounds differently, or are different.
+    The others differ first at a tie, where float32 rounds differently, or elsewhere (different).
     """
     settings = Settings(
         chosen.max_new_tokens,
@@ -134,8 +134,8 @@ def compare_outputs(
     return found
 
 
-def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
-    """Return heads of every width, and one that sizes its beams by cost.
+def make_arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
+    """Return drafters with heads of every width, and one that sizes its beams by cost.
 
     Greedy decoding has no sampled beams.
     """
@@ -171,8 +171,11 @@ def race_drafters(
     )
 
 
-def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the speedups on prompts that do not loop."""
+def judge_goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
+    """Compare every goal with the speedups on prompts that do not loop.
+
+    same: output counts of `compare_outputs`.
+    """
     speedups: dict[float, dict[str, float]] = {0: {}, 1: {}}
     for row in rows:
         if row.headline_speedup is not None:
@@ -194,7 +197,7 @@ def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dic
 
 
 def report(found: dict[str, Any]) -> str:
-    """Format the figures of this part as tables."""
+    """Return the figures of this part as Markdown tables."""
     keys = ("drafter", "temperature", "num_draft_tokens", "alpha", "tau", "cost_ratio", "overhead")
     speedup = ("speedup", "speedup_low", "speedup_high")
     rows = [
@@ -209,7 +212,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _format_found(found: Any) -> str:
-    """Format the speedups of a goal, or its outputs by width."""
+    """Format the speedups of a goal, or its output counts by width."""
     if isinstance(found, dict):
         return "; ".join(
             f"width {width}: {', '.join(f'{n} {kind}' for kind, n in of.items() if n)}"

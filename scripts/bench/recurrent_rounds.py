@@ -1,7 +1,7 @@
 """Part `drafting` of recurrent.py: the cost of a round outside the target and the head.
 
-Operations are counted as they run here, and with the verification of trees that a GPU takes
-(decoding/verification/device_tree.py), since only there they launch kernels.
+Operations are counted as they run here, and with the tree verification of a GPU
+(decoding/verification/device_tree.py), since operations launch kernels only on a GPU.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Clock:
 
 
 def measure_drafting(chosen: Any) -> dict[str, Any]:
-    """Measure the milliseconds, the parts' shares and the operations of a round for each way."""
+    """Measure the time, the shares of the parts and the operations of a round for every way."""
     if not chosen.head:
         raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
     found: dict[str, Any] = {}
@@ -79,11 +79,11 @@ def measure_drafting(chosen: Any) -> dict[str, Any]:
             "operations_outside": operations,
             "operations_outside_as_on_a_gpu": on_gpu,
         }
-    return found | {"goals": goals(found, chosen.beam_width, chosen.beam_length)}
+    return found | {"goals": judge_goals(found, chosen.beam_width, chosen.beam_length)}
 
 
-def goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures; beams of another size get no verdict."""
+def judge_goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
+    """Compare every goal with the figures; only GOAL_BEAMS get a verdict."""
     share = f"at most {GOAL_SHARE:.0%} of a round outside the models"
     operations = f"at most {GOAL_OPERATIONS} operations outside them"
     limits = {
@@ -131,7 +131,7 @@ def count_operations(engine: Engine, prompt: list[int], settings: Settings) -> i
 def measure_shares(
     engine: Engine, prompts: list[list[int]], settings: Settings, repeats: int
 ) -> dict[str, float]:
-    """Return medians over passes through all prompts, the first of which is a warm-up."""
+    """Return medians over passes through all prompts, without the first pass, a warm-up."""
     target_clock, head_clock = Clock(), Clock()
     (target, target_calls), *rest = models_of(engine)
     run_methods_within(target_clock.running, target, *target_calls)

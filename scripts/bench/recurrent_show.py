@@ -5,14 +5,14 @@
       "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
 
 Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on the
-target's continuations, distillation on its own answers, forward KL, LK, training-time test),
-`data` (given chats and answers of the target, under both losses), `starts` (warm start and
+target's continuations, distillation on its answers, forward KL, LK, training-time test), `data`
+(the given chats, and answers of the target, under both losses), `starts` (warm start and
 zero-initialised blocks, on and off), `shape` (beam width x length with the heads of the side
 `raced`), `pruned` (the same heads against the target cut to a few layers and distilled for the same
-time). The first four compare block efficiency, the last two speed as well.
+time). The first four compare block efficiency, the last two also speed.
 
-Pieces such as `parts=[losses] seeds=[0]` may run one by one: with the same settings and `work`, the
-tables include all earlier pieces.
+Parts and seeds such as `parts=[losses] seeds=[0]` may run in separate calls: with the same settings
+and `work`, the tables include all earlier ones.
 """
 
 import json
@@ -37,7 +37,7 @@ from recurrent_drafting.checkpoint import save_head
 from scripts.bench import common
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.common import BenchOptions
-from scripts.bench.kept import Kept
+from scripts.bench.part_journal import PartJournal
 from scripts.bench.recurrent_generation import race_drafters, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench, Objective
 from training.config import DataConfig
@@ -55,7 +55,7 @@ TRAINED = {
     "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }
 PARTS = (*TRAINED, "shape", "pruned")
-HELD_OUT = 0.1  # share of the chats that is kept for the cut of a pruned drafter
+HELD_OUT = 0.1  # share of the chats that is held out to prune by
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Options(BenchOptions):
     # held-out evaluation prompts; those whose greedy answer loops are skipped
     prompts: str = "embedded:prompts"
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # comparisons
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every side each
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # each runs every side once
     seconds: float = 20.0  # seconds of training of every run
     max_chats: int = 400  # chats sampled from the files, which the target answers
     answer_tokens: int = 128  # maximum length of the target's answers to train on
@@ -82,12 +82,12 @@ class Options(BenchOptions):
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: numbers of beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape: temperatures
-    raced: str = "forward KL"  # shape, pruned: the side whose heads decode
-    # shape, pruned: number of held-out prompts that are decoded one by one and timed
+    raced: str = "forward KL"  # shape, pruned: side whose heads decode
+    # shape, pruned: number of held-out prompts that are decoded and timed one by one
     race_prompts: int = 8
-    race_width: int = 10  # pruned: most beams of the heads; width and length follow the costs
-    race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
-    # pruned: numbers of layers to keep; the faster drafter is compared
+    race_width: int = 10  # pruned: maximum beams of the heads; width and length follow the costs
+    race_length: int = 4  # pruned: maximum draft length of heads and pruned drafters
+    # pruned: numbers of layers to keep; the fastest drafter is compared
     pruned_layers: list[int] = field(default_factory=lambda: [1, 2])
     # pruned: choice of layers, as importance.choice of distill.prune
     pruned_choice: str = "even"
@@ -99,7 +99,7 @@ class Options(BenchOptions):
 
 
 def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
-    """Write the chats of all runs: `found`, and `held_out` for the cut of a pruned drafter."""
+    """Write the chats of all runs; return the files `found` and `held_out` (for pruning)."""
     chats, _ = read_chats([resolve(path) for path in chosen.chats], max_bad=0.1)
     sampled = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
     cut = max(1, round(HELD_OUT * len(sampled)))
@@ -129,12 +129,12 @@ def answer_chats(chosen: Options, found: Path, work: Path) -> Path:
 
 
 class Show:
-    """All runs of a comparison, seed by seed."""
+    """Runs of all chosen parts, seed by seed."""
 
     def __init__(self, chosen: Options) -> None:
         self.chosen = chosen
-        self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
-        self.work = self.kept.folder
+        self.journal = PartJournal(chosen.work, chosen, ("parts", "seeds"))
+        self.work = self.journal.folder
         pairs = {
             side: against
             for part, of in TRAINED.items()
@@ -149,7 +149,7 @@ class Show:
         self.bench = Bench(chosen, files)
 
     def run(self) -> dict[str, Any]:
-        """Run what is missing and return all figures, earlier ones included."""
+        """Run the parts that the journal lacks; return all figures, earlier ones included."""
         for seed in self.chosen.seeds:
             for side in self.sides:
                 self._figures(side, seed, self.head, side)
@@ -164,13 +164,15 @@ class Show:
     def _figures(
         self, name: str, seed: int, make: Callable[..., dict[str, Any]], *given: Any
     ) -> None:
-        self.kept.figures({"of": name, "seed": seed}, make, *given, seed)
+        self.journal.figures({"of": name, "seed": seed}, make, *given, seed)
         self.save()
 
     def save(self) -> dict[str, Any]:
         """Write and return the figures so far."""
         figures = {
-            f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part
+            f"{part['of']}/{part['seed']}": found
+            for part, found in self.journal.all()
+            if "of" in part
         }
         found = {"figures": figures, "tables": tables.report(self.chosen, figures, TRAINED)}
         common.save(self.chosen.name, self.chosen, found, show=False)
@@ -183,7 +185,7 @@ class Show:
 
         A step is timed once, so that all seeds take the same number of steps.
         """
-        pace = self.kept.figures(
+        pace = self.journal.figures(
             {"pace of": name}, lambda: {"seconds": self.bench.time_step(make, data, lr)}
         )
         steps = max(1, round(self.chosen.seconds / pace["seconds"]))
@@ -192,7 +194,7 @@ class Show:
         return made[1], {"steps": steps, "seconds": seconds}
 
     def head(self, name: str, seed: int) -> dict[str, Any]:
-        """Train a side's head, measure it, and write it if it decodes later."""
+        """Train a side's head and measure it; write it if later parts decode with it."""
         bench, side = self.bench, SIDES[name]
         data = bench.data(side.answered, seed)
         make = partial(bench.head_objective, side, seed)
@@ -203,7 +205,7 @@ class Show:
         return {**found, "epochs": epochs, **bench.block_efficiency(head, seed)}
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
-        """Distil into the cut target for the same seconds, and write it for decoding."""
+        """Distil into the cut target for the given seconds, and write the drafter."""
         bench, make = self.bench, partial(self.bench.student_objective, layers)
         cut_seconds = bench.students[layers][1]
         data = bench.data(False, seed)
@@ -224,7 +226,7 @@ class Show:
         return {"use": "recurrent", "folder": folder, "dtype": dtype, **options}
 
     def shape(self, seed: int) -> dict[str, Any]:
-        """Measure beams of every width and length with a seed's head."""
+        """Decode with a seed's head under every beam width and length."""
         chosen, drafter = self.chosen, partial(self._head_drafter, seed, by_cost=False)
         heads = [drafter(beam_width=n, name=f"{n} beams") for n in chosen.widths]
         temperatures = chosen.shape_temperatures
@@ -232,7 +234,7 @@ class Show:
         return {"generations": self._race(*given, prompt_lookup_control=False)}
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """Measure a seed's head, sized by cost, against its pruned drafters."""
+        """Decode with a seed's head, sized by cost, and with its pruned drafters."""
         chosen = self.chosen
         drafter = partial(self._head_drafter, seed, by_cost=True, beam_width=chosen.race_width)
         picked = drafter(children="top_k", name="head, picked")
@@ -273,12 +275,12 @@ class Show:
             max_prompts=len(prompts),
             **fields,
         )
-        return tables.generations(folder)
+        return tables.read_generations(folder)
 
 
 def main() -> None:
-    """Run the chosen parts and write their tables."""
-    chosen = common.options(Options, parts=PARTS, raced=SIDES)
+    """Run the chosen parts, and write the tables of all parts."""
+    chosen = common.read_options(Options, parts=PARTS, raced=SIDES)
     common.save_text(chosen.name, Show(chosen).run()["tables"])
 
 

@@ -1,8 +1,8 @@
-"""Sides of recurrent_show.py: heads and pruned students, their training and their acceptance.
+"""Sides of recurrent_show.py: heads and pruned students, their training and block efficiency.
 
-Every side differs from `base` in one thing, or in what its name says. All are trained for equal
-seconds: a side's step is timed first, and its number of steps fills the seconds, with the complete
-schedule of the learning rate. The target's states are computed in every step.
+Every side differs from `base` in one setting, or in those of its name. All are trained for equal
+seconds: a side's step is timed first, and as many steps as fit run under a complete learning-rate
+schedule. The target's states are computed in every step.
 
 A head is judged by its block efficiency by prompt: greedy, of a chain on the target's answers
 (training/heads/evaluation.py); sampled, by real decoding with sampled chains, tested by p / q.
@@ -30,7 +30,7 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import StepRecorder, loop_config, train_steps
-from scripts.bench.recurrent_generation import Answered, prompts_without_loops
+from scripts.bench.recurrent_generation import Answered, find_prompts_without_loops
 from scripts.bench.students import StudentOptions, Students, prune_config
 from training.config import DataConfig, StudentConfig
 from training.data.from_config import read_samples
@@ -44,12 +44,12 @@ from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
 from training.optimizer_config import OptimizerConfig
 
-PACE_STEPS = 5  # steps of a side's timing, the first of which is a warm-up
+PACE_STEPS = 5  # steps that time a side; the first one is a warm-up
 
 
 @dataclass(frozen=True)
 class Side:
-    """Start of a head and what it learns from."""
+    """Initialisation, loss and data of a head."""
 
     rnn: bool = True
     warm_start: str = "state"
@@ -75,14 +75,14 @@ SIDES = {
     "as published": Side(warm_start="none", zero_blocks=False),
 }
 
-Objective = tuple[Any, Any]  # a loss of batches, and the module of it that is trained
+Objective = tuple[Any, Any]  # a loss, and the part of it that is trained
 
 
 class Bench:
-    """Target (to train on and to decode with), chats and held-out answers that all runs share."""
+    """Target for training and for decoding, chats, and held-out answers, shared by all runs."""
 
     def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
-        """Keep the options. files: chats `found`, `answered` by the target, and `held_out`."""
+        """Store the options. files: chats `found`, `answered` by the target, and `held_out`."""
         self.chosen, self.files = chosen, files
         self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
         self.device = torch.device(chosen.device)
@@ -109,7 +109,7 @@ class Bench:
         """Prompts whose greedy answer does not loop, with ids and answers."""
         prompts, chosen = read_prompts(resolve(self.chosen.prompts)), self.chosen
         most = chosen.max_new_tokens
-        return prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
+        return find_prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
 
     @cached_property
     def chain(self) -> GreedyChain:

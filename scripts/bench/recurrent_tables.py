@@ -1,7 +1,8 @@
 """Markdown tables of recurrent_show.py.
 
 A comparison has two paired 95 % intervals: over prompts, with the counts of all seeds added up
-(eval.statistics.metrics), and over seeds, by Student's t (kept.py), which is wide for three seeds.
+(eval.statistics.metrics), and over seeds, by Student's t (part_journal.py), which is wide for
+three seeds.
 """
 
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import Any
 from eval.measure.records import AUTOREGRESSIVE, read_records
 from eval.statistics.metrics import Interval, paired_bootstrap, paired_speedups
 from scripts.bench.common import interval, table
-from scripts.bench.kept import paired
+from scripts.bench.part_journal import paired
 
 Figures = Mapping[str, Any]  # name/seed -> figures
 Columns = tuple[list[float], list[float]]  # by prompt: tokens, and rounds or seconds
@@ -20,30 +21,33 @@ Arm = tuple[float, str, int]  # temperature, drafter, draft length
 COUNTS = ("tokens", "rounds", "seconds")
 
 
-def of_seeds(figures: Figures, name: str) -> dict[str, Any]:
-    """Return the figures of a name by seed."""
+def figures_by_seed(figures: Figures, name: str) -> dict[str, Any]:
+    """Return the figures of a side or part by seed."""
     start = f"{name}/"
     found = {key[len(start) :]: value for key, value in figures.items() if key.startswith(start)}
     return dict(sorted(found.items()))
 
 
-def pooled(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
+def pool_seeds(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
     """Return tokens and rounds of every prompt, added up over seeds."""
     prompts = [[sum(column) for column in zip(*pairs)] for pairs in zip(*runs, strict=True)]
     return [tokens for tokens, _ in prompts], [rounds for _, rounds in prompts]
 
 
-def over(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
-    """Return the ratio of two block efficiencies with its interval over prompts."""
-    return paired_bootstrap(*pooled(runs), *pooled(base))
+def tau_ratio(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
+    """Return the ratio of two block efficiencies with its interval over prompts.
+
+    Each argument has, by seed and prompt, the tokens and the rounds.
+    """
+    return paired_bootstrap(*pool_seeds(runs), *pool_seeds(base))
 
 
-def shown(found: Interval) -> str:
+def format_interval(found: Interval) -> str:
     """Format an interval."""
     return interval(found.value, found.low, found.high)
 
 
-def trained(figures: Figures, pairs: Mapping[str, str]) -> str:
+def training_table(figures: Figures, pairs: Mapping[str, str]) -> str:
     """Return the table of sides trained for equal seconds. pairs: side -> side compared with."""
     rows = [_row(figures, side, None) for side in dict.fromkeys(pairs.values())]
     rows += [_row(figures, side, against) for side, against in pairs.items()]
@@ -55,8 +59,8 @@ def trained(figures: Figures, pairs: Mapping[str, str]) -> str:
 
 def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
     """Return the cells of a side, none if it shares no seed with the other one."""
-    base = of_seeds(figures, side if against is None else against)
-    found = {seed: one for seed, one in of_seeds(figures, side).items() if seed in base}
+    base = figures_by_seed(figures, side if against is None else against)
+    found = {seed: one for seed, one in figures_by_seed(figures, side).items() if seed in base}
     if not found:
         return []
     row: list[Any] = [side, against]
@@ -66,7 +70,7 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
         row.append(" ".join(f"{value:.3f}" for value in taus.values()))
         by_seed = paired(taus, base_taus)
         difference = interval(by_seed["difference"], by_seed["low"], by_seed["high"])
-        ratio = shown(over([*mine.values()], [*theirs.values()]))
+        ratio = format_interval(tau_ratio([*mine.values()], [*theirs.values()]))
         row += [ratio, difference] if against else ["", ""]
     one = next(iter(found.values()))
     seconds = " ".join(f"{each['seconds']:.0f}" for each in found.values())
@@ -74,13 +78,13 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
 
 
 def _tau(run: Sequence[Sequence[float]]) -> float:
-    tokens, rounds = pooled([run])
+    tokens, rounds = pool_seeds([run])
     return sum(tokens) / sum(rounds)
 
 
 # -------------------------------------------------------------------------------------------- races
-def generations(folder: Path) -> list[dict[str, Any]]:
-    """Read the counts and seconds of every generation of a race."""
+def read_generations(folder: Path) -> list[dict[str, Any]]:
+    """Read the counts and seconds of every generation from a run folder of eval.run."""
     keys = ("drafter", "temperature", "num_draft_tokens", "prompt_id", "rounds")
     return [
         {key: getattr(one, key) for key in keys}
@@ -89,7 +93,7 @@ def generations(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def by_arm(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, list[float]]]:
+def pool_arms(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, list[float]]]:
     """Return tokens, rounds and seconds of every prompt, added up over seeds."""
     sums: dict[Arm, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 3))
     for one in (one for race in races for one in race):
@@ -107,21 +111,21 @@ def _speed(arm: Mapping[str, list[float]]) -> Columns:
     return arm["tokens"], arm["seconds"]
 
 
-def raced(races: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Return the table of block efficiencies and speedups of every arm."""
-    arms, rows = by_arm(races), []
+def race_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Return the table of every arm's block efficiency and speedup."""
+    arms, rows = pool_arms(races), []
     for (temperature, name, length), arm in sorted(arms.items()):
         if name != AUTOREGRESSIVE:
             plain = arms[temperature, AUTOREGRESSIVE, 0]
-            speedup = shown(paired_bootstrap(*_speed(arm), *_speed(plain)))
+            speedup = format_interval(paired_bootstrap(*_speed(arm), *_speed(plain)))
             tau = sum(arm["tokens"]) / sum(arm["rounds"])
             rows.append([temperature, name, length, tau, speedup])
     return table(["T", "drafter", "length", "tau", "speedup"], rows)
 
 
-def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
+def head_against_pruned_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
     """Return the table of the faster head against the faster pruned drafter."""
-    arms, rows = by_arm(races), []
+    arms, rows = pool_arms(races), []
     rate = {arm: sum(of["tokens"]) / sum(of["seconds"]) for arm, of in arms.items()}
     for temperature in sorted({arm[0] for arm in arms}):
         here = [arm for arm in arms if arm[0] == temperature]
@@ -130,25 +134,25 @@ def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
             for kind in ("head", "pruned")
         ]
         plain = _speed(arms[temperature, AUTOREGRESSIVE, 0])
-        speedup = shown(paired_speedups(*[(*_speed(arms[arm]), *plain) for arm in best]))
+        speedup = format_interval(paired_speedups(*[(*_speed(arms[arm]), *plain) for arm in best]))
         rows.append([temperature, *(name for _, name, _ in best), speedup])
     return table(["T", "head", "against", "speed over it"], rows)
 
 
 def report(chosen: Any, figures: Figures, parts: Mapping[str, Mapping[str, str]]) -> str:
-    """Return all tables whose figures exist."""
+    """Return the tables of all parts that have figures. parts: `TRAINED` of recurrent_show.py."""
     found = [f"{chosen.seconds:g} s of training each, {chosen.threads} threads"]
     for part, pairs in parts.items():
-        if any(of_seeds(figures, side) for side in pairs):
-            found.append(f"### {part}\n\n{trained(figures, pairs)}")
+        if any(figures_by_seed(figures, side) for side in pairs):
+            found.append(f"### {part}\n\n{training_table(figures, pairs)}")
     for part in ("shape", "pruned"):
-        races = [one["generations"] for one in of_seeds(figures, part).values()]
+        races = [one["generations"] for one in figures_by_seed(figures, part).values()]
         if races:
-            found.append(f"### {part}\n\n{raced(races)}")
+            found.append(f"### {part}\n\n{race_table(races)}")
         if races and part == "pruned":
-            cuts = {n: of_seeds(figures, f"pruned {n}") for n in chosen.pruned_layers}
+            cuts = {n: figures_by_seed(figures, f"pruned {n}") for n in chosen.pruned_layers}
             first = {n: next(iter(of.values())) for n, of in cuts.items() if of}
             spent = ", ".join(f"{n} layers {one['cut_seconds']:.0f} s" for n, one in first.items())
-            found.append(head_over_pruned(races))
+            found.append(head_against_pruned_table(races))
             found.append(f"Cutting, not counted in the seconds of training: {spent}.")
     return "\n\n".join(found)

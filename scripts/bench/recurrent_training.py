@@ -1,12 +1,13 @@
 """Part `training` of recurrent.py: a step of our job against the published recipe, written out.
 
-The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is written as
-it computes: every chat padded; embeddings rolled left once a head; all heads' logits of all
-positions as a list, stacked, and copied to float32 (accelerate widens a model's outputs); the sum
-over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k
-of its own over the complete vocabulary; every figure fetched from the device at once; float32
-weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1. Its other costs (Trainer,
-data loader, gradient exchange of an unused lm_head) are left out, so that it is faster here.
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is reproduced
+operation by operation: every chat is padded; embeddings are rolled left once per head; the logits
+of all heads and positions are stacked and copied to float32 (accelerate widens a model's outputs);
+the loss is the sum over heads of the mean cross-entropy on shifted contiguous copies; each head and
+k = 1 .. 5 has a separate top-k over the complete vocabulary; every figure is fetched from the
+device at once; weights are float32 under bfloat16 autocast, with torch's AdamW and the norm clipped
+at 1. Its other costs (Trainer, data loader, gradient exchange of an unused lm_head) are left out,
+which makes it faster here.
 """
 
 import copy
@@ -48,7 +49,7 @@ GOAL_OVER_PUBLISHED, GOAL_OVER_LONGEST, GOAL_PEAK = 4.0, 2.0, 1 / 3
 
 
 class Published(nn.Module):
-    """Published model around a head's modules.
+    """Published model, which computes with a head's modules.
 
     The forward over padded ids returns all logits [heads, B, T, V] in float32.
     """
@@ -185,7 +186,7 @@ def compare_losses(
 
 
 def run(chosen: Any) -> dict[str, Any]:
-    """Measure the rates of all sides in turn, the peaks of a pass, and how full batches are."""
+    """Measure the rates of all sides in turn, their peak memory, and the padding of batches."""
     folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
     eager: Any = AutoModelForCausalLM.from_pretrained(
@@ -216,9 +217,9 @@ def run(chosen: Any) -> dict[str, Any]:
     figures = take_turns(sides, chosen.rounds)
     slots = account.tokens / (len(samples) * chosen.max_length)
     over = {name: ratio(figures, "ours", name) for name in ("published", "published_to_longest")}
-    speedups = [one["median"] for one in over.values()]
+    over_fixed, over_longest = (one["median"] for one in over.values())
     return {
-        "goals": goals(*speedups, peaks["ours"] / peaks["published"]),
+        "goals": judge_goals(over_fixed, over_longest, peaks["ours"] / peaks["published"]),
         "supervised_tokens_per_second": medians(figures),
         **{f"ours_over_{name}": one for name, one in over.items()},
         "peak_bytes": peaks,
@@ -229,8 +230,10 @@ def run(chosen: Any) -> dict[str, Any]:
     }
 
 
-def goals(over_published: float, over_longest: float, peak: float) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures. peak: ours as a share of the published one."""
+def judge_goals(
+    over_published: float, over_longest: float, peak: float
+) -> dict[str, dict[str, Any]]:
+    """Compare every goal with the figures. peak: our peak memory over the published one."""
     published, longest = over_published >= GOAL_OVER_PUBLISHED, over_longest >= GOAL_OVER_LONGEST
     padded_to_longest = f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row"
     return {

@@ -13,7 +13,7 @@ from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 TARGET = markov(symbols=12)
 TIPS_B = torch.tensor([3, 7, 7])
@@ -84,7 +84,7 @@ def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[s
 
 
 def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() -> None:
-    head = knowing_head(TARGET)
+    head = exact_head(TARGET)
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, 0.7))
     log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
     scores_BW = beams.steps[-1].scores_BW
@@ -209,7 +209,7 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
     """First children are the likelier ones, by far where the head is sure, and a node's later
     children come behind its earlier ones.
     """
-    head, rows = knowing_head(TARGET), 2000
+    head, rows = exact_head(TARGET), 2000
     draws = Draws(head, 3, 1, rows, sampling(rows))
     tips_B = torch.full((rows,), 3)
     (step,) = search(
@@ -228,7 +228,7 @@ def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
     """First children are distributed as q whether or not their node gets a second one: the budget
     was set before.
     """
-    head, draws_made = knowing_head(TARGET), 4000
+    head, draws_made = exact_head(TARGET), 4000
     tips_B = torch.full((draws_made,), 3)
     hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
     draws = Draws(head, 4, 2, draws_made, sampling(draws_made))

@@ -22,7 +22,7 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.decoding.rows import BY_NAME, Kit, random_head, recurrent
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 PROMPTS = [[7], [3, 1, 4], [2, 2], [5, 9, 0, 1, 2, 3]]
 GAMMA, ROUNDS = 4, 6
@@ -52,7 +52,7 @@ def test_a_head_that_knows_the_target_gains_the_closed_form(
 ) -> None:
     """gamma + 1 tokens a round, at the first round of a one-token prompt too."""
     target = markov(scale=scale)
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, children=children)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=width, children=children)
     plain = decode(target, None, PROMPTS, settings_of(rule))
     drafted = decode(target, drafter, PROMPTS, settings_of(rule))
     assert [g.block_efficiency for g in drafted] == [GAMMA + 1] * len(PROMPTS)
@@ -64,7 +64,7 @@ def test_a_head_that_knows_the_target_gains_the_closed_form(
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_head_that_knows_the_opposite_changes_nothing(width: int) -> None:
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=width)
+    drafter = RecurrentDrafter(head=exact_head(target, sign=-1.0), beam_width=width)
     plain = decode(target, None, PROMPTS, settings_of("greedy"))
     drafted = decode(target, drafter, PROMPTS, settings_of("greedy"))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
@@ -153,7 +153,7 @@ def test_a_shortlist_drafts_its_tokens_alone(rule: str, children: str) -> None:
 def test_a_finished_row_costs_and_counts_nothing() -> None:
     """The target's forward and the head's search run over the rows that go on, and no others."""
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=3)
     seen: dict[str, list[int]] = {"target": [], "head": []}
 
     def watched(owner: Any, method: str, rows: list[int]) -> None:
@@ -176,7 +176,7 @@ def test_a_finished_row_costs_and_counts_nothing() -> None:
 
 def test_steps_are_counted_and_timed() -> None:
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=3)
     (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy", max_new_tokens=10))
     assert done.draft_steps >= done.rounds
     parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
@@ -200,13 +200,13 @@ def test_costs_decide_how_much_is_drafted(
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=4, children=children, by_cost=True
+            head=exact_head(target), beam_width=4, children=children, by_cost=True
         )
         settings = settings_of("token", costs=costs, max_new_tokens=60)
         drafted[name] = decode(target, drafter, PROMPTS, settings)
     assert all(g.block_efficiency > 4 for g in drafted["cheap"])
     assert all(g.drafted == 0 for g in drafted["dear"])
-    fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, children=children)
+    fixed = RecurrentDrafter(head=exact_head(target), beam_width=4, children=children)
     all_nodes = decode(target, fixed, PROMPTS, settings_of("token", max_new_tokens=60))
     assert sum(g.verified for g in drafted["cheap"]) < sum(g.verified for g in all_nodes), (
         "sure of one path, it asks for few"
@@ -219,7 +219,7 @@ def test_a_head_that_errs_stops_drafting_and_tries_again(
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
-    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
     (done,) = decode(
         target, drafter, [[1, 2]], settings_of("greedy", costs=costs, max_new_tokens=200)
@@ -245,7 +245,7 @@ def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
-    return RecurrentDrafter(head=knowing_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
+    return RecurrentDrafter(head=exact_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "multi_candidate", "recurrent_with_lookup"])
@@ -306,10 +306,10 @@ def test_a_backend_without_hidden_states_is_told() -> None:
 
 def test_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
     target = markov()
-    save_head(knowing_head(target), tmp_path / "mine", torch.float64)
+    save_head(exact_head(target), tmp_path / "mine", torch.float64)
     drafter = RecurrentDrafter(tmp_path / "mine", beam_width=2, dtype="float64")
     assert (drafter.name, drafter.num_layers) == ("mine", 0)
-    assert drafter.num_parameters == knowing_head(target).num_parameters
+    assert drafter.num_parameters == exact_head(target).num_parameters
     (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy"))
     assert done.tokens == decode(target, None, [[1, 2]], settings_of("greedy"))[0].tokens
     with pytest.raises(UserError, match="dtype 'int3' is unknown"):

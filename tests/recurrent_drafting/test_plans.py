@@ -17,7 +17,7 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedPicks
 from tests.decoding.rows import AllBeams, random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 WIDTH = 8
 FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing
@@ -30,7 +30,7 @@ FLAT, STEEP = (
 def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
     """Beams that a step starts from after the first, on a text that nobody can be sure of."""
     target = markov()
-    drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, children=children, by_cost=True)
+    drafter = AllBeams(head=exact_head(target), beam_width=WIDTH, children=children, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=80, num_draft_tokens=4, costs=costs, **sampled)  # type: ignore[arg-type]
     (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -72,7 +72,7 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None
     ):
         assert plans.best_width(costs, most) == width
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=most, children=children, by_cost=True
+            head=exact_head(target), beam_width=most, children=children, by_cost=True
         )
         settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
         (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -178,7 +178,7 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
     and the better ones stand.
     """
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=4, by_cost=True)
     asked: list[int] = []
 
     class Planner:
@@ -253,6 +253,6 @@ def test_rows_of_a_batch_try_again_together() -> None:
 
 
 def test_a_long_draft_is_timed_at_a_few_widths() -> None:
-    drafter = RecurrentDrafter(head=knowing_head(markov()), beam_width=1, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(markov()), beam_width=1, by_cost=True)
     few = weighed_widths(drafter, 1000)
     assert few[:17] == [*range(1, 18)] and few[-1] == 1001 and len(few) < 40

@@ -89,7 +89,7 @@ gpu_exact.drafting_modes = lambda *given: {name: every(*given)[name] for name in
 gpu_exact.AT_SIZE = ["chain"]
 assert run("exact") == 0
 devices.no_waiting = Broken
-assert run("exact") == 1, "a wait is a broken promise"
+assert run("exact") == 1, "a wait breaks a promise"
 devices.no_waiting = waits
 gpu.LAST_START_S = 0.0
 for part in gpu.PARTS:

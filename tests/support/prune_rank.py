@@ -1,8 +1,8 @@
-"""Scores, order of layers and a cut of a small target as one rank, or alone:
-`python -m tests.support.prune_rank SPEC` (JSON).
+"""Score, order and cut a small target's layers as one rank, or alone.
 
-Each rank writes FOLDER/rank<N>.json with the bytes of the target that it holds, and
-FOLDER/rank<N>.safetensors with what it found.
+`python -m tests.support.prune_rank SPEC` (JSON) runs a rank. It writes FOLDER/rank<N>.json with its
+figures and the bytes of the target that it holds, and FOLDER/rank<N>.safetensors with its scores
+and student.
 """
 
 import json
@@ -32,7 +32,10 @@ SHAPE = StudentConfig(
 
 
 def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, Any]:
-    """17 rows: two ranks have unlike numbers of them. Returns what rank<N>.json holds."""
+    """Prune as one rank, and return the content of rank<N>.json.
+
+    Two ranks have unequal shares of 17 rows.
+    """
     place = Path(folder)
     config = PruneConfig(
         job="distill.prune",
@@ -53,7 +56,7 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
     )
     bench = build_context(config, Path(target))
     source = SourceModel(bench.teacher, Path(target))
-    # first, as where scores were cached: its first forward is the model's
+    # first, as with cached scores: its forward is then the first one of the model
     order = _removal(bench, source)
     scores = _scores(bench, source)
     shape = student_config(SHAPE, source.model.config)
@@ -65,7 +68,7 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
     found = scores.tensors() | {
         f"student.{name}": tensor for name, tensor in student.state_dict().items()
     }
-    told = {
+    report = {
         "order": order,
         "bytes": sum(local_bytes(parameter) for parameter in source.model.parameters()),
         "acceptance": bench.acceptance(student)["acceptance"],
@@ -75,13 +78,13 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
         {name: tensor.contiguous() for name, tensor in found.items()},
         place / f"rank{bench.parallel.rank}.safetensors",
     )
-    (place / f"rank{bench.parallel.rank}.json").write_text(json.dumps(told))
+    (place / f"rank{bench.parallel.rank}.json").write_text(json.dumps(report))
     bench.parallel.close()
-    return told
+    return report
 
 
 def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """The same in `ranks` processes; what each saw."""
+    """Run `run` in several processes, and return the report of each."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     command = [

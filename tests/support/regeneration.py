@@ -1,6 +1,4 @@
-"""Chats of every form, a target whose answers end by themselves, and runs of distill.regenerate on
-them.
-"""
+"""Chats of every form, a target with many stop tokens, and runs of distill.regenerate."""
 
 import json
 import shutil
@@ -52,7 +50,7 @@ CHATS = [
 def write_chats(
     path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()
 ) -> Path:
-    """A ShareGPT file, one record a line; lines: raw ones at its end."""
+    """Write a ShareGPT file with one record a line. lines: raw lines to append."""
     records = []
     for chat in CHATS if chats is None else chats:
         turns = [{"from": role, "value": text} for role, text in chat["conversations"]]
@@ -62,7 +60,7 @@ def write_chats(
 
 
 def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
-    """A copy of the target for which every n-th token ends an answer."""
+    """Copy the target, and make every n-th token a stop token."""
     shutil.copytree(target, folder)
     file = folder / "generation_config.json"
     values = json.loads(file.read_text())
@@ -71,7 +69,7 @@ def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
 
 
 def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> RegenerateConfig:
-    """In float64, where the laws leave nothing to near ties."""
+    """Return the configuration of a run in float64, where near ties do not matter."""
     register("distill.regenerate", RegenerateConfig)
     given = arguments(target, chats, folder, *overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -79,6 +77,7 @@ def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> Rege
 
 
 def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[str]:
+    """Return the overrides of a run."""
     return [
         f"target.path={target}",
         "target.dtype=float64",
@@ -94,7 +93,7 @@ def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[
 
 
 def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The records of a run."""
+    """Run the job and return the records of its chats."""
     found: list[dict[str, Any]] = json.loads(
         run(configured(target, chats, folder, *overrides)).read_text()
     )
@@ -102,5 +101,6 @@ def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> lis
 
 
 def metrics(folder: Path) -> dict[str, Any]:
+    """Return the metrics in a run folder's manifest."""
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["metrics"]
     return found

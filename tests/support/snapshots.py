@@ -1,7 +1,6 @@
-"""Read what has to survive a change of the code's structure: a script stores it, a test compares
-it.
+"""Readers of what must survive a change of the code's structure, for tests/test_compatibility.py.
 
-All goes by command lines, files and the front door, so that little depends on where a class lives.
+They use command lines, files and the front door, so little depends on the location of a class.
 """
 
 import json
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 CONF = ROOT / "conf"
 TOLERANCE = 1e-9
-# What a generation did, in a line of records.jsonl; the rest of the line is times.
+# The counts of a generation in a line of records.jsonl; its other fields are times.
 DRAFTED = (
     "part",
     "temperature",
@@ -37,7 +36,7 @@ DRAFTED = (
     "verified",
     "trace",
 )
-# What a row of results.jsonl says besides times.
+# The fields of a row of results.jsonl that contain no times.
 COUNTED = (
     "drafter",
     "temperature",
@@ -71,12 +70,12 @@ LENGTHS = {
 
 
 def run_command(job: str, *arguments: str) -> int:
-    """`python -m job arguments` in this process. Returns its exit status."""
+    """Run `python -m job arguments` in this process, and return its exit status."""
     before = sys.argv
     sys.argv = [job, *arguments]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
             runpy.run_module(job, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -88,8 +87,8 @@ def run_command(job: str, *arguments: str) -> int:
 def differences(
     expected: Any, found: Any, tolerance: float = TOLERANCE, path: str = ""
 ) -> list[str]:
-    """Name the places where two JSON values differ; numbers may by `tolerance` of their size."""
-    where = path or "the whole"
+    """Return the places where two JSON values differ. tolerance: relative, for numbers."""
+    where = path or "the value"
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         keys = [*expected, *(key for key in found if key not in expected)]
         lacking = [
@@ -121,7 +120,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def drafted(run: Path) -> list[dict[str, Any]]:
-    """Return what every generation of an evaluation did, in one order."""
+    """Return the counts of every generation of an evaluation, sorted."""
     records = [
         {key: record[key] for key in DRAFTED} for record in json_lines(run / "records.jsonl")
     ]
@@ -187,7 +186,7 @@ def decisions(costs: Any) -> dict[str, Any]:
 
 
 def law_rows() -> dict[str, list[str]]:
-    """Return each row of the laws' table -> its rules, and the laws that it has a form for."""
+    """Return row of the law table -> its rules, and the laws that have a special form for it."""
     from tests.decoding.rows import PICKED, ROWS
 
     forms = {"law 3": "table", "law 4, perfect": "perfect", "law 4, adversarial": "adversarial"}
@@ -201,7 +200,7 @@ def law_rows() -> dict[str, list[str]]:
 
 
 def by_function(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of tests: function -> the ids of its parameters, each as often as it comes."""
+    """Return test function -> the ids of its parameters, each once per occurrence."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         function, _, parameters = name.partition("[")
@@ -210,7 +209,7 @@ def by_function(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def collect_all() -> list[str]:
-    """Return the names of all tests, long ones too, as pytest collects them in a new process."""
+    """Return the names of all tests of all tiers, collected by pytest in a new process."""
     command = [
         sys.executable,
         "-m",
@@ -234,7 +233,7 @@ def collect_all() -> list[str]:
 
 
 def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the entries of lists by name that are there less often than before."""
+    """Return the entries that occur less often in a list than before, as `name[entry]`."""
     gone = []
     for name, entries in before.items():
         missing = Counter(entries) - Counter(now.get(name, ()))
@@ -242,7 +241,7 @@ def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) 
     return gone
 
 
-# What a job or a group has to be given before it composes.
+# Required overrides of a job or a group.
 GIVEN = {
     "distill.compact": ["model=FOLDER"],
     "distill.quality": ["model=FOLDER"],
@@ -252,7 +251,7 @@ GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 
 
 def composed(job: str, override: str) -> Any:
-    """Compose one of these configurations. Raises what the job raises."""
+    """Compose a job with an override of the inventory. Raises the errors of the job."""
     from tests.test_readme import composed as of_arguments
 
     given = GIVEN_OF.get(override.partition("=")[0], [])
@@ -292,13 +291,13 @@ def named_drafters() -> dict[str, dict[str, Any]]:
 
 
 def row_fields(run: Path) -> dict[str, list[str]]:
-    """Return the fields of a line of results.jsonl, and those of the objects in it."""
+    """Return the fields of a line of results.jsonl (""), and of the objects in it by field."""
     rows = json_lines(run / "results.jsonl")
     found = {"": {key for row in rows for key in row}}
     for row in rows:
         for key, value in row.items():
             inner = value if isinstance(value, list) else [value]
-            if key not in ("t_target_ms", "V"):  # by a number
+            if key not in ("t_target_ms", "V"):  # their keys are numbers
                 for one in (one for one in inner if isinstance(one, dict)):
                     found.setdefault(key, set()).update(one)
     return {key: sorted(names) for key, names in found.items()}
