@@ -69,17 +69,17 @@ def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
     with torch.inference_mode():
         figures = common.take_turns(sides, chosen.rounds)
     sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
-    return {"parameters": target.num_parameters, **reached(figures, budget, sizes)}
+    return {"parameters": target.num_parameters, **compute_shares(figures, budget, sizes)}
 
 
-def reached(
+def compute_shares(
     figures: dict[str, list[float]], budget: ForwardBudget, sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return the shares of the machine's limits that the forwards reach.
 
     figures: calls/s in every round. sizes: bytes of each reader, and operations of the product.
-    Of forwards the median counts, of readers and the product the best round, because their slow
-    rounds are due to other processes.
+    Forwards count by their median. Readers and the product count by their best round, because other
+    processes cause the slow ones.
     """
     forwards = {name: values for name, values in figures.items() if name.startswith("forward")}
     median = common.medians(forwards)

@@ -29,6 +29,7 @@ from jobs.help import field_docs
 from jobs.malloc import keep_memory
 from jobs.paths import resolve
 from jobs.run_folder import git_revision, hardware, versions
+from scripts.bench.padded import SAME_LOSS, agree
 from training.config import LoopConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_chats, read_prompts
@@ -157,6 +158,15 @@ def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
             level += event.nbytes()
             peak = max(peak, level)
     return peak
+
+
+def check_losses(ours: float, theirs: float) -> None:
+    """Exit if two sides compute different losses on the same chats."""
+    if not agree(ours, theirs):
+        sys.exit(
+            f"error: on the same chats our loss is {ours:.4f} and the other side's {theirs:.4f}, "
+            f"expected a relative difference of at most {SAME_LOSS}; compare no speeds"
+        )
 
 
 class StepRecorder:

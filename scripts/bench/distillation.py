@@ -22,7 +22,7 @@ from distill.student import build_student
 from jobs.paths import resolve
 from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
-from scripts.bench.padded import both_losses, check_losses, trainer_rate
+from scripts.bench.padded import both_losses, trainer_rate
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
 from training.models.build import dtype_of, load_causal_lm
@@ -74,7 +74,7 @@ def main() -> None:
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))
     student, teacher = load_models(chosen)
     losses = both_losses(student, teacher, samples[:8], chosen.max_length)  # leaves sdpa for below
-    check_losses(losses["ours"], losses["trainer"])
+    common.check_losses(losses["ours"], losses["trainer"])
     with tempfile.TemporaryDirectory() as folder:
         given = (student, teacher, samples, per_step, chosen.steps, Path(folder), chosen.device)
         sides = {"ours": build_our_side(chosen, samples), "trainer": lambda: trainer_rate(*given)}

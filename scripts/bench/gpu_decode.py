@@ -84,12 +84,12 @@ TOY = Sizes(
 
 
 def judge(found: float, goal: float) -> dict[str, Any]:
-    """Return a goal and whether it is met; a figure that should be small is given negated."""
+    """Return the goal and whether the figure reaches it; negate both if less is better."""
     return {"goal": abs(goal), "met": found >= goal}
 
 
 def shares(budget: ForwardBudget, per_second: float, limits: Limits) -> dict[str, float]:
-    """Return a budget, and the shares of the limits that this many of it a second reach."""
+    """Return the size of a budget, and the shares of the limits at `per_second` of its forwards."""
     return {
         "megabytes_read": budget.bytes_read / 1e6,
         "megaflop": budget.operations / 1e6,

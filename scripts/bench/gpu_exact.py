@@ -25,7 +25,7 @@ from scripts.bench.gpu_rows import (
     drafting_modes,
     embedded_kit,
     make_chain,
-    random_kit,
+    make_kits,
     tokenize_prompts,
     write_draft_model,
 )
@@ -139,10 +139,7 @@ def holds(found: dict[str, Any]) -> bool:
 def check_all_modes(execution: str, device: str, toy: bool, figures: Any) -> None:
     """Run every way to draft with few prompts in float64."""
     count, tokens, batch = (2, 4, 2) if toy else (8, 48, 4)
-    kits = {
-        False: embedded_kit("float64", device, execution, toy),
-        True: random_kit("float64", device, execution),
-    }
+    kits = make_kits("float64", device, execution, toy)
     asked = {head: tokenize_prompts(count, 12 if toy else 128, head) for head in kits}
     with TemporaryDirectory() as folder:
         write_draft_model(Path(folder), toy)
@@ -166,10 +163,7 @@ def compare_at_size(dtype: str, execution: str, device: str, toy: bool, figures:
     """Compare texts of a chain, a tree and beams, in float64 at the size of the law."""
     real = (64, 128, 32) if dtype == "float64" else (32, 64, 16)
     count, tokens, batch = (2, 4, 2) if toy else real
-    kits = {
-        False: embedded_kit(dtype, device, execution, toy),
-        True: random_kit(dtype, device, execution),
-    }
+    kits = make_kits(dtype, device, execution, toy)
     modes = drafting_modes(Path(), device)
     for name in AT_SIZE:
         figure, head = f"equality, {name}, {dtype}, {execution}", modes[name].head

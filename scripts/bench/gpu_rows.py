@@ -116,11 +116,12 @@ def write_draft_model(folder: Path, toy: bool) -> None:
     model.save_pretrained(folder)
 
 
-def random_kit(dtype: str, device: str, execution: str) -> Kit:
-    """Return a random target, for which drafters make a random head."""
+def make_kits(dtype: str, device: str, execution: str, toy: bool) -> dict[bool, Kit]:
+    """Return the embedded kit, and (True) a random target for drafters that make a random head."""
     weights = random_weights(RANDOM, DTYPES[dtype], device)
     target = NativeTarget(weights, "random", 512, execution=execution)
-    return Kit(target, target, target, ())
+    embedded = embedded_kit(dtype, device, execution, toy)
+    return {False: embedded, True: Kit(target, target, target, ())}
 
 
 def tokenize_prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:

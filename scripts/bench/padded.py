@@ -4,7 +4,6 @@ Models, chats, supervised tokens, forward KL and dtype equal our side's. The mod
 packages that gpu.py may import.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,12 +136,3 @@ def both_losses(
 def agree(ours: float, theirs: float) -> bool:
     """Return whether two losses are equal except for rounding."""
     return abs(ours / theirs - 1) <= SAME_LOSS
-
-
-def check_losses(ours: float, theirs: float) -> None:
-    """Exit if two sides compute different losses on the same chats."""
-    if not agree(ours, theirs):
-        sys.exit(
-            f"error: on the same chats our loss is {ours:.4f} and the other side's {theirs:.4f}, "
-            f"expected a relative difference of at most {SAME_LOSS}; compare no speeds"
-        )

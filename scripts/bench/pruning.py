@@ -148,7 +148,7 @@ def count_published_flops() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every side; the file is written after each."""
+    """Measure every side, and write the results after each."""
     chosen = common.read_options(Options, sides=SIDES)
     journal, students = PartJournal(chosen.work, chosen, ("seeds", "layers", "sides")), Students()
     parts = [
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def collect_figures(journal: PartJournal) -> dict[str, Any]:
-    """Collect importance's difference to every other side, the costs and the runs."""
+    """Return the difference of importance to every other side, the costs and the runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # layers -> side -> seed -> figures
     for part, found in journal.all():
         of_side = runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})

@@ -53,7 +53,7 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> Any:
 
 
 def random_weights(config: LlamaConfig, dtype: torch.dtype, device: str) -> Weights:
-    """Return unpacked weights, which targets of every execution share."""
+    """Return unpacked weights, which targets of every execution can share."""
     state = random_model(config, dtype, device).state_dict()
     shape = NativeConfig.from_dict(config.to_dict())
     return Weights(shape, state, dtype, torch.device(device), packed=False)

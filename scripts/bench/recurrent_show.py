@@ -214,11 +214,11 @@ class Show:
         return {**found, "cut_seconds": cut_seconds}
 
     def head_folder(self, seed: int) -> Path:
-        """Return the folder of the head that decodes."""
+        """Return the folder of a seed's head, for decoding."""
         return self.work / "heads" / f"raced_{seed}"
 
     def pruned_folder(self, layers: int, seed: int) -> Path:
-        """Return the folder of a pruned drafter."""
+        """Return the folder of a seed's pruned drafter."""
         return self.work / "pruned" / f"{layers}_{seed}"
 
     def _head_drafter(self, seed: int, **options: Any) -> dict[str, Any]:

@@ -4,8 +4,8 @@ Every side differs from `base` in one setting, or in those of its name. All are 
 seconds: a side's step is timed first, and as many steps as fit run under a complete learning-rate
 schedule. The target's states are computed in every step.
 
-A head is judged by its block efficiency by prompt: greedy, of a chain on the target's answers
-(training/heads/evaluation.py); sampled, by real decoding with sampled chains, tested by p / q.
+A head is judged by its block efficiency by prompt, decoding with a chain: greedily, and at
+temperature 1 with sampled drafts, tested by p / q.
 """
 
 import copy
@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from decoding.engine import Engine, load
@@ -37,7 +36,6 @@ from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import read_prompts
 from training.features.states import TargetStates
-from training.heads.evaluation import GreedyChain
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.models.build import dtype_of, load_causal_lm
@@ -110,18 +108,6 @@ class Bench:
         prompts, chosen = read_prompts(resolve(self.chosen.prompts)), self.chosen
         most = chosen.max_new_tokens
         return find_prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
-
-    @cached_property
-    def chain(self) -> GreedyChain:
-        """Greedy drafting of the held-out answers; its head is set before use."""
-        chosen, answers = self.chosen, []
-        for _, ids, answer in self.held_out:
-            mask = np.arange(len(ids) + len(answer)) >= len(ids)
-            answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
-        capacity = max(chosen.max_length, *(len(one.ids) for one in answers))
-        head = RecurrentHead(head_config(HeadShapeConfig(), self.target.config))
-        limits = (chosen.heads, chosen.max_new_tokens, capacity)
-        return GreedyChain(PREDICTIONS, head, self.states, answers, *limits, self.device)
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
@@ -197,19 +183,20 @@ class Bench:
         train_steps("train", *made, data, loop, self.chosen.device, recorder)
         return recorder.seconds()
 
-    @torch.no_grad()
     def block_efficiency(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
-        """Return (tokens, rounds) of every held-out prompt, `greedy` and `sampled`."""
-        self.chain.head = head.eval()
-        greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
-        copied = copy.deepcopy(head).float().requires_grad_(False)
+        """Decode with a chain; return (tokens, rounds) by prompt, `greedy` and `sampled`."""
+        engine, prompts = self.engine, [ids for _, ids, _ in self.held_out]
+        copied = copy.deepcopy(head).float().requires_grad_(False).eval()
         drafter = RecurrentDrafter(head=copied, beam_width=1, children="sampled")
-        settings = Settings(
-            self.chosen.max_new_tokens,
-            temperature=1.0,
-            num_draft_tokens=self.chosen.heads,
-            seed=seed,
-            stop_token_ids=self.engine.stop_token_ids,
-        )
-        done = decode(self.engine.target, drafter, [ids for _, ids, _ in self.held_out], settings)
-        return {"greedy": greedy, "sampled": [(len(one.tokens), one.rounds) for one in done]}
+        found = {}
+        for way, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            settings = Settings(
+                self.chosen.max_new_tokens,
+                temperature=temperature,
+                num_draft_tokens=self.chosen.heads,
+                seed=seed,
+                stop_token_ids=engine.stop_token_ids,
+            )
+            made = decode(engine.target, drafter, prompts, settings)
+            found[way] = [(len(one.tokens), one.rounds) for one in made]
+        return found

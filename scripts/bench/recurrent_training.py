@@ -25,6 +25,7 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import (
     StepRecorder,
+    check_losses,
     goal,
     loop_config,
     medians,
@@ -34,7 +35,7 @@ from scripts.bench.common import (
     take_turns,
     train_steps,
 )
-from scripts.bench.padded import check_losses, pad_rows
+from scripts.bench.padded import pad_rows
 from training.data.packing import PackedData, Sample, collate
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig

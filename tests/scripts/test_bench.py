@@ -67,7 +67,7 @@ def test_help_is_printed_from_the_command_line() -> None:
 
 def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """Another process slowed two of three rounds; by the median, decoding would read faster."""
-    from scripts.bench.bandwidth import reached
+    from scripts.bench.bandwidth import compute_shares
 
     budget = ForwardBudget(weight_bytes=900, cache_bytes=100, operations=50)
     rounds = {
@@ -78,12 +78,12 @@ def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -
     }
     rounds["product"] = [2.0, 10.0, 1.0]
     sizes = {"sum": 1000, "copy": 2000, "product": 100}
-    found = reached(rounds, budget, sizes)
+    found = compute_shares(rounds, budget, sizes)
     assert found["best_reader"] == "sum"
     assert found["share_of_bandwidth"] == pytest.approx(0.9)
     assert found["share_of_operations"] == pytest.approx(0.45)
     assert found["V"] == {"1": 1.0, "2": 2.0}
     assert "warnings" not in found and not capsys.readouterr().err
-    slow = reached({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
+    slow = compute_shares({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
     assert slow["warnings"] == ["share_of_bandwidth is 1.50: yardstick read slowly: not valid"]
     assert "not valid" in capsys.readouterr().err
