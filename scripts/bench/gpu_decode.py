@@ -191,7 +191,7 @@ def measure_widths(
 
 def open_model(weights: Weights, name: str, execution: str, capacity: int) -> NativeTarget:
     """Return a model whose cache fits all later calls, so that layers are compiled once."""
-    model = NativeTarget(weights, name, execution=execution)
+    model = NativeTarget(weights, name, max(capacity, 2048), execution=execution)
     model.open(1, capacity)
     return model
 

@@ -40,7 +40,7 @@ MANY: dict[str, type[Pearl]] = {
 
 
 @torch.inference_mode()
-def decode_alike(
+def decode_in_batches(
     target: Target,
     drafter: ChainDrafter,
     prompt: Sequence[int],
@@ -56,11 +56,11 @@ def decode_alike(
     generations = [row.generation for row in batch.rows]
     waiting = [batch]
     while waiting:
-        waiting += parts_after_a_round(waiting.pop(), wanted)
+        waiting += split_after_round(waiting.pop(), wanted)
     return [generation.tokens[:wanted] for generation in generations]
 
 
-def parts_after_a_round(batch: Pearl, wanted: int) -> list[Pearl]:
+def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
     """Run a round, and return the unfinished rows as batches with equal outcomes."""
     rows = batch.rows
     before = [(row.generation.accepted, row.generation.tested) for row in rows]
