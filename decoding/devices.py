@@ -3,7 +3,7 @@
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
 launching kernels one by one, which captured graphs avoid, and waiting for a number, which the loop
 does once a round (`read`). All other code is independent of the device, so the tests run it on a
-CPU; the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
+CPU; a test counts the lines here that only a GPU can run.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Files of an earlier version resume, load, draft and compare as they did, and nothing is lost.
 
-scripts/data/make_fixtures.py wrote tests/fixtures at the version whose files are kept. Every test
-works on a copy. Each comparison has a control: a changed byte or number must make it fail.
+That version's jobs wrote tests/fixtures, which no later version can write again. Every test works
+on a copy. Each comparison has a control: a changed byte or number must make it fail.
 
 Weights are compared bit for bit on the processor and the PyTorch that wrote them. Elsewhere 1e-6 is
 allowed: other vector units add in another order, which changed the weights by 1e-7 here. Decoding

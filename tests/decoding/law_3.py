@@ -15,7 +15,7 @@ from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from tests.support.batched_requests import MANY, decode_alike
+from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
 from tests.support.tiny_targets import TableTarget, hf_model, native_of
 
@@ -149,7 +149,7 @@ def count_triples(
         ids = range(start, min(start + ROWS_AT_ONCE, draws))
         if settings.schedule in MANY:
             assert isinstance(drafter, ChainDrafter)
-            done = decode_alike(target, drafter, prompt, settings, ids, 3)
+            done = decode_in_batches(target, drafter, prompt, settings, ids, 3)
         else:
             done = first_tokens(target, drafter, prompt, settings, ids, 3)
         counts.update(map(tuple, done))

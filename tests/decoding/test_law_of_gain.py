@@ -70,7 +70,7 @@ def sure_texts(
     misleading: bool, rule: str, new_tokens: int
 ) -> tuple[list[list[int]], list[Generation]]:
     """Return prompts and the deterministic target's text after them."""
-    prompts = last_word.misleading_prompts(4) if misleading else last_word.telling_prompts(4)
+    prompts = last_word.misleading_prompts(4) if misleading else last_word.repeating_prompts(4)
     return prompts, decode(
         model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
     )

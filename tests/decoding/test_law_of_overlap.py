@@ -15,7 +15,7 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
-from tests.support.batched_requests import MANY, decode_alike
+from tests.support.batched_requests import MANY, decode_in_batches
 
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
@@ -65,7 +65,7 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
     assert isinstance(drafter, ChainDrafter)
-    together = decode_alike(target, drafter, PROMPT, settings, ids, 9)
+    together = decode_in_batches(target, drafter, PROMPT, settings, ids, 9)
     alone = [
         decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids
     ]

@@ -1,11 +1,9 @@
-"""Many requests under a schedule that runs one prompt at a time, at the cost of a batch: those that
-went alike so far run as its rows.
+"""Decode many requests of one prompt in batches under a schedule that runs one prompt at a time.
 
-Such a schedule keeps what it decides by for the whole batch (a fresh chunk, what was learned of
-acceptance), so rows of one batch must agree in it. All requests begin alike; after every round they
-are parted by what happened to them, and each part goes on as a batch of its own. A request's random
-numbers hang on its id alone, so it decodes what it would decode alone
-(tests/decoding/test_law_of_overlap.py).
+Such a schedule has one state per batch (whether a chunk is fresh, acceptance estimates), so the
+rows of a batch must agree in it. All requests start in one batch, which is split after every round
+by the outcomes of its rows. A request's random numbers depend on its id alone, so it decodes the
+same tokens as alone (tests/decoding/test_law_of_overlap.py).
 """
 
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ class ManyPlus(PearlPlus):
     one_row = False
 
     def _learn(self, passed: int, tested: int) -> None:
-        """Each part learns what its own rows met, when they are parted."""
+        """Do nothing: `part` updates the estimates of each part with its outcomes."""
 
 
 MANY: dict[str, type[Pearl]] = {
@@ -42,7 +40,7 @@ MANY: dict[str, type[Pearl]] = {
 
 
 @torch.inference_mode()
-def decode_alike(
+def decode_in_batches(
     target: Target,
     drafter: ChainDrafter,
     prompt: Sequence[int],
@@ -50,7 +48,7 @@ def decode_alike(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """The first `wanted` tokens of each request (fewer where it ends before)."""
+    """Return the first `wanted` tokens of each request, or all of a shorter one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(by_name.SCHEDULES, settings.schedule, MANY[settings.schedule])
         batch = opened(target, drafter, prompt, settings, request_ids)
@@ -58,12 +56,12 @@ def decode_alike(
     generations = [row.generation for row in batch.rows]
     waiting = [batch]
     while waiting:
-        waiting += parts_after_a_round(waiting.pop(), wanted)
+        waiting += split_after_round(waiting.pop(), wanted)
     return [generation.tokens[:wanted] for generation in generations]
 
 
-def parts_after_a_round(batch: Pearl, wanted: int) -> list[Pearl]:
-    """Run a round; the batches of rows that still want tokens, by what happened to them."""
+def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
+    """Run a round, and return the unfinished rows as batches with equal outcomes."""
     rows = batch.rows
     before = [(row.generation.accepted, row.generation.tested) for row in rows]
     met = {}
@@ -78,12 +76,12 @@ def parts_after_a_round(batch: Pearl, wanted: int) -> list[Pearl]:
 
 
 def state(generation: Generation, lane: Lane, met: tuple[int, int]) -> tuple[int, ...]:
-    """All that a schedule decides by, of rows that were alike before their last round."""
+    """Return all that a schedule depends on, for rows that agreed before their last round."""
     return (*met, len(generation.tokens), len(lane.tokens))
 
 
 def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
-    """A batch of these rows; the others stay where they are."""
+    """Return a new batch of these rows, with estimates updated by their outcome."""
     mine = copy(batch)
     mine.target, drafter = copy(batch.target), copy(batch.drafter)
     assert isinstance(drafter, ChainDrafter)
