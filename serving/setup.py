@@ -23,7 +23,7 @@ from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
 from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
-from jobs.drafter_use import DrafterUse, check_not_evaluated
+from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, read_card_name, uses
 from jobs.paths import resolve
 from serving.config import GenerateConfig
@@ -160,7 +160,7 @@ def load_drafter(
         return None, DrafterUse()
     name, mapping = found
     use = uses({name: mapping}, DrafterUse(cfg.stopping))
-    check_not_evaluated(name, use[name])
+    refuse_eval_options(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
             f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures "
