@@ -15,7 +15,7 @@ from distill.config import TrainConfig
 from jobs import ranks
 from jobs.config import ParallelConfig, typed
 from jobs.job import CONF, check_arguments, register, run_typed
-from jobs.launch import _free_port, count_processes
+from jobs.launch import count_processes, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -30,7 +30,7 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ranks._PLACES:
+    for name in ranks._VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -95,7 +95,7 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
         ranks.take_local_rank(["--local_rank=1", *asked])
     for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    for name in ranks._PLACES:  # those that are set below are gone afterwards
+    for name in ranks._VARIABLES:  # those that are set below are gone afterwards
         monkeypatch.setenv(name, ranks.os.environ.get(name, ""))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
@@ -178,7 +178,7 @@ def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatc
     assert not ranks.is_rank()
     for name, value in STEP.items():  # among 16 tasks one alone shall say it
         monkeypatch.setenv(name, value)
-    for name in ranks._PLACES:  # those that `adopt` sets are gone afterwards
+    for name in ranks._VARIABLES:  # those that `adopt` sets are gone afterwards
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     ranks.adopt_slurm_rank(config)
@@ -191,7 +191,7 @@ def test_a_sweep_on_slurm_wants_slurm(
     """What submitit would say with a traceback; where there is an srun, nothing is wrong."""
     arguments = ["-m", "seed=1,2", "hydra/launcher=slurm"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"srun is not on the PATH here.*leave hydra/launcher out"):
+    with pytest.raises(UserError, match=r"srun is not on the PATH here.*remove hydra/launcher="):
         check_arguments(arguments, "distill.train", TrainConfig)
     (tmp_path / "srun").touch(0o755)
     check_arguments(arguments, "distill.train", TrainConfig)
@@ -225,7 +225,7 @@ for stage in ("one", "two"):
 
 @pytest.mark.long
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
-    places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", _MEETS, str(tmp_path)]
     meets = [
         subprocess.Popen(command, env={**os.environ, **places, "RANK": str(r)}, cwd=ROOT)
