@@ -155,13 +155,13 @@ def test_a_message_without_room_is_refused_with_what_to_do_and_forgotten(tiny_ta
     session = ChatSession(load(cfg), cfg)
     with pytest.raises(
         UserError,
-        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*Say "
-        r"it shorter",
+        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*"
+        r"Shorten it",
     ):
         said(session, "word " * 600)
     said(session, "Hello")
     with pytest.raises(
-        UserError, match=r"with all turns before it .* /reset starts a new conversation"
+        UserError, match=r"with all turns before it .* Type /reset for a new conversation"
     ):
         said(session, "word " * 600)
     assert len(session.messages) == 2

@@ -27,7 +27,7 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from serving import prompts as prompt_run
 from serving.config import GenerateConfig
 from serving.mt_bench import load_mt_bench
-from serving.prompt_report import equality, print_report
+from serving.prompt_report import compare_outputs, print_report
 from serving.prompts import PromptRun, answer_prompts, load_prompts
 from serving.setup import ChatModels, choose_template, load
 from tests.support import tiny_heads as tiny
@@ -148,7 +148,7 @@ def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
         assert choose_template(cfg, tokenizer, folder)[0] == template
         return
     with pytest.raises(
-        UserError, match="has no chat template: name the one .* such as template=vicuna"
+        UserError, match="has no chat template. Name the one .* such as template=vicuna"
     ):
         choose_template(cfg, tokenizer, folder)
 
@@ -242,7 +242,7 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
         "c",
         "d",
     ]
-    with pytest.raises(UserError, match=f"output={file} is there already: give another file"):
+    with pytest.raises(UserError, match=f"output={file} exists already. Give another file"):
         run(cfg)
 
 
@@ -291,11 +291,11 @@ def test_control_an_output_that_differs_is_an_error_after_the_report(
     wrong = PromptRun([replace(one, differs_at=3, gap=0.5) for one in done.answers])
     with pytest.raises(
         UserError,
-        match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4",
+        match="the drafted output is not the target's: outputs: 0 of 2 equal .* token 4",
     ):
         printed(cfg, loaded, wrong)
     tied = [replace(one, differs_at=3, gap=1e-6) for one in done.answers]
-    words, broken = equality(loaded, tied)
+    words, broken = compare_outputs(loaded, tied)
     assert "which is rounding" in words and not broken
 
 
