@@ -7,6 +7,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.values import check_settings
+from jobs.config import leaves, plain
 
 Rule = tuple[str, bool, str]
 THREADS_PER_CORE = 8  # more would only wait for each other
@@ -32,18 +33,16 @@ def check_job(config: Any) -> None:
     most = THREADS_PER_CORE * cores
     expected = f"0 (PyTorch's default) to {most} on {cores} cores"
     refuse(config, [("threads", 0 <= config.threads <= most, expected)])
-    for key, value in _floats("", vars(config)):
-        if not math.isfinite(value):
-            raise UserError(f"{key} is {value}, expected a finite number")
+    for path, value in leaves(plain(config)):
+        for number in _floats(value):
+            if not math.isfinite(number):
+                raise UserError(f"{'.'.join(path)} is {number}, expected a finite number")
 
 
-def _floats(key: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield every float of a configuration with its dotted key."""
+def _floats(value: Any) -> Iterator[float]:
+    """Yield the floats of a value, of lists and mappings in it too."""
     if isinstance(value, float):
-        yield key, value
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _floats(key, entry)
-    elif isinstance(value, dict) or hasattr(value, "__dataclass_fields__"):
-        for name, inner in (value if isinstance(value, dict) else vars(value)).items():
-            yield from _floats(f"{key}.{name}" if key else str(name), inner)
+        yield value
+    elif isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _floats(entry)

@@ -4,7 +4,6 @@ A single run uses this process. Members of a sweep (`-m`) and stages of an exper
 processes, each on a saved config.yaml. They cannot disturb each other, and a user can repeat each.
 """
 
-import dataclasses
 import errno
 import importlib.util
 import os
@@ -13,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -26,7 +25,7 @@ from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
 from jobs.composing import CONF, register, translate_errors
-from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
+from jobs.config import JobConfig, check_key, typed
 from jobs.config_checks import check_job
 from jobs.files import disk_error
 from jobs.help import print_help
@@ -167,7 +166,6 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
     The messages of Hydra give neither the position nor the nearest key.
     """
     check_syntax(arguments)
-    keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     for argument in arguments:
         match = re.match(r"^(\+\+|\+|~)?([\w./@:]+)=", argument)
@@ -181,20 +179,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
         elif key == "hydra/launcher" and argument.endswith("=slurm"):
             _check_slurm()
         elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
-            _check_key(key, keys, schema)
-
-
-def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
-    """Raise UserError for a key that is neither a field nor an entry of a mapping or a list."""
-    for name, kind in open_fields(schema).items():
-        entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
-        if entry and dataclasses.is_dataclass(kind):
-            inner = valid_keys(cast(type[Any], kind))
-            choices = [*choices, f"{name}.{entry}", *(f"{name}.{entry}.{field}" for field in inner)]
-        elif entry:
-            return
-    if key not in choices:
-        raise unknown_key(key, choices)
+            check_key(schema, key.split("."))
 
 
 def _check_slurm() -> None:

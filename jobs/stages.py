@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
 from jobs.composing import CONF, compose_job, translate_errors
-from jobs.config import JobConfig, typed
+from jobs.config import JobConfig, leaves, typed
 from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
 from jobs.ranks import RankBarrier
@@ -155,15 +155,7 @@ def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
     for group, text in chosen.items():
         file = CONF / group / f"{text.partition('=')[2]}.yaml"
         if group != "experiment" and file.is_file() and "@package _global_" in file.read_text():
-            yield from _leaves(yaml.safe_load(file.read_text()))
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+            yield from (".".join(path) for path, _ in leaves(yaml.safe_load(file.read_text())))
 
 
 def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
