@@ -6,7 +6,6 @@ finds unknown keys in experiment files and in `+key=`, which Hydra accepts.
 
 import dataclasses
 import difflib
-import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,8 +201,7 @@ def plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-@functools.cache
-def fields_of(schema: type[Any]) -> Mapping[str, Any]:
+def fields_of(schema: type[Any]) -> dict[str, Any]:
     """Return the names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}

@@ -1,6 +1,7 @@
 """Report of a run over prompts: every answer, the totals, and whether the outputs are equal."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -93,9 +94,7 @@ def _total_table(cfg: GenerateConfig, answers: Sequence[PromptAnswer]) -> Table:
     return table
 
 
-def _totals(
-    answers: Sequence[PromptAnswer], generations: Sequence[Generation]
-) -> dict[str, float | str]:
+def _totals(answers: Sequence[PromptAnswer], generations: Sequence[Generation]) -> dict[str, Any]:
     """Return the totals over all answers, decoded in one way.
 
     A batch takes as long as its longest row, and its rows share one prefill.
