@@ -202,7 +202,7 @@ def _check_experiment(name: str, job: str) -> None:
         path = CONF / "experiment" / f"{one}.yaml"
         if not path.is_file():
             known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-            raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
+            raise UserError(f"experiment '{one}' is unknown, expected one of {', '.join(known)}")
         try:
             belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
         except yaml.YAMLError as error:

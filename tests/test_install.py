@@ -135,7 +135,7 @@ def test_the_command_knows_its_version(installed: Path, folder: Path):
 def test_an_unknown_job_is_an_error_that_names_the_nearest(installed: Path, folder: Path):
     done = run(installed, folder, "shallow-draft eval.rnu")
     assert done.returncode == 2
-    assert "there is no job 'eval.rnu'; the nearest is 'eval.run'" in done.stderr
+    assert "'eval.rnu' is not a job; the nearest is 'eval.run'" in done.stderr
 
 
 def test_help_lists_settings_and_configurations(installed: Path, folder: Path):

@@ -174,7 +174,7 @@ def test_an_experiment_of_another_job_prints_the_right_command():
         UserError, match=r"Run python -m distill.pretrain \+experiment=quickstart_target"
     ):
         check_arguments(["+experiment=quickstart_target"], "distill.train", TrainConfig)
-    with pytest.raises(UserError, match=r"no experiment .quikstart.; there are: .*quickstart"):
+    with pytest.raises(UserError, match=r"experiment .quikstart. is unknown, .*quickstart"):
         check_arguments(["+experiment=quikstart"], "distill.train", TrainConfig)
 
 

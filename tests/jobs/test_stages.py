@@ -100,7 +100,7 @@ def test_every_job_has_a_schema_and_a_configuration():
     for job in SCHEMAS:
         assert issubclass(schema_of(job), JobConfig)
     with pytest.raises(
-        UserError, match="stage eval.walk: 'eval.walk' is no job; there are: distill"
+        UserError, match="stage eval.walk: 'eval.walk' is not a job, expected one of distill"
     ):
         stage("eval.walk", [])
 

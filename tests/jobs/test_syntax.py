@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("argument", "found"),
     [
-        ("smoke", "'smoke' is no setting: it has no '='"),
-        ("sweep=[1,2", "'sweep=[1,2' cannot be read: it ends where more is expected"),
+        ("smoke", "'smoke' is not a setting: it has no '='"),
+        ("sweep=[1,2", "'sweep=[1,2' cannot be read: it is incomplete"),
         ("drafters=[{use: a, name: b]", "cannot be read: ']' "),
         ("sweep=1,2]", "cannot be read: ']' "),
         (
@@ -62,7 +62,7 @@ def test_what_can_be_read_passes():
     [
         (
             "target=nowhere",
-            "target=nowhere: there is no conf/target/nowhere.yaml; of target there are: .*embedded",
+            "target=nowhere: there is no conf/target/nowhere.yaml, expected target= .*embedded",
         ),
         ("+target=embedded", "the configuration does not compose: .*target"),
         ("seed=1,2", "the configuration does not compose: .*seed"),
