@@ -40,6 +40,9 @@ RENAMED = {
     "test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out": (
         "test_the_pareto_front_holds_exactly_the_undominated_points"
     ),
+    "test_control_characters_of_a_model_are_spelled_out": (
+        "test_control_characters_of_a_model_are_escaped"
+    ),
     "draws": "children",
     "plain-drawn": "plain-sampled",
     "plain-picked": "plain-top_k",
