@@ -43,7 +43,7 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
     process = start_importing_job(tmp_path / "package")
     process.send_signal(number)
     _, words = process.communicate(timeout=20)
-    assert words == f"interrupted by {number.name} before the job start_importing_job\n"
+    assert words == f"interrupted by {number.name} before the job started\n"
     assert process.returncode == INTERRUPTED == 130
 
 

@@ -92,7 +92,7 @@ def test_a_chat_on_a_terminal_streams_answers_and_their_cost(tiny_target: Path):
         start = screen.expect("chat> ")
         assert (
             "drafted and accepted tokens are green" in start
-            and "exit, quit or Ctrl-D wait" in start
+            and "exit, quit or Ctrl-D ends" in start
         )
         screen.type("\n")
         screen.expect("an empty message")
