@@ -6,6 +6,7 @@ An entry is a folder, a name of the registry or of conf/drafter, or a mapping wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from glob import glob
@@ -45,8 +46,10 @@ def describe(
     an entry of none of the three forms, and for two drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
-    asked = _name_by_card(_expand_patterns(entries))
-    for entry in [*asked, *([CONTROL] if control and CONTROL not in entries else [])]:
+    asked = _expand_folders(entries)
+    if control and CONTROL not in entries:
+        asked.append(CONTROL)
+    for entry in asked:
         mapping = _build_mapping(entry, target)
         name = _name_of(mapping)
         if name in found:
@@ -75,38 +78,31 @@ def _name_of(mapping: Mapping[str, Any]) -> str:
     )
 
 
-def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
+def _expand_folders(entries: Sequence[Any]) -> list[Any]:
     """Replace patterns such as `runs/sweep/*/drafter` by the folders that match.
 
-    Each folder is named as on its card. Raises UserError for a pattern without a match.
+    These, and folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`), are named as on
+    their cards. Raises UserError for a pattern without a match.
     """
     found: list[Any] = []
+    texts = {entry for entry in entries if isinstance(entry, str)}
+    last = Counter(Path(entry).name for entry in texts if "*" not in entry)
     for entry in entries:
-        if not isinstance(entry, str) or "*" not in entry:
+        if not isinstance(entry, str):
             found.append(entry)
-            continue
-        folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
-        if not folders:
-            raise UserError(
-                f"drafters: no folder with a config.json matches {entry!r} (working folder: "
-                f"{Path.cwd()}). Correct the pattern."
-            )
-        found += [{"use": folder, "name": read_card_name(Path(folder))} for folder in folders]
+        elif "*" in entry:
+            folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
+            if not folders:
+                raise UserError(
+                    f"drafters: no folder with a config.json matches {entry!r} (working folder: "
+                    f"{Path.cwd()}). Correct the pattern."
+                )
+            found += [{"use": path, "name": read_card_name(Path(path))} for path in folders]
+        elif "/" in entry and last[Path(entry).name] > 1 and resolve(entry).is_dir():
+            found.append({"use": entry, "name": read_card_name(resolve(entry))})
+        else:
+            found.append(entry)
     return found
-
-
-def _name_by_card(entries: Sequence[Any]) -> list[Any]:
-    """Name folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`) as on their cards."""
-    last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
-    return [
-        {"use": entry, "name": read_card_name(resolve(entry))}
-        if isinstance(entry, str)
-        and last.count(Path(entry).name) > 1
-        and "/" in entry
-        and resolve(entry).is_dir()
-        else entry
-        for entry in entries
-    ]
 
 
 def read_card_name(folder: Path) -> str:

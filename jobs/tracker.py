@@ -43,7 +43,7 @@ class Tracker:
         self.path = folder / "metrics.jsonl"
         self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, config, run_name, job_config)
-        self._board = _start_tensorboard(folder, None) if config.tensorboard else None
+        self._board = _start_tensorboard(folder) if config.tensorboard else None
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append a record of numbers, strings and lists. Only the numbers go to the mirrors."""
@@ -147,6 +147,7 @@ def check_tracker(config: JobConfig) -> None:
 
 
 def _check_mode(config: TrackerConfig) -> None:
+    """Raise UserError for an unknown mode of Weights & Biases."""
     if config.wandb not in ("online", "offline", "disabled"):
         raise UserError(f"tracker.wandb is '{config.wandb}', expected online, offline or disabled")
 
@@ -239,5 +240,5 @@ def _summary_writer() -> Any:
     return SummaryWriter
 
 
-def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
+def _start_tensorboard(folder: Path, purge_step: int | None = None) -> Any:
     return _summary_writer()(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

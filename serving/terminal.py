@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
@@ -24,25 +24,19 @@ ACCEPTED = "green"
 HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new conversation"
 
 
-class Interrupt:
-    """Handler of Ctrl-C: the first ends the answer after its round, the second at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
-    """Handle Ctrl-C with an `Interrupt` inside the block."""
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt)
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; a second Ctrl-C ends the block."""
+    pressed: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield interrupt
+        yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -107,9 +101,9 @@ def read_message(console: Console) -> str | None:
 def answer_turn(session: ChatSession, text: str, console: Console) -> None:
     """Stream one answer and print its cost."""
     differs = None
-    with interrupts() as interrupt:
+    with interrupts() as interrupted:
         try:
-            with closing(session.reply(text, lambda: interrupt.asked)) as pieces:
+            with closing(session.reply(text, interrupted)) as pieces:
                 for piece in pieces:
                     console.print(
                         Text(visible(piece.text), ACCEPTED if piece.accepted else ""),
@@ -118,7 +112,7 @@ def answer_turn(session: ChatSession, text: str, console: Console) -> None:
                     )
                     console.file.flush()
             console.print()
-            if not interrupt.asked:
+            if not interrupted():
                 differs = session.time_plain()
         except Terminated:
             raise

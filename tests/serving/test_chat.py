@@ -242,9 +242,9 @@ def test_control_characters_of_a_model_are_escaped():
 
 
 def test_the_first_interrupt_ends_the_round_and_the_second_the_answer():
-    with interrupts() as interrupt:
+    with interrupts() as interrupted:
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupted()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):  # the default handler is back
