@@ -13,7 +13,7 @@ from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, usual_stopping
 from decoding.stopping.policies import EAGER, NAMES
 from decoding.values import check_choice, check_value, whole_number
 
-# schedule of a drafter that decodes its own text without the target: the upper bound of its speed
+# schedule of a drafter that decodes alone, without the target: the upper bound of the speed
 ALONE = "alone"
 
 
@@ -32,7 +32,7 @@ class DrafterUse:
     lookup: int | None = None
     # verification rule where temperature > 0; None: the job's
     verify: str | None = None
-    # cap of a stopping policy that chooses its own lengths; None: the job's
+    # cap of a stopping policy that chooses draft lengths; None: the job's
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:

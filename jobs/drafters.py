@@ -199,7 +199,7 @@ def build(
         try:
             drafters[name] = instantiate(made)
         except InstantiationException as error:
-            # Hydra wraps the drafter's own error.
+            # Hydra wraps the error of the drafter.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise UserError(

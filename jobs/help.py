@@ -100,10 +100,10 @@ def _comments(owner: type[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            _, _, beside = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")
+            _, _, trailing = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")
             above = takewhile(
                 lambda line: line.startswith("    # "), reversed(lines[: node.lineno - 1])
             )
-            text = beside or " ".join(reversed([line.lstrip(" #") for line in above]))
+            text = trailing or " ".join(reversed([line.lstrip(" #") for line in above]))
             found[node.target.id] = text
     return found

@@ -231,7 +231,7 @@ class Sweep:
         self._barrier: ranks.RankBarrier | None = None
 
     def run(self, composed: DictConfig) -> None:
-        """Run one member in its own folder and process. The others still run after a failure.
+        """Run one member in a new folder and process. A failure does not stop the other members.
 
         A launcher other than Hydra's default (submitit) does not share this process's memory, so a
         failure raises UserError there.

@@ -1,6 +1,6 @@
 """Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
-Children run in their own sessions, so Ctrl-C on a terminal reaches them once, through the parent.
+Children run in separate sessions, so Ctrl-C on a terminal reaches them once, through the parent.
 They save a checkpoint and end while the parent waits. When one rank dies, the others are stopped
 and the error names the dead one.
 """

@@ -20,7 +20,7 @@ _PLAIN_EVERY_SECONDS = 15.0
 class ProgressBar:
     """Progress of one task: `with ProgressBar("distil", total) as bar: bar.update(done, "loss 1")`.
 
-    total: number of units, None where it is not known yet. start: units that are already finished.
+    total: number of units, None where it is unknown. start: units that are already finished.
     """
 
     def __init__(self, title: str, total: int | None, start: int = 0, show: bool = True) -> None:

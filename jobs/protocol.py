@@ -58,7 +58,7 @@ class Job(ABC, Generic[Config]):
         """
 
     def prepare(self, run: Run) -> None:
-        """Check what a dry run does not need, in the starting process and in each rank."""
+        """Check the needs of a real run, in the starting process and in each rank."""
 
     @abstractmethod
     def work(self, run: Run) -> None:

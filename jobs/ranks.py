@@ -1,8 +1,8 @@
 """Rank of this process, and the barrier where the ranks of one job wait for each other.
 
-torchrun, deepspeed, our own launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
+torchrun, deepspeed, our launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
 torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT. A job that finds them starts no ranks of its own.
+MASTER_PORT. A job that finds them starts no further ranks.
 """
 
 import os
@@ -108,8 +108,8 @@ def adopt_slurm_rank(config: JobConfig) -> None:
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """Convert the variables of a Slurm step with one task per rank to torchrun's.
 
-    The master is the first node of the step. Its port is computed from the job's number, so that
-    all ranks choose the same one. Raises UserError outside of a step.
+    The master is the first node of the step. Its port is computed from the job's number, which
+    all ranks share. Raises UserError outside of a step.
     """
     wanted = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
     missing = [name for name in wanted if name not in environment]

@@ -1,4 +1,4 @@
-"""Experiments of several jobs: each stage is `python -m <stage>` in its own process.
+"""Experiments of several jobs: each stage is `python -m <stage>` in a separate process.
 
 Stages communicate only through folders. A stage inherits every key that it shares with the
 experiment (jobs/inheritance.py) and writes to OUTPUT_DIR/<stage>. Its `stage_overrides` hold the
@@ -104,9 +104,9 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
         is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
         texts = list(chosen.values())
         schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
-        own = compose_job(job, schema, texts)
-        OmegaConf.set_struct(own, False)
-        written = {key: OmegaConf.select(own, key) for key in _keys_written_by(chosen)}
+        base = compose_job(job, schema, texts)
+        OmegaConf.set_struct(base, False)
+        written = {key: OmegaConf.select(base, key) for key in _keys_written_by(chosen)}
         # A stage of the called job keeps unresolved values (`${...}`) as they are written.
         resolved = has_own_experiment or not is_called_job
         found: Any = OmegaConf.to_container(composed, resolve=resolved)
@@ -114,13 +114,13 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
             group, *inner = key.split(".")
             if group not in chosen:
                 value = functools.reduce(dict.__getitem__, inner, found[group])
-                OmegaConf.update(own, key, value, merge=False)
+                OmegaConf.update(base, key, value, merge=False)
         for key, value in written.items():
-            OmegaConf.update(own, key, value, merge=False)
-        own.stages, own.stage_overrides = [], {}
-        own.output_dir = os.path.join(config.output_dir, label or name)
+            OmegaConf.update(base, key, value, merge=False)
+        base.stages, base.stage_overrides = [], {}
+        base.output_dir = os.path.join(config.output_dir, label or name)
         sweeps = SWEEP in config.stage_overrides.get(name, [])
-        members = list(_sweep_members(own, [one for one in given if not one.chooses_file], sweeps))
+        members = list(_sweep_members(base, [one for one in given if not one.chooses_file], sweeps))
         for member in members:
             typed(member, schema)
     except UserError as error:
@@ -184,11 +184,11 @@ def _insert_folder(value: Any, folder: str) -> Any:
 
 
 def _sweep_members(
-    own: DictConfig, given: Sequence[StageOverride], sweeps: bool
+    base: DictConfig, given: Sequence[StageOverride], sweeps: bool
 ) -> Iterator[DictConfig]:
     """Yield one configuration for each combination of values; only one without a sweep."""
     for values in itertools.product(*(one.values for one in given)):
-        member = own.copy()
+        member = base.copy()
         for one, (_, value) in zip(given, values, strict=True):
             OmegaConf.update(member, one.key, value, merge=not one.replaces)
         texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
@@ -212,7 +212,7 @@ def _print_total(folders: Sequence[str], started: float) -> None:
     """Print the total cost of the dry runs of all stages and sweep members.
 
     folders: run folders, with those inside them. started: time before the first dry run; older
-    manifests do not count. Each cost is converted to hours with its own assumed_tflops.
+    manifests do not count. Each cost is converted to hours with its base assumed_tflops.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     costs, unknown = [], 0  # (operations, assumed TFLOP/s) of a dry run

@@ -139,7 +139,7 @@ def is_compared(settings: Settings) -> bool:
 
 
 def warm_up(engine: Engine, prompt: list[int], settings: Settings, batch_size: int = 1) -> Settings:
-    """Decode a few tokens with and without the drafter, so that no measured token has a new shape.
+    """Decode a few tokens with and without the drafter, as the first run of a shape is slow.
 
     Returns the settings, with measured costs of a round if the drafter needs them.
     """

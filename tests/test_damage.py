@@ -174,15 +174,15 @@ def test_a_changed_artefact_of_a_finished_run_is_written_again(
     folder = tmp_path / "run"
     model = finished_run(job, folder)
     path = folder / file
-    whole = path.read_bytes()
-    path.write_bytes(DAMAGES[kind](whole))
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[kind](content))
     JOBS[job].run(configured(job, model, folder))
     assert (
         f"{path} has changed since the run was finished: it is written again"
         in capsys.readouterr().out
     )
     if job != "eval.run":  # it measures times again where records are missing
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == content
     JOBS[job].run(configured(job, model, folder))
     assert "written again" not in capsys.readouterr().out
 

@@ -125,10 +125,10 @@ def parts(command: str) -> tuple[str, list[str]]:
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
     """Compose a command's configuration; the first member's of a sweep."""
-    # takes published flags and a drafter's folder beside overrides
+    # It also takes published flags and the folder of a drafter.
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
-    # a kind of head has a configuration of its own
+    # The schema depends on the kind of head.
     schema = head_schema(chosen_kind(arguments)) if job == "heads.train" else SCHEMAS[job]
     arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)

@@ -137,7 +137,7 @@ def find_needless_keys(name: str, more: dict[str, list[str]]) -> set[str]:
         for text in overrides.get(one, []):
             key = text.lstrip("+").partition("=")[0]
             if any(f"{key}.".startswith(f"{mine}.") for mine in keys):
-                values = [OmegaConf.select(whole, key) for whole in (member, composed)]
+                values = [OmegaConf.select(node, key) for node in (member, composed)]
                 found |= {f"{one} {key}"} if values[0] == values[1] else set()
         folders += [str(member.output_dir) for member in found_stage.members]
     assert len({*folders}) == len(folders)

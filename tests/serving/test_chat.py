@@ -119,12 +119,12 @@ def test_the_tokens_of_an_answer_are_kept_where_the_tokenizer_splits_otherwise(t
     usual = tokenizer("return x", add_special_tokens=False)["input_ids"]
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return\u2581x"]
     assert letters != usual and tokenizer.decode(letters) == "return x"
-    prompt, anew = render_prompt(tokenizer, turns[:1]), render_prompt(tokenizer, turns)
+    prompt, rendered = render_prompt(tokenizer, turns[:1]), render_prompt(tokenizer, turns)
     for answer in (letters, [*letters, tokenizer.eos_token_id]):
         ids = render_next(tokenizer, turns, prompt, answer)
         assert ids[: len(prompt) + len(answer)] == [*prompt, *answer]
-        assert tokenizer.decode(ids) == tokenizer.decode(anew)
-    assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == anew
+        assert tokenizer.decode(ids) == tokenizer.decode(rendered)
+    assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == rendered
     trimmed = [turns[0], {"role": "assistant", "content": "something else"}, turns[2]]
     other = tokenizer.convert_tokens_to_ids("<|user|>")  # not the template's end token
     assert render_next(tokenizer, trimmed, prompt, [*letters, other]) == render_prompt(

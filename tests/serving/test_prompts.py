@@ -301,7 +301,7 @@ def test_prompts_that_are_too_long_are_counted_and_listed(tiny_target: Path, tmp
     file = tmp_path / "prompts.jsonl"
     turns = {"long": ["la " * 600], "fits": ["Hello"], "grows": ["Hello", "la " * 600]}
     file.write_text(
-        "\n".join(json.dumps({"id": name, "turns": said}) for name, said in turns.items())
+        "\n".join(json.dumps({"id": name, "turns": texts}) for name, texts in turns.items())
     )
     cfg = config_of(tiny_target, file)
     loaded, done = load_and_answer(cfg)
