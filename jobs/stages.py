@@ -212,7 +212,7 @@ def _print_total(folders: Sequence[str], started: float) -> None:
     """Print the total cost of the dry runs of all stages and sweep members.
 
     folders: run folders, with those inside them. started: time before the first dry run; older
-    manifests do not count. Each cost is converted to hours with its base assumed_tflops.
+    manifests do not count. Each cost is converted to hours with the assumed_tflops of its run.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     costs, unknown = [], 0  # (operations, assumed TFLOP/s) of a dry run
