@@ -10,7 +10,7 @@ DATASET = "HuggingFaceH4/mt_bench_prompts"
 
 
 def load_mt_bench() -> list[Prompt]:
-    """Return both turns of every question; raises UserError if the cache and the Hub lack them."""
+    """Return the questions with both turns. Raises UserError if cache and Hub lack them."""
     import datasets
 
     try:
