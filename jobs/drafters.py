@@ -292,7 +292,7 @@ def _class_and_options(name: str) -> dict[str, Any]:
         written |= values if isinstance(values, dict) else {}  # type: ignore[arg-type]
     if "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_, and {name} is no name of the registry. Add the drafter's class, "
+            f"{file} has no _target_, and the registry has no drafter {name}. Add its class, "
             f"such as _target_: decoding.drafters.chain.ChainDrafter."
         )
     return written

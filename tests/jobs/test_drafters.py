@@ -85,7 +85,9 @@ def test_a_users_file_names_its_class(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["mine"]["ngram"] == 3
     assert found["lookahead"]["_target_"] == found["mine"]["_target_"]
     (tmp_path / "bare.yaml").write_text("ngram: 3\n")
-    with pytest.raises(UserError, match=r"bare.yaml: no _target_, and bare is no name of the"):
+    with pytest.raises(
+        UserError, match=r"bare.yaml has no _target_, and the registry has no drafter bare"
+    ):
         describe(["bare"], TargetConfig(), control=False)
     with pytest.raises(UserError, match="the nearest is 'mine'"):
         describe(["mime"], TargetConfig(), control=False)

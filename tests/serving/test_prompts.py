@@ -351,7 +351,7 @@ def test_the_error_without_mt_bench_gives_ways_to_get_it(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         UserError,
-        match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl; or fetch it once",
+        match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl\), or run",
     ):
         load_mt_bench()
 
