@@ -68,6 +68,11 @@ class Generation:
         """Emitted tokens per target forward (tau), the bonus token included, prefill excluded."""
         return len(self.tokens) / self.rounds if self.rounds else 0.0
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second of decoding, prefill excluded."""
+        return len(self.tokens) / max(self.decode_seconds, 1e-9)
+
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
         """Add the counts of one round."""
         self.rounds += 1

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from jobs.config import ParallelConfig
 from jobs.interrupts import Interrupted
-from jobs.launch import _free_port
+from jobs.launch import free_port
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.loop import fit
@@ -233,7 +233,7 @@ def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any
 
 def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         "-m",
