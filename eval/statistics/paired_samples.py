@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from decoding.costs import prediction
 from decoding.rounds.stats import distinct_n
 from decoding.schedules.by_name import SCHEDULES
 from eval.measure.records import Record
-from eval.statistics import metrics, prediction
+from eval.statistics import metrics
 from eval.statistics.replay import Turn, can_replay, mean_lanes
 from eval.statistics.schema import DrafterFacts, PartTimes
 from jobs.drafter_use import ALONE

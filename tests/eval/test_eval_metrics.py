@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from decoding.costs import prediction
+from decoding.costs.prediction import Costs
 from decoding.rounds.stats import distinct_n
-from eval.statistics import metrics, prediction
-from eval.statistics.prediction import Costs
+from eval.statistics import metrics
 
 FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
