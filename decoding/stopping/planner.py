@@ -83,7 +83,7 @@ def chance_of(probability: Chance) -> Chance:
     return probability * (1 - PRIOR / 2) + PRIOR / 2
 
 
-def sibling_chance(place: int) -> float:
+def sibling_chance(place: Chance) -> Chance:
     """Return the chance that a later sibling is accepted, once those before it were rejected.
 
     place: 1 for the second sibling, 2 for the third. What the first one leaves is shared out.

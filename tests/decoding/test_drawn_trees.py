@@ -59,7 +59,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked
     ones is cut.
     """
-    level, proposal, reached = SampledTree._level, SampledTree.proposal, list[Tensor]()
+    level, proposal, reached = SampledTree._add_level, SampledTree.proposal, list[Tensor]()
 
     def noting(self: SampledTree, *given: Tensor) -> tuple[int, Tensor]:
         first, reached_BM = level(self, *given)
@@ -70,7 +70,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut(self: SampledTree, ahead: bool) -> Proposal:
         order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
-        self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
+        self.tree.scores_BM = self.tree.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
     def likely(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         "_budget_for",
         lambda self, drawn, rows: PlannedBudget(rows, 12, 3, None, drawn),
     )
-    monkeypatch.setattr(SampledTree, "_level", noting)
+    monkeypatch.setattr(SampledTree, "_add_level", noting)
     monkeypatch.setattr(SampledTree, "proposal", cut)
 
 
@@ -110,7 +110,7 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
     """
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
     draws = ChildSampler(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
-    tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
+    tokens_BPK, probs_BPK = draws.sample(draws.q(draws.tips()), 5, 1, 2)
     first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
     drawn_BPK = probs_BPK > 0
     assert torch.allclose(probs_BPK[drawn_BPK], q_V[tokens_BPK[drawn_BPK]])
@@ -125,7 +125,7 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
         q_V.clone().index_fill_(0, torch.tensor([0]), 0) / 0.5,
         atol=0.02,
     )
-    elsewhere_BPK, _ = draws.children(draws.q(draws.tips()), 5, 1, 1)
+    elsewhere_BPK, _ = draws.sample(draws.q(draws.tips()), 5, 1, 1)
     assert not torch.equal(elsewhere_BPK, tokens_BPK), "another node, the same numbers"
 
 
@@ -259,7 +259,7 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
     shared = different = 0
     for tree in trees:
         for parents, tokens, rows in zip(
-            tree.seen.parents_BM.tolist(), tree.seen.tokens_BM.tolist(), tree._rows_BM.tolist()
+            tree.tree.parents_BM.tolist(), tree.tree.tokens_BM.tolist(), tree._rows_BM.tolist()
         ):
             children: dict[int, list[int]] = {}
             for token, parent in zip(tokens, parents):
@@ -268,7 +268,7 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
             twins = [(a, b) for a in nodes for b in nodes if a < b and rows[a] == rows[b]]
             shared += len(twins)
             different += sum(children[a][0] != children[b][0] for a, b in twins)
-            assert len({row for row in rows if row}) <= tree._fed_BN.shape[1]
+            assert len({row for row in rows if row}) <= tree._read_BN.shape[1]
     assert shared > 50 and different > 0.2 * shared
 
 

@@ -123,7 +123,7 @@ class StaticTree(ChainDrafter):
         """Sample `count` children (B, P, K) of each node of the latest level."""
         first = self.width(depth - 1) + 1 if depth else 0
         rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)
-        return draws.children(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
+        return draws.sample(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
 
     def _parents(self, depth: int, rows: int) -> Tensor:
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
