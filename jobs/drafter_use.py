@@ -8,7 +8,7 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
-from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, usual_stopping
+from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
 
 # the schedule of a drafter that decodes its own text without the target: the upper bound
@@ -114,7 +114,7 @@ class DrafterUse:
         return (
             self
             if self.stopping
-            else replace(self, stopping=usual_stopping(capabilities, self.schedule))
+            else replace(self, stopping=default_stopping(capabilities, self.schedule))
         )
 
 

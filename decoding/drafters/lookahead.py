@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
     Chooser,
     Observation,
+    Policies,
     Proposal,
-    RoundCosts,
-    Stopping,
-    Target,
+    Tokens,
 )
 
 Phrase = tuple[int, ...]
@@ -121,7 +121,7 @@ class GuessWindow:
         self.rows = [*self.rows[1:], list(next_tokens)]
 
 
-class Lookahead:
+class Lookahead(StatelessDrafter):
     """A drafter of the target's guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
 
     ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
@@ -130,7 +130,6 @@ class Lookahead:
     """
 
     capabilities = Capabilities(shape="tree", steps="round")
-    num_layers = num_parameters = 0
 
     def __init__(
         self,
@@ -162,12 +161,7 @@ class Lookahead:
         """Return the number of tokens of the candidates, at most gamma each, and the window."""
         return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
 
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: the pools depend on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Fill the windows with the prompts' tokens, and start empty pools."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
         self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
@@ -179,11 +173,7 @@ class Lookahead:
         self.open([prompt], None, len(prompt))
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Propose the pool's phrases after each tip, then the windows, which are not counted."""
         trees, counts_B = [], []
@@ -212,9 +202,6 @@ class Lookahead:
                     [choices_BN[row][end + 1] for end in ends], self.pools[row]
                 )
             self._ends[row] = []
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep everything: pools hold emitted tokens and guesses."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

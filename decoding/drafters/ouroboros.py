@@ -29,8 +29,9 @@ from decoding.interfaces import (
     Chooser,
     Observation,
     Outcome,
+    Policies,
     Proposal,
-    Stopping,
+    Tokens,
     ancestors,
 )
 from decoding.sampling.readback import DeviceReadback
@@ -85,9 +86,7 @@ class Ouroboros(ChainDrafter):
         """Return the number of tokens of the chain and of the attached phrases."""
         return gamma + self.suffixes * min(self.phrase_length, gamma)
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Open the model with room for the window, and empty pools."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase_length))
         self.inner.open(prompts_B, None, capacity)
@@ -100,11 +99,7 @@ class Ouroboros(ChainDrafter):
         self._drafted = [None]
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain with phrases at its end for each row within this model's context."""
         depths_B = self._within_context(sequences_B, budgets_B)
@@ -128,7 +123,7 @@ class Ouroboros(ChainDrafter):
         return proposal
 
     def _draft(
-        self, sequences_B: Sequence[Sequence[int]], wanted_B: Sequence[int], chooser: Chooser
+        self, sequences_B: Tokens, wanted_B: Sequence[int], chooser: Chooser
     ) -> tuple[list[list[int]], int]:
         """Return each row's next tokens by lookahead decoding, and the number of forwards."""
         logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)

@@ -3,7 +3,7 @@
 The worker holds the model and answers over a socket pair; tokens and counts are sent as lists, and
 q, if the rule tests it, as bytes. No random number is sent, since noise is a function of its key.
 With `draft_cores` the worker is bound to some processor cores and the target's process to the
-others (`lanes`), one thread a core, since processes that share cores slow each other down.
+others (`separate_cores`), one thread a core, since processes that share cores slow each other down.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
     Chooser,
-    Observation,
+    Policies,
     Proposal,
-    RoundCosts,
-    Stopping,
     Target,
+    Tokens,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class RemoteChain:
+class RemoteChain(StatelessDrafter):
     """A ChainDrafter in a worker process. Hydra: `_target_: decoding.drafters.remote.RemoteChain`.
 
     draft_cores: processor cores of the worker, the last of this process's; 0 binds nothing. The
@@ -57,7 +57,7 @@ class RemoteChain:
                 f"{len(available)} cores to the target. Give draft_cores=0 to share all cores, or "
                 f"run on more cores."
             )
-        self.own_cores = available[:-draft_cores] if draft_cores else []
+        self.target_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "decoding.drafters.remote_process", str(theirs.fileno())]
@@ -83,16 +83,7 @@ class RemoteChain:
         # of all proposals since `open`
         self._chain_seconds, self._chain_steps = 0.0, 0
 
-    def width(self, gamma: int) -> int:
-        """Return gamma, the length of the chain."""
-        return gamma
-
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: a chain drafter depends on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Make the worker read all prompt tokens except the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
@@ -110,11 +101,7 @@ class RemoteChain:
             self._receive()
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row and wait for it."""
         self.begin(sequences_B, budgets_B, stopping_B, chooser)
@@ -122,9 +109,9 @@ class RemoteChain:
 
     def begin(
         self,
-        sequences_B: Sequence[Sequence[int]],
+        sequences_B: Tokens,
         budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
+        stopping_B: Policies,
         chooser: Chooser,
         least: int | None = None,
     ) -> None:
@@ -173,9 +160,6 @@ class RemoteChain:
             *tokens_BN.shape, -1
         )
         return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
-
-    def observe(self, observation: Observation) -> None:
-        """Ignore the outcome: a chain drafter learns nothing."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Keep the tokens that the target kept."""
@@ -245,20 +229,20 @@ class MultiProcessTarget(Protocol):
 
 
 @contextmanager
-def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
+def separate_cores(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     """Bind this process to the cores that the worker does not use, one thread a core.
 
     The binding ends with the `with` block. The processes of a parallel target share these cores.
     Raises UserError if there are fewer cores than processes.
     """
-    if not drafter.own_cores:
+    if not drafter.target_cores:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     ranks = target.ranks if isinstance(target, MultiProcessTarget) else None
-    own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
-    os.sched_setaffinity(0, own_cores)
-    torch.set_num_threads(min(threads, len(own_cores)))
+    target_cores = drafter.target_cores if ranks is None else ranks.bind(drafter.target_cores)
+    os.sched_setaffinity(0, target_cores)
+    torch.set_num_threads(min(threads, len(target_cores)))
     try:
         yield
     finally:

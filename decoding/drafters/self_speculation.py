@@ -17,7 +17,15 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Chooser, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Policies,
+    Proposal,
+    RoundCosts,
+    Target,
+    Tokens,
+)
 from decoding.models.native.model import NativeTarget, Skips
 
 FILE = "skips.json"
@@ -74,9 +82,7 @@ class SelfSpeculation(ChainDrafter):
             self._target, self._view = target, None
         self.num_layers = target.num_layers - len(self.skips) // 2
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Share the cache of the target, which has read the prompts."""
         assert self._target is not None, "prepare() comes before open()"
         self._capacity = capacity
@@ -95,11 +101,7 @@ class SelfSpeculation(ChainDrafter):
         self._follow()
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row after the target's committed tokens."""
         self._follow()

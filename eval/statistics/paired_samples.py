@@ -230,7 +230,7 @@ def pool_counts(
         steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
-        own_lengths=facts.length_cap is not None,
+        policy_lengths=facts.length_cap is not None,
     )
     overhead = _overhead(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
     base_overhead = everything.base_round_ms / parts.t_target_ms[1] - 1.0

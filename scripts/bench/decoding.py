@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from transformers import AutoModelForCausalLM
 
-from decoding.costs.machine_limits import fastest, product, readers
+from decoding.costs.machine_limits import measure_limits
 from decoding.costs.roofline import ForwardBudget, forward_budget, round_budget
 from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
@@ -155,10 +155,8 @@ def measure_budgets(models: ModelPair) -> dict[str, Any]:
     prompt = statistics.median_low([len(prompt) for prompt in models.prompts])
     context = prompt + chosen.max_new_tokens // 2
     step = forward_budget(target, dtype, 1, context)
-    plain = readers(step.weight_bytes, dtype, device)
-    reading = max(size * fastest(action, device, 20) for action, size in plain.values())
-    multiply, operations = product(dtype, device, 1024)
-    computing = operations * fastest(multiply, device, 3)
+    limits = measure_limits(step.weight_bytes, dtype, device)
+    reading, computing = limits.bytes_a_second, limits.operations_a_second
     found: dict[str, Any] = {
         "plain_reading_gigabytes_per_second": reading / 1e9,
         "product_gigaflop_per_second": computing / 1e9,

@@ -158,7 +158,7 @@ def count_triples(
     return counts
 
 
-def law_holds(
+def law_p_value(
     drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
 ) -> float:
     """Return the p-value of the tier's independent requests under this drafter and rule."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.costs.measure import CHEAPEST, SPARED, measure_costs, settled, with_rest
+from decoding.costs.measure import CHEAPEST, SPARED, add_rest, combine_windows, measure_costs
 from decoding.costs.timing import Parts, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
@@ -240,11 +240,11 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
     one, other = (
         replace(noisy, t_draft_by_frontier_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3)
     )
-    assert settled([one, one, other]).t_draft_by_frontier_ms == (
+    assert combine_windows([one, one, other]).t_draft_by_frontier_ms == (
         (1, pytest.approx(0.1)),
         (6, pytest.approx(0.2)),
     )
-    assert settled([one, one, other]).t_draft_ms == pytest.approx(0.2)
+    assert combine_windows([one, one, other]).t_draft_ms == pytest.approx(0.2)
 
 
 def test_a_bad_window_decides_nothing() -> None:
@@ -252,13 +252,15 @@ def test_a_bad_window_decides_nothing() -> None:
     good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
     slow = RoundCosts(0.6, (2.0, 2.2, 2.4), 0.2)
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
-    costs = settled([good, bad, slow, slow, good])
+    costs = combine_windows([good, bad, slow, slow, good])
     assert costs.t_target_ms == pytest.approx((1.5, 1.65, 1.8))
     assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx(
         (0.45, 0.15, 0.15)
     )
-    assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
-    assert settled([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
+    assert combine_windows([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), (
+        "costs rise with the width"
+    )
+    assert combine_windows([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
         "some less than its parts, and no more"
     )
 
@@ -275,8 +277,8 @@ def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
         return done
 
     rounds = {0: 4.0, 1: 4.9, 2: 5.8}
-    found = settled(
-        [with_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))]
+    found = combine_windows(
+        [add_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))]
     )
     assert [found.round_ms(steps, steps) for steps in rounds] == pytest.approx([*rounds.values()])
 
@@ -298,7 +300,7 @@ def test_noise_of_a_steps_rest_goes_both_ways() -> None:
     plain = took(0, 4.0)
     for extra, expected in ((0.25, 1.25), (-0.25, 0.75), (-5.0, CHEAPEST)):
         deep, shallow = took(4, 4.5 + 4 * (1 + extra)), took(1, 4.5 + 1 + extra)
-        found = with_rest(costs, drafter, deep, shallow, plain)
+        found = add_rest(costs, drafter, deep, shallow, plain)
         assert found.step_ms(1) == pytest.approx(expected)
         if expected > 0.5:
             assert found.overhead_ms == pytest.approx(0.5)

@@ -36,7 +36,7 @@ from tests.support.host_waits import models
 from tests.support.many_requests import without_collector
 from tests.support.tiny_targets import random_prompts
 
-from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
+from .law_3 import P_LIMIT, PROMPT, law_p_value, target_table
 from .rows import COSTS, draft_table
 from .test_running_ahead import paths_of
 
@@ -91,11 +91,11 @@ def test_choosing_among_drawn_children_breaks_law_3(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    assert law_holds(narrow(), "token", "plain") < P_LIMIT
+    assert law_p_value(narrow(), "token", "plain") < P_LIMIT
 
 
 def test_what_is_settled_before_the_draw_keeps_it() -> None:
-    assert law_holds(narrow(), "token", "plain") > P_LIMIT
+    assert law_p_value(narrow(), "token", "plain") > P_LIMIT
 
 
 def sampling(rows: int, vocab_size: int) -> TokenChooser:
@@ -148,7 +148,7 @@ def test_children_that_were_not_drawn_are_not_tested(
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(token_chooser, "SAMPLES_PER_CHILD", 1)
-    assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
+    assert law_p_value(FEW[name](), "token", "plain") > P_LIMIT
     different = token_chooser.draw_different
 
     def filled(*given: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def test_children_that_were_not_drawn_are_not_tested(
         return (tokens_BPK + empty_BPK) % 5, probs_BPK.masked_fill(empty_BPK, 0.2)
 
     monkeypatch.setattr(token_chooser, "draw_different", filled)
-    assert law_holds(FEW[name](), "token", "plain") < P_LIMIT
+    assert law_p_value(FEW[name](), "token", "plain") < P_LIMIT
 
 
 def test_what_a_child_is_worth() -> None:

@@ -10,7 +10,7 @@ from decoding.drafters.trees.budgets import PlannedBudget
 from decoding.drafters.trees.candidates import NONE, CandidateTree
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.interfaces import Chooser, Proposal, Stopping
+from decoding.interfaces import Chooser, Policies, Proposal, Tokens
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
@@ -24,11 +24,7 @@ class GraphByDictionaries(GraphDrafter):
     """The reference: merged nodes by dictionaries, copies of descendants by a queue."""
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         self.endings = [tuple(s[len(s) - self.match :]) if self.match else () for s in sequences_B]
         self.known: list[dict[tuple[int, ...], int]] = [{} for _ in sequences_B]

@@ -28,7 +28,7 @@ from decoding.verification import nodes, token, token_tree
 from tests.support.many_requests import ManyChooser, first_tokens, opened, without_collector
 from tests.support.tiny_targets import TableTarget
 
-from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
+from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_p_value, target_table
 from .rows import COSTS, PICKED, ROWS, draft_table
 
 SAMPLED = [
@@ -55,12 +55,12 @@ CASES += [
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stopping", NAMES)
 def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
-    assert law_holds(drafter_of("chain"), rule, "plain", stopping=stopping, costs=COSTS) > P_LIMIT
+    assert law_p_value(drafter_of("chain"), rule, "plain", stopping=stopping, costs=COSTS) > P_LIMIT
 
 
 @pytest.mark.parametrize(("name", "rule", "warper"), CASES)
 def test_law_3(name: str, rule: str, warper: str) -> None:
-    assert law_holds(drafter_of(name), rule, warper) > P_LIMIT
+    assert law_p_value(drafter_of(name), rule, warper) > P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
     kind: type[ChainDrafter], rule: str, words: int
 ) -> None:
     table = torch.randn(words, words, words, generator=torch.Generator().manual_seed(7)) * 1.5
-    assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
+    assert law_p_value(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
 # Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own:
@@ -102,14 +102,14 @@ def test_law_3_of_trees_where_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
-    assert law_holds(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
+    assert law_p_value(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
 
 
 @pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
 def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) -> None:
     more = {"stopping": "cost_ratio"} if name == "chain" else {}
     assert (
-        law_holds(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
+        law_p_value(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
         > P_LIMIT
     )
 
@@ -166,12 +166,12 @@ CONTROLS = [reuse_uniform, drop_unlikely, keep_residual, share_purposes]
 def test_law_3_rejects(
     control: Callable[[pytest.MonkeyPatch], Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert law_holds(control(monkeypatch), "token", "plain") < P_LIMIT
+    assert law_p_value(control(monkeypatch), "token", "plain") < P_LIMIT
 
 
 def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_residual(monkeypatch)
-    assert law_holds(drafter_of("prompt_lookup"), "token", "plain") < P_LIMIT
+    assert law_p_value(drafter_of("prompt_lookup"), "token", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_block_verification_needs_fresh_noise_every_round(
 
     monkeypatch.setattr(TokenChooser, "begin", same_every_round)
     too_sure = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
-    assert (law_holds(too_sure, rule, "plain") > P_LIMIT) == exact
+    assert (law_p_value(too_sure, rule, "plain") > P_LIMIT) == exact
 
 
 def test_block_verification_accepts_more_than_token_verification() -> None:
@@ -216,7 +216,7 @@ def test_law_3_rejects_siblings_without_residual_update(
     had failed.
     """
     monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
-    assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
+    assert law_p_value(drafter_of(row), "token", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize(

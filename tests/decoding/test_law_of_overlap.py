@@ -17,7 +17,7 @@ from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
 from tests.support.batched_requests import MANY, decode_alike
 
-from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
+from .law_3 import P_LIMIT, PROMPT, drafter_of, law_p_value, target_table
 from .rows import COSTS
 from .test_laws import models
 from .test_pearl_plus import REGIMES
@@ -47,7 +47,7 @@ CASES += [
 def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
     """The p-value of the first three tokens under token verification."""
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
-    return law_holds(drafter_of("chain"), "token", warper, **more)
+    return law_p_value(drafter_of("chain"), "token", warper, **more)
 
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)

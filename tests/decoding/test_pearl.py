@@ -156,7 +156,7 @@ def test_a_policy_that_would_learn_from_the_wrong_chunk_is_refused(stopping: str
     target, twin, _ = models()
     settings = Settings(schedule="pearl_virtual", stopping=stopping, costs=COSTS)
     with pytest.raises(
-        UserError, match=f"stopping '{stopping}' cannot learn from it. Use fixed or confidence"
+        UserError, match=f"stopping cannot be '{stopping}', which learns from rounds. Use fixed or"
     ):
         decode(target, ChainDrafter(model=twin), [[4]], settings)
     decode(
@@ -190,7 +190,7 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
             ChainDrafter,
             "verify=block cannot do. Use verify=token or verify=coupled",
         ),
-        ({}, ChainWithLookup, "needs a drafter that can overlap"),
+        ({}, ChainWithLookup, "needs a chain drafter that runs in parallel"),
         ({"schedule": "pearl_wall"}, ChainDrafter, "needs a drafter in a separate process"),
         ({"schedule": "pearl_virtual_wo_pre"}, ChainDrafter, "runs one prompt at a time, found 2"),
     ],

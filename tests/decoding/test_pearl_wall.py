@@ -218,7 +218,7 @@ def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
             batch.round()
         batch.close()
         assert batch._verifying > 0
-        return 1000 * batch._beside / generation.rounds
+        return 1000 * batch._rest / generation.rounds
 
     plain, forward = learned(), target.forward
     with monkeypatch.context() as slow_lane:

@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, TokenConfidence
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.schedules.by_name import usual_stopping
+from decoding.schedules.by_name import default_stopping
 from decoding.stopping.policies import (
     NAMES,
     Assisted,
@@ -175,8 +175,8 @@ def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
     assert drafted(chain, costs=FAIR, schedule="pearl_virtual") == drafted(
         chain, costs=FAIR, schedule="pearl_virtual", stopping="fixed"
     )
-    assert usual_stopping(PromptLookup.capabilities, "serial") == "fixed"
-    assert usual_stopping(RankedTree.capabilities, "serial") == "fixed"
+    assert default_stopping(PromptLookup.capabilities, "serial") == "fixed"
+    assert default_stopping(RankedTree.capabilities, "serial") == "fixed"
 
 
 def test_costs_beyond_the_timed_widths_lie_on_the_last_line() -> None:

@@ -29,7 +29,7 @@ def after(
 def test_a_sure_path_is_drafted_whole_and_alone() -> None:
     size, sizes = after(DEAR, [[0.98, 0.0, 0.0, 0.0]] * 3, [0, 1, 2, 3])
     assert sizes[-1] == [1, 1, 1]
-    assert size.trust == pytest.approx(1, abs=0.05)
+    assert size.trust.value == pytest.approx(1, abs=0.05)
 
 
 def test_many_even_children_make_a_wide_tree() -> None:

@@ -17,7 +17,7 @@ from decoding.verification.typical import DELTA, EPSILON, typical
 from jobs.drafter_use import DrafterUse
 from tests.support.tiny_targets import random_prompts
 
-from .law_3 import P_LIMIT, law_holds
+from .law_3 import P_LIMIT, law_p_value
 from .rows import draft_table
 from .test_laws import models
 
@@ -66,7 +66,7 @@ def test_of_a_tree_the_longest_path_is_kept() -> None:
 
 def test_law_3_rejects_it() -> None:
     """It is fast because it is another distribution."""
-    assert law_holds(ChainDrafter(model=draft_table()), "typical", "plain") < P_LIMIT
+    assert law_p_value(ChainDrafter(model=draft_table()), "typical", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, StaticTree])

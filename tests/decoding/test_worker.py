@@ -15,7 +15,7 @@ import torch
 from decoding.costs.measure import measure_costs
 from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from decoding.loop import decode
@@ -83,7 +83,7 @@ def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     drafter = RemoteChain(folder, dtype="float64")
     worker_cores = os.sched_getaffinity(drafter._process.pid)
-    with lanes(drafter):
+    with separate_cores(drafter):
         assert os.sched_getaffinity(0) == cores - worker_cores
         assert len(worker_cores) == 1
     target, _, _ = models()

@@ -49,7 +49,7 @@ class Worker(RemoteChain):
 
     def __init__(self, model: Target, clock: Clock, overlaps: bool) -> None:
         self._chain, self._clock, self._overlaps = ChainDrafter(model=model), clock, overlaps
-        self.name, self.own_cores = "worker", []
+        self.name, self.target_cores = "worker", []
         self.num_layers = self.num_parameters = 1
 
     def open(

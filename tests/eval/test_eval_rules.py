@@ -338,7 +338,7 @@ def test_the_formula_predicts_only_the_cap_that_ran():
     """
     free = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16)
     own = Costs(
-        0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, own_lengths=True
+        0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, policy_lengths=True
     )
     passes = [0.8, 0.7, 0.5, 0.2]
     assert best_gamma(passes, own)[0] == 16

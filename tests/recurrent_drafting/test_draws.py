@@ -21,7 +21,7 @@ from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.prefix_tree import pack, surviving
 from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
-from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
+from tests.decoding.test_law_of_distribution import P_LIMIT, law_p_value
 
 WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
 # A second beam seldom pays, a second child does.
@@ -116,7 +116,7 @@ def drawn() -> Drafter:
 
 def brief_law(drafter: Drafter, warper: str = "plain") -> float:
     """The p-value of the first three tokens, nearly all of them drafted in one round."""
-    return law_holds(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
+    return law_p_value(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
 
 @pytest.mark.parametrize("keep", [all_of_them, surviving_ones])
@@ -201,7 +201,7 @@ def test_law_3_where_few_of_the_drawn_children_are_expanded(
             drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
         )
     more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
-    assert (law_holds(narrowing(), "token", "plain", **more) > P_LIMIT) == told
+    assert (law_p_value(narrowing(), "token", "plain", **more) > P_LIMIT) == told
 
 
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.sampled import Run, SampledGraph
 from decoding.drafters.trees.sampled_children import ChildSampler
 from decoding.errors import UserError
-from decoding.interfaces import Chooser, Proposal, Stopping
+from decoding.interfaces import Chooser, Policies, Proposal, Tokens
 
 
 class GraphDrafter(RankedTree):
@@ -55,11 +55,7 @@ class GraphDrafter(RankedTree):
         self._least_leaf = math.log(leaf_threshold) if leaf_threshold else NONE
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft the unrolled graph of each row, at most as deep as its budget."""
         self._graph = NodeGraph(sequences_B, self.match, max(budgets_B), chooser.device)

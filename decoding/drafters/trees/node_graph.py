@@ -91,8 +91,8 @@ class NodeGraph:
             levels.append((tree.tokens_BM.gather(1, nodes_BC), parents_BC, scores_BC, depths_BC))
             end = first + nodes_BC.shape[1]
             places_BC, first = torch.arange(first, end, device=device).expand(B, -1), end
-        columns = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-        return CandidateTree(*columns, levels=tree.levels)
+        tokens_BM, parents_BM, scores_BM, depths_BM = (torch.cat(part, 1) for part in zip(*levels))
+        return CandidateTree(tokens_BM, parents_BM, scores_BM, depths_BM, tree.levels)
 
 
 def _children(tree: CandidateTree) -> Tensor:

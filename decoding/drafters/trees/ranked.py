@@ -35,10 +35,11 @@ from decoding.interfaces import (
     Capabilities,
     Chooser,
     Observation,
+    Policies,
     Proposal,
     RoundCosts,
-    Stopping,
     Target,
+    Tokens,
 )
 
 
@@ -86,9 +87,7 @@ class RankedTree(ChainDrafter):
         """Return max_nodes, or the number of nodes of a complete tree of depth gamma if smaller."""
         return min(self.max_nodes, self.frontier + (gamma - 1) * self.frontier**2)
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Read the prompts, with room for nodes that are expanded and not proposed."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
         self._budget = None
@@ -99,11 +98,7 @@ class RankedTree(ChainDrafter):
         self._budget = None
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft each row's tree as deep as its budget; rows past this model's context get none."""
         sampled = are_sampled(self.children, chooser)
