@@ -1,7 +1,6 @@
-"""Law 3's measure: the first three tokens of many requests, counted, against the joint distribution
-that they should have.
+"""The test of law 3: the first three tokens of many requests against their exact distribution.
 
-A 5-symbol target whose next token hangs on the last two lets the exact law be written down.
+The target has 5 symbols, and its next token depends on the last two, so the distribution is known.
 """
 
 import os
@@ -23,8 +22,8 @@ from tests.support.tiny_targets import TableTarget, hf_model, native_of
 from .rows import COSTS, PICKED, ROWS
 
 P_LIMIT = 1e-6
-# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with
-# --exhaustive. Controls get the same number, so that each tier shows that its own test can fail.
+# Requests of a test. scripts/test.sh sets 5,000 in the short suite, 20,000 with --all, a million
+# with --exhaustive. Controls use the same number, so each tier shows that its tests can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
@@ -33,16 +32,17 @@ WARPERS = {
     "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
-ROWS_AT_ONCE = 5_000  # more outgrow the processor's caches, fewer pay more for a batch
+ROWS_AT_ONCE = 5_000  # the fastest batch size: larger ones outgrow the processor's caches
 Triple = tuple[int, ...]
 
 
 def target_table() -> TableTarget:
+    """Return the 5-symbol target."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
 
 
 def five_words() -> NativeTarget:
-    """A target of real layers over the five symbols, for drafters that run some of its layers."""
+    """Return a transformer over the five symbols, for drafters that run some of its layers."""
     return native_of(
         hf_model(
             "llama",
@@ -56,13 +56,13 @@ def five_words() -> NativeTarget:
 
 
 def target_of(drafter: Drafter | None) -> Target:
-    """The 5-symbol target that such a drafter is tested on."""
+    """Return the 5-symbol target for tests of this drafter."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
     return five_words() if isinstance(inner, SelfSpeculation) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:
-    """The row's drafter for the 5-symbol target; None decodes autoregressively."""
+    """Return the row's drafter for the 5-symbol target, None for autoregressive decoding."""
     make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None
 
@@ -74,7 +74,7 @@ def exact_row(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """The warped distribution of one row, written as its definition reads."""
+    """Return the warped distribution of one row, written as its definition."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = order[:top_k] if top_k else order
     weights = {
@@ -96,7 +96,10 @@ def exact_row(
 def joint(
     next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
 ) -> dict[Triple, float]:
-    """The law of the first three tokens. next_row: a text's next-token probabilities."""
+    """Return the joint distribution of the first three tokens.
+
+    next_row: returns the next token's probabilities after a text.
+    """
     law: dict[Triple, float] = {(): 1.0}
     for _ in range(3):
         law = {
@@ -109,9 +112,7 @@ def joint(
 
 
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
-    """The law of the target's first three tokens after PROMPT, from a forward over each of their
-    beginnings.
-    """
+    """Return the distribution of the target's first three tokens after PROMPT."""
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
@@ -121,8 +122,9 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
 
 
 def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome
-    gives 0.
+    """Return the p-value of a chi-square test, 0 if an impossible outcome occurred.
+
+    Cells with fewer than 5 expected counts are pooled.
     """
     draws = counts.total()
     if any(cell not in law for cell in counts):
@@ -145,7 +147,7 @@ def count_triples(
     settings: Settings,
     draws: int = DRAWS,
 ) -> Counter[Triple]:
-    """How often each triple began the output, over the requests 0, 1, 2 ... of one prompt."""
+    """Count the first three tokens over the requests 0, 1, 2 ... of one prompt."""
     counts: Counter[Triple] = Counter()
     for start in range(0, draws, ROWS_AT_ONCE):
         ids = range(start, min(start + ROWS_AT_ONCE, draws))
@@ -161,7 +163,7 @@ def count_triples(
 def law_p_value(
     drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
 ) -> float:
-    """Return the p-value of the tier's independent requests under this drafter and rule."""
+    """Return the p-value of law 3 under this drafter and rule, over the tier's requests."""
     target = target_of(drafter)
     fields = {
         "max_new_tokens": 5,

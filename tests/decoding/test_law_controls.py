@@ -1,5 +1,6 @@
-"""Negative controls: each law's own test, run on a decoder that is broken on purpose, must fail.
-Law 3 has its controls beside it.
+"""Negative controls: the tests of the laws must fail on a decoder that is broken on purpose.
+
+The controls of law 3 are in test_law_of_distribution.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +28,7 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafted token passes when it is among the target's two best, under the shared noise where
-    there is any.
-    """
+    """Accept a drafted token among the target's two best, by shared noise if there is any."""
 
     def lenient(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -51,7 +50,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every drafted token passes."""
+    """Accept every drafted token."""
 
     def blind(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -65,8 +64,8 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(rules.RULES, rule, blind)
 
 
-def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a failed test is drawn from what the target says after the failed token."""
+def sample_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample the token after a rejection from the distribution after the rejected token."""
     monkeypatch.setattr(
         token,
         "final_weights",
@@ -75,7 +74,7 @@ def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's cache keeps the first nodes of a tree, not those of the accepted path."""
+    """Keep the first nodes of a tree in the target's cache instead of the accepted path."""
     original = NativeTarget.commit
     monkeypatch.setattr(
         NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B)
@@ -83,7 +82,7 @@ def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's cache keeps the entry of one token more than was accepted."""
+    """Keep one token more than was accepted in the target's cache."""
     original = NativeTarget.commit
 
     def longer(self: NativeTarget, paths_BL: list[list[int]] | None, kept_B: Sequence[int]) -> None:
@@ -93,7 +92,7 @@ def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is keyed by the depth in the draft, not by the position in the text."""
+    """Key noise by the depth in the draft instead of the position in the text."""
     original = TokenChooser.begin
 
     def begin(
@@ -109,7 +108,7 @@ def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is keyed by the place in the batch, not by the request."""
+    """Key noise by the place in the batch instead of the request."""
     original = TokenChooser.begin
 
     def begin(
@@ -149,7 +148,7 @@ def test_law_2_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.Mon
 def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
     flawed = replace(CHAIN, perfect=lambda kit: ChainDrafter(model=kit.draft_model))
     with pytest.raises(AssertionError):
-        gains.test_a_perfect_drafter_gains_its_closed_form(flawed, rule)
+        gains.test_a_perfect_drafter_has_its_closed_form(flawed, rule)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
@@ -164,7 +163,7 @@ def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
 
     flawed = replace(CHAIN, make=lambda kit: Half(model=kit.draft_model))
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(flawed, rule)
+        gains.test_a_drafter_that_predicts_the_text_has_its_closed_form(flawed, rule)
 
 
 @pytest.mark.parametrize("form", [lambda gamma: gamma, lambda gamma: gamma + 2])
@@ -173,7 +172,7 @@ def test_law_4_rejects_another_closed_form(
 ) -> None:
     monkeypatch.setitem(gains.FORMS, "chain", form)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(CHAIN, "greedy")
+        gains.test_a_drafter_that_predicts_the_text_has_its_closed_form(CHAIN, "greedy")
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
@@ -181,17 +180,15 @@ def test_law_4_rejects_another_closed_form(
 def test_law_4_rejects_a_blind_rule(row: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_is_never_right_changes_nothing(BY_NAME[row], rule)
+        gains.test_an_adversarial_drafter_changes_nothing(BY_NAME[row], rule)
 
 
 def test_law_4_rejects_a_sample_that_a_failed_draft_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draw_from_the_next_node(monkeypatch)
+    sample_from_the_next_node(monkeypatch)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
-            CHAIN, "token", monkeypatch
-        )
+        gains.test_an_adversarial_drafter_changes_no_sample(CHAIN, "token", monkeypatch)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
@@ -209,7 +206,7 @@ def test_law_5_rejects_a_cache_that_is_too_long(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop tokens inside the accepted span are not looked for."""
+    """Stop tokens inside the accepted span are ignored."""
     original = laws.Batch.__init__
 
     def init(self: laws.Batch, *args: object) -> None:

@@ -1,9 +1,7 @@
-"""Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers
-included.
+"""Law 3: the first three sampled tokens have the target's joint distribution, warpers included.
 
-The same test rejects well-known ways of getting it wrong, so its silence means something.
-Overlapped schedules have a file of their own, test_law_of_overlap.py, and so have logits that
-change with the text, test_law_of_processors.py.
+Negative controls show that the test rejects well-known mistakes. Overlapped schedules are in
+test_law_of_overlap.py, logits that change with the text in test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
 """
@@ -34,7 +32,7 @@ from .rows import COSTS, PICKED, ROWS, draft_table
 SAMPLED = [
     (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"
 ]
-# Every warper where a rule is at stake, one where a row only brings other drafts to it.
+# All warpers for the rows that test the rules, one for the rows that only draft differently.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
     pytest.param(row.name, rule, warper, marks=[pytest.mark.long] * row.slow)
@@ -43,7 +41,7 @@ CASES = [
 ]
 CASES += [("autoregressive", *case) for case in (("token", "cold_top_k"), ("coupled", "plain"))]
 CASES += [(row.name, "token", "hot_top_p") for row in PICKED]
-# Trees whose children are drawn bring the recursive rule: every warper.
+# All warpers for the recursive rule, which trees with sampled children use.
 CASES += [
     pytest.param(name, "token", warper, marks=pytest.mark.long)
     for name in ("multi_candidate", "ranked_tree", "recurrent_drawn")
@@ -73,15 +71,15 @@ def test_law_3(name: str, rule: str, warper: str) -> None:
         pytest.param(RankedTree, "token", 6, marks=pytest.mark.long),
     ],
 )
-def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
+def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     kind: type[ChainDrafter], rule: str, words: int
 ) -> None:
     table = torch.randn(words, words, words, generator=torch.Generator().manual_seed(7)) * 1.5
     assert law_p_value(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own:
-# here is one row of each.
+# On a device that the host runs ahead of, trees are sized and verified by other code. Each kind of
+# tree has one row here.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
     *BRIEFLY,
@@ -98,7 +96,7 @@ AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
     "name",
     [name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.long) for name in AHEAD],
 )
-def test_law_3_of_trees_where_the_host_runs_ahead(
+def test_law_3_holds_for_trees_if_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
@@ -106,7 +104,7 @@ def test_law_3_of_trees_where_the_host_runs_ahead(
 
 
 @pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
-def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) -> None:
+def test_law_3_holds_if_a_batch_decides_before_the_round(name: str) -> None:
     more = {"stopping": "cost_ratio"} if name == "chain" else {}
     assert (
         law_p_value(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
@@ -115,7 +113,7 @@ def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) 
 
 
 def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Adjacent tests share a uniform, as in the published PEARL code."""
+    """Let adjacent tests share a uniform, as in the published PEARL code."""
     original = TokenChooser.uniform
 
     def reused(self: TokenChooser, row: int, depth: int, purpose: int) -> float:
@@ -126,7 +124,7 @@ def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """A drawn token is dropped because its own probability is low."""
+    """Drop sampled tokens with a low probability."""
 
     class Dropping(ChainDrafter):
         def propose(self, *args: object) -> Proposal:
@@ -141,7 +139,7 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """After a failed test the next token is drawn from p, not from what q left of it."""
+    """Sample the token after a rejection from p instead of the residual."""
     monkeypatch.setattr(
         token,
         "final_weights",
@@ -151,7 +149,7 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Every number of a position is one and the same uniform: draft, test and residual."""
+    """Use the same uniform for all purposes of a position: draft, test and residual."""
     original = TokenChooser.uniform
     monkeypatch.setattr(
         TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
@@ -180,20 +178,20 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise keyed by position alone: a position that is drafted again meets the number that its
-    first draft was judged by.
+    """Noise keyed by position alone is used again when a position is drafted again.
 
-    A drafter that knows the target and is too sure of itself is rejected late in a block, which
-    shows the error in few draws.
+    An overconfident drafter is rejected late in a block, which shows the error in few requests.
     """
     original = TokenChooser.begin
 
-    def same_every_round(self: TokenChooser, request_keys_B, rounds_B, positions_B, depths) -> None:  # type: ignore[no-untyped-def]
+    def key_without_round(
+        self: TokenChooser, request_keys_B, rounds_B, positions_B, depths
+    ) -> None:  # type: ignore[no-untyped-def]
         original(self, request_keys_B, [0] * len(rounds_B), positions_B, depths)
 
-    monkeypatch.setattr(TokenChooser, "begin", same_every_round)
-    too_sure = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
-    assert (law_p_value(too_sure, rule, "plain") > P_LIMIT) == exact
+    monkeypatch.setattr(TokenChooser, "begin", key_without_round)
+    overconfident = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
+    assert (law_p_value(overconfident, rule, "plain") > P_LIMIT) == exact
 
 
 def test_block_verification_accepts_more_than_token_verification() -> None:
@@ -212,9 +210,7 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
 def test_law_3_rejects_siblings_without_residual_update(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
-    had failed.
-    """
+    """Every sibling, sampled or a point mass, is tested against p as if it were the first."""
     monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
     assert law_p_value(drafter_of(row), "token", "plain") < P_LIMIT
 
@@ -229,8 +225,8 @@ def test_law_3_rejects_siblings_without_residual_update(
         ("graph", "coupled"),
     ],
 )
-def test_a_request_among_many_decodes_what_it_does_alone(name: str, rule: str) -> None:
-    """What law 3 is counted on (many.py) is the product's own output."""
+def test_batched_requests_equal_single_requests(name: str, rule: str) -> None:
+    """The batched requests of law 3 (tests/support/many_requests.py) equal single requests."""
     drafter, ids = drafter_of(name), range(100, 140)
     settings = Settings(max_new_tokens=8, verify=rule, costs=COSTS, **WARPERS["hot_top_p"])  # type: ignore[arg-type]
     together = first_tokens(target_table(), drafter, PROMPT, settings, ids, 6)
@@ -242,7 +238,7 @@ def test_a_request_among_many_decodes_what_it_does_alone(name: str, rule: str) -
     assert isinstance(opened(target_table(), drafter, PROMPT, settings, ids).chooser, ManyChooser)
 
 
-def test_numbers_that_a_control_broke_are_the_ones_that_are_drawn(
+def test_batched_requests_use_the_noise_that_a_control_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     share_purposes(monkeypatch)

@@ -1,11 +1,9 @@
-"""Law 4: a perfect drafter gains its row's own closed form, and one that is never right costs no
-token and changes none.
+"""Law 4: a perfect drafter has the closed form of its row, and an adversarial one changes no token.
 
-Drafters are perfect in two ways. On random models, where the text is unsure, q = p for every row
-that can draft with the target's twin. And on a target whose text is sure (last_word.py) all rows
-are perfect as they are, given models and a head that know it, and a prompt to copy from; there the
-closed forms stand. With models and a head that say the opposite, and a prompt that misleads, all of
-them are never right.
+Drafters are perfect in two ways. On random models, q = p for every row that drafts with the
+target's twin. On a deterministic target (tests/support/last_word.py) all rows are perfect if their
+models and heads predict its text and the prompt contains it. With models and heads that predict the
+opposite, and a misleading prompt, no row has an accepted token.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,35 +28,32 @@ PERFECT = [
     if row.perfect is not None and rule in (row.perfect_rules or row.rules)
 ]
 GAMMA = 6
-# Tokens a round of draft length gamma. A chain, a tree of that depth, and a copy gain the whole
-# draft and the target's own token. Costs do not shorten it: with `rows.COSTS` n sure tokens promise
-# (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so the trees and the beams that weigh
-# costs take them all.
+# Tokens a round by draft length gamma, gamma + 1 by default. Costs do not shorten drafts: with
+# `rows.COSTS` the rate of n certain tokens, (1 + n) / (0.2 n + 1 + 0.05 n), increases up to n = 6.
 FORMS: dict[str, Callable[[int], int]] = {
     "static_tree": lambda gamma: min(gamma, 4) + 1,  # the deepest path of its fixed shape
-    # the words of a pooled phrase behind its first one: ngram - 1
+    # the tokens of a pooled phrase after its first one: ngram - 1
     "lookahead": lambda gamma: min(gamma, 3) + 1,
 }
 UNSURE_PROMPTS = [[3], [4, 5], [9, 9, 1], [30]]
-# of 32 words: the first twelve of one model are none of its opposite's
+# Of 32 tokens, the likeliest twelve of a model and of its opposite are disjoint.
 UNSURE = {"temperature": 1.0, "top_k": 12}
 
 
-def whole(gamma: int) -> int:
+def full_chain(gamma: int) -> int:
+    """Return the tokens of a round in which gamma tokens are accepted."""
     return gamma + 1
 
 
 @lru_cache
 def model(sure: bool, sign: int, copy: int) -> NativeTarget:
-    """Of `sign` times a table; copies have caches of their own."""
+    """Return a model of `sign` times a table; copies have separate caches."""
     return last_word.model_of(sign * (last_word.sure_table() if sure else last_word.unsure_table()))
 
 
-def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
-    """A target that says what its table says; models and a head that know it, or say
-    the opposite.
-    """
-    sign = 1 if knowing else -1
+def kit_of(sure: bool, predictive: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
+    """Return a target with models and a head that predict its text, or the opposite."""
+    sign = 1 if predictive else -1
     table_VV = last_word.sure_table() if sure else last_word.unsure_table()
     return Kit(
         model(sure, 1, 0),
@@ -73,7 +68,7 @@ def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> 
 def sure_texts(
     misleading: bool, rule: str, new_tokens: int
 ) -> tuple[list[list[int]], list[Generation]]:
-    """(prompts, what the sure target says after them)."""
+    """Return prompts and the deterministic target's continuations."""
     prompts = last_word.misleading_prompts(4) if misleading else last_word.telling_prompts(4)
     return prompts, decode(
         model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
@@ -81,7 +76,7 @@ def sure_texts(
 
 
 @pytest.mark.parametrize(("row", "rule"), PERFECT, ids=name)
-def test_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
+def test_a_perfect_drafter_has_its_closed_form(row: DrafterRow, rule: str) -> None:
     assert row.perfect is not None
     gamma, rounds = 4, 6
     settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=(gamma + 1) * rounds)
@@ -96,8 +91,8 @@ def test_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> 
 
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
-def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
-    tau, rounds = FORMS.get(row.name, whole)(GAMMA), 3
+def test_a_drafter_that_predicts_the_text_has_its_closed_form(row: DrafterRow, rule: str) -> None:
+    tau, rounds = FORMS.get(row.name, full_chain)(GAMMA), 3
     prompts, plain = sure_texts(False, rule, tau * rounds)
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
     kit = kit_of(True, True, [g.tokens for g in plain])
@@ -109,13 +104,14 @@ def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, ru
 
 @pytest.mark.parametrize("rule", ["greedy", "token"])
 @pytest.mark.parametrize("row", [row for row in ADDED if row.gamma is None], ids=name)
-def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
+def test_without_a_match_the_drafter_after_a_lookup_has_its_closed_form(
     row: DrafterRow, rule: str
 ) -> None:
-    """Nothing comes twice in so short a text. (Ouroboros, which has a `gamma`, wants phrases to
-    attach, and has none there.)
+    """The text is too short to repeat itself.
+
+    Ouroboros, the row with a `gamma`, is left out: it has no phrases to attach.
     """
-    tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), whole)(GAMMA), 3
+    tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), full_chain)(GAMMA), 3
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
     kit = kit_of(True, True)
     drafted = decode(kit.target, row.make(kit), [[3], [4]], settings)
@@ -123,25 +119,22 @@ def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
 
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
-def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: str) -> None:
-    """Under every rule the sure target has one text to say."""
+def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
+    """The deterministic target has the same text under every rule."""
     prompts, plain = sure_texts(True, rule, 24)
     kit = kit_of(True, False, [g.tokens for g in plain])
     drafter = (row.adversarial or row.make)(kit)
     drafted = decode(kit.target, drafter, prompts, with_rule(rule, max_new_tokens=24))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
-    assert all(0 < g.tested <= 23 for g in drafted), "nothing was put forward"
-    if (
-        not drafter.capabilities.needs_costs
-    ):  # what weighs costs gives up, but for a try now and then
-        assert all(g.tested == 23 for g in drafted), (
-            "a token was put forward in every round but the last"
-        )
+    assert all(0 < g.tested <= 23 for g in drafted), "nothing was proposed"
+    # a drafter that decides by costs pauses
+    if not drafter.capabilities.needs_costs:
+        assert all(g.tested == 23 for g in drafted), "a round before the last proposed nothing"
 
 
-# On an unsure text, what copies or learns from the target is right now and then, and so are
-# Medusa's heads, which do not see the token before theirs.
+# With an uncertain target, drafters that copy or learn from it are sometimes right, and so are
+# Medusa's heads, which do not read the token before theirs.
 SOMETIMES_RIGHT = ("look", "oracle", "medusa")
 MODELS_AND_HEADS = [row for row in ROWS if not any(word in row.name for word in SOMETIMES_RIGHT)]
 QUICK = ("chain", "multi_candidate", "recurrent_drawn")
@@ -157,12 +150,13 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
         for rule in row.rules
     ],
 )
-def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
+def test_an_adversarial_drafter_changes_no_sample(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unsure text, sampled: what a failed draft leaves of p is p. `token` and `block` draw it by
-    a number of its own, which is given to the rounds without a draft too, so that the texts can be
-    compared.
+    """After a rejection the residual of p is p.
+
+    `token` and `block` sample it with the noise of residuals, which the rounds without a draft use
+    here too, so the texts can be compared.
     """
     monkeypatch.setattr(noise, "BONUS", noise.RESIDUAL)
     fields = {} if rule == "greedy" else {**UNSURE, "verify": rule}
@@ -176,9 +170,10 @@ def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
 
 
 @pytest.mark.parametrize("rule", BY_NAME["self_speculation"].rules)
-def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
-    """q = p on an unsure text for the row that has no twin to draft with. (tests/recurrent_drafting
-    has such heads, by number of beams.)
+def test_self_speculation_without_effect_of_skipped_layers_is_perfect(rule: str) -> None:
+    """The skipped layers add nothing, so q = p.
+
+    tests/recurrent_drafting tests perfect heads by the number of beams.
     """
     gamma, rounds = 4, 6
     kit = kit_of(False, True)
@@ -190,15 +185,16 @@ def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
-def test_a_perfect_model_is_right_at_least_once_a_round(row: str, rule: str) -> None:
-    """What these gain on an unsure text has no closed form: how sure the model is decides how many
-    nodes a tree by cost gets, and what Ouroboros attaches to its chain comes from a pool of
-    guesses. But the likeliest next token is always among what they propose.
+def test_a_perfect_model_has_an_accepted_token_a_round(row: str, rule: str) -> None:
+    """Rows without a closed form always propose the likeliest next token.
+
+    The model's confidence decides the size of a tree by cost, and Ouroboros attaches phrases of a
+    pool of guesses.
     """
     kit = kit_of(False, True)
     settings = with_rule(rule, num_draft_tokens=4, max_new_tokens=40)
     for done in decode(kit.target, BY_NAME[row].make(kit), UNSURE_PROMPTS, settings):
         assert done.accepted_by_depth[0] >= done.rounds - 1, (
-            "in the last round there may be room for no draft"
+            "the last round may have no room for a draft"
         )
         assert 2 <= done.block_efficiency <= 5

@@ -1,7 +1,7 @@
-"""Law 3 under the overlapped schedules, and the ways of breaking it that only they have.
+"""Law 3 under the overlapped schedules, with the negative controls that are specific to them.
 
-The schedules of two workers decode what these do, token for token under token verification
-(test_pearl_wall.py), so the law holds there too.
+Under token verification the schedules with a worker decode the same tokens (test_pearl_wall.py), so
+the law holds for them too.
 """
 
 import pytest
@@ -30,8 +30,8 @@ SCHEDULES: dict[str, dict] = {
     f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs}
     for name, costs in REGIMES.items()
 }
-# Every length and warper where the schedule is PEARL's own, two of them where it only orders
-# PEARL's rounds otherwise.
+# All lengths and warpers for PEARL's schedules, two of them for PEARL+, which only reorders PEARL's
+# rounds.
 CASES = [
     (name, gamma, warper)
     for name in ("pearl", "without_post", "without_pre")
@@ -45,16 +45,14 @@ CASES += [
 
 
 def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
-    """The p-value of the first three tokens under token verification."""
+    """Return the p-value of the first three tokens under token verification."""
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
     return law_p_value(drafter_of("chain"), "token", warper, **more)
 
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
 def test_law_3(name: str, gamma: int, warper: str) -> None:
-    """PEARL+'s choice hangs on what was verified, never on what is being drafted, so the
-    distribution stays there too.
-    """
+    """PEARL+ chooses by verified tokens alone, which keeps the distribution."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
 
 
@@ -62,10 +60,8 @@ def test_law_3(name: str, gamma: int, warper: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY]
 )
-def test_a_request_among_those_that_went_alike_decodes_what_it_does_alone(
-    name: str, warper: dict
-) -> None:
-    """What law 3 is tested on here (alike.py) is the product's own output."""
+def test_batched_requests_equal_single_requests(name: str, warper: dict) -> None:
+    """The batched requests of law 3 (tests/support/batched_requests.py) equal single requests."""
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
     assert isinstance(drafter, ChainDrafter)
@@ -77,10 +73,10 @@ def test_a_request_among_those_that_went_alike_decodes_what_it_does_alone(
 
 
 @pytest.mark.parametrize("name", ["pearl", "without_post"])
-def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
+def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first test of post-verify takes the uniform of the pre-verify test before it."""
+    """Post-verify reuses the uniform of the last pre-verify test."""
     original, last = TokenChooser.uniform, {}
 
     def reused(
@@ -99,10 +95,10 @@ def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
 
 
 def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh chunk's first token goes untested, as in the published code's ablation without
-    pre-verify (`para_sd_wo_1`).
+    """Accept the first token of a new chunk without a test.
 
-    The target's row for it is made to say that very token.
+    The published ablation without pre-verify does so (`para_sd_wo_1`). The target's logits are
+    replaced by a point mass at this token.
     """
     test, assume_whole = Pearl._test, Pearl._assume_whole
 
@@ -143,12 +139,8 @@ def test_law_1_rejects_an_untested_first_token(
 
 
 @pytest.mark.parametrize("name", ["plus_eager"])
-def test_law_3_rejects_a_choice_that_drops_what_was_drafted(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not
-    be dropped.
-    """
+def test_law_3_rejects_dropping_a_sampled_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that begin with symbol 0 are dropped after they were sampled."""
     propose = ChainDrafter.propose
 
     def choosy(self: ChainDrafter, *asked: object) -> Proposal:

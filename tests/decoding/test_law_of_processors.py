@@ -1,8 +1,7 @@
-"""Law 3 with logits that change as the text grows: a repetition penalty, allowed tokens and min-p
-together, for trees and overlapped schedules too.
+"""Law 3 with logits that depend on the text: repetition penalty, allowed tokens and min-p together.
 
-Both changes hang on all of the text, so a drafted position that is judged by another text than its
-own shows in the distribution.
+Both processors depend on the complete text, so the test detects a drafted position that is verified
+with another text.
 """
 
 from collections.abc import Sequence
@@ -32,17 +31,17 @@ ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in ran
 
 
 def four_of_five(text: Sequence[int]) -> list[int]:
-    """All symbols but one, which hangs on the whole text."""
+    """Allow all symbols but one, which depends on the complete text."""
     return ALLOWED[sum(text) % 5]
 
 
 def some_of_many(text: Sequence[int]) -> list[int]:
-    """Five tokens of a larger vocabulary, which hang on the whole text."""
+    """Allow five tokens of a larger vocabulary, which depend on the complete text."""
     return [(sum(text) + 9 * i) % 48 for i in range(5)]
 
 
-def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
-    """A row after both changes, as their definitions read."""
+def process(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
+    """Return a row of logits after both processors, written as their definitions."""
     penalised = [
         (x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)
     ]
@@ -52,15 +51,13 @@ def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]
 def law_of(
     target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object
 ) -> float:
-    """The p-value of the first three tokens, the exact law from a forward over each of their
-    beginnings.
-    """
+    """Return the p-value of the first three tokens against their exact distribution."""
     allowed = four_of_five if target.vocab_size == 5 else some_of_many
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
         logits_V = target.forward(torch.tensor([text]))[0][0, -1]
-        return exact_row(changed(logits_V.tolist(), text, allowed(text)), **WARPER)
+        return exact_row(process(logits_V.tolist(), text, allowed(text)), **WARPER)
 
     law = joint(next_row, prompt)
     fields = {
@@ -86,7 +83,7 @@ def test_law_3_under_overlapped_schedules(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
+def test_law_3_holds_for_self_speculation(rule: str) -> None:
     target, drafter = (
         native_of(hf_model("llama", layers=2)),
         SelfSpeculation(attention=(1,), mlp=(0,)),
@@ -95,7 +92,7 @@ def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["chain", "static_tree", "lookahead"])
-def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(
+def test_law_3_rejects_processors_without_drafted_tokens(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Processors.__call__
@@ -107,7 +104,9 @@ def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(
     assert law_of(target_table(), drafter_of(row), PROMPT) < P_LIMIT
 
 
-def test_law_3_rejects_an_assumed_span_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_rejects_processors_without_assumed_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = Processors.__call__
     monkeypatch.setattr(
         Processors,

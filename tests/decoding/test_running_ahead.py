@@ -1,5 +1,4 @@
-"""Where the host runs ahead of the device other code decides: it says what its twin says, and rows
-of a batch stay apart.
+"""Hosts that run ahead of the device: their code equals its eager twin, and rows are independent.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -42,10 +41,8 @@ ALONE = (
     [(name, rule) for name in ALONE for rule in ("greedy", "token")]
     + [("budget_tree_picked", "token"), ("graph_picked", "token")],
 )
-def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
-    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without
-    the padding.
-    """
+def test_drafts_do_not_depend_on_neighboring_rows(name: str, rule: str) -> None:
+    """Sizes depend on a row's rounds alone, and counts of drafted nodes exclude padding."""
     row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
@@ -69,7 +66,7 @@ def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> No
 
 
 def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """The paths of the nodes that a row counts, padding left out."""
+    """Return the paths of a row's drafted nodes, without padding."""
     assert proposal.parents_BN is not None
     paths: list[tuple[int, ...]] = []
     for token, parent in list(
@@ -98,9 +95,7 @@ def test_running_ahead_changes_no_token(
 def test_rules_on_the_device_equal_their_twins(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same outcome for random rows of every draft count, and for p = q, where no
-    residual is left.
-    """
+    """The outcomes are equal for random rows of all draft lengths, and without residual (p = q)."""
     generator = torch.Generator().manual_seed(1)
     chooser = TokenChooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(rules, rule), []
@@ -121,26 +116,24 @@ def test_rules_on_the_device_equal_their_twins(
     assert {0, 1, 2 if kind == "point mass" else 4} <= set(outcomes)
 
 
-def test_cost_ratio_by_the_round() -> None:
-    """Without looking at tokens it takes the length with the most expected tokens a millisecond,
-    and learns acceptance from rounds.
-    """
+def test_cost_ratio_by_round_chooses_the_best_length() -> None:
+    """It maximizes the expected tokens per millisecond by the acceptance rate of past rounds."""
     policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
         policy.update(4, 4)
     assert policy.planner.acceptance.value > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
-    for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
+    for _ in range(900):  # rounds with one test each, which old rounds of four tests outweigh
         policy.update(4, 0)
     assert policy.planner.acceptance.value < 0.05 and policy.limit(4) == 0
-    # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+    # half of the tests are accepted: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
     for _ in range(600):
         policy.update(4, 1)
     assert policy.planner.acceptance.value == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
 
 
-def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_packs_tensors_of_all_types_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     assert devices.read(
         torch.tensor([[1, 2], [3, 31999]]),

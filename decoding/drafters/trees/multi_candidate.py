@@ -35,7 +35,7 @@ class MultiCandidate(StaticTree):
                 f"branching is {list(branching)}, expected one or more numbers, each at least 1."
             )
         self.branching = tuple(branching)
-        super().__init__(*arguments, choices=k_config(branching, len(branching)), **named)
+        super().__init__(*arguments, choices=sorted(k_config(branching, len(branching))), **named)
         self.capabilities = replace(self.capabilities, steps="round")
 
     def width(self, gamma: int) -> int:
