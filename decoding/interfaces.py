@@ -45,11 +45,9 @@ class Warper(Protocol):
 
     def probs(self, logits_RV: Tensor) -> Tensor:
         """Return the warped probabilities (R, V)."""
-        ...
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
         """Return unnormalised warped probabilities of each row's K highest logits."""
-        ...
 
 
 class Chooser(Protocol):
@@ -71,29 +69,23 @@ class Chooser(Protocol):
     @property
     def processors(self) -> Any:
         """Logits processors (decoding/sampling/logits_processors.py), or None."""
-        ...
 
     @property
     def tests_q(self) -> bool:
         """Whether the rule tests sampled tokens by p / q, so proposals must carry q."""
-        ...
 
     @property
     def depths(self) -> int:
         """Number of depths with shared noise in this round."""
-        ...
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return the uniform keyed by seed, request, round, position, purpose and node."""
-        ...
 
     def draft_key(self, row: int, depth: int) -> int:
         """Return the key (seed, request, round, position) of a drafter's noise."""
-        ...
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return each row's next draft token (B,), and q (B, V) if the rule tests it."""
-        ...
 
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
@@ -102,17 +94,14 @@ class Chooser(Protocol):
 
         The nodes are numbered from `first`.
         """
-        ...
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
         """Return log probabilities (B, P, V) that rank the children of each node."""
-        ...
 
     def race(
         self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
     ) -> Tensor:
         """Return the tokens (B, N) that the shared noise selects at these depths."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -210,18 +199,15 @@ class Stopping(Protocol):
 
     def limit(self, budget: int) -> int:
         """Begin a round; return its maximum draft length, at most `budget`."""
-        ...
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
         """Return whether to draft another token after `depth` tokens, of which `token` is the last.
 
         token: None if the policy reads nothing.
         """
-        ...
 
     def update(self, drafted: int, accepted: int) -> None:
         """End a round with these numbers of drafted and accepted tokens."""
-        ...
 
 
 Policies = Sequence[Stopping]  # one for every row
@@ -315,11 +301,9 @@ class FrontierPlanner(Protocol):
 
     def best_frontier(self, costs: RoundCosts) -> int:
         """Return the frontier with the most expected tokens per millisecond."""
-        ...
 
     def expected_rate(self, costs: RoundCosts) -> float:
         """Return the expected tokens per millisecond with the frontier of these costs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -373,16 +357,13 @@ class Target(Protocol):
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row, prompt and output together."""
-        ...
 
     @property
     def lengths_B(self) -> list[int]:
         """Number of committed tokens in the cache, by row."""
-        ...
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows of `capacity` cache slots each (default: max_length)."""
-        ...
 
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
@@ -399,48 +380,38 @@ class Target(Protocol):
         layers, and k = num_layers the state after the final norm. Raises UserError for a layer
         that does not exist or is named twice.
         """
-        ...
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, for prefill."""
-        ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward.
 
         paths_BL: None is the chain 0, 1, 2, ...
         """
-        ...
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """Roll rows back to at most these numbers of tokens."""
-        ...
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
-        ...
 
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache under a name."""
-        ...
 
     def begin(self, row: int, name: int, length: int) -> None:
         """Fill an empty row with the first `length` tokens that `keep` stored under this name."""
-        ...
 
     def forget(self) -> None:
         """Drop all caches that `keep` stored."""
-        ...
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return token embeddings (..., C)."""
-        ...
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
-        ...
 
 
 class Drafter(Protocol):
@@ -461,11 +432,9 @@ class Drafter(Protocol):
 
     def width(self, gamma: int) -> int:
         """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""
-        ...
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target that verifies the drafts, and the measured costs of a round, if any."""
-        ...
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Start rows with these prompts; no sequence will exceed `capacity` tokens.
@@ -474,7 +443,6 @@ class Drafter(Protocol):
         `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: the
         last of these states of each prompt.
         """
-        ...
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Continue the single row of `open` with a new prompt.
@@ -484,35 +452,29 @@ class Drafter(Protocol):
         (at least one), up to the prompt's second-to-last token. They cover all new tokens, unless
         `capabilities.last_hidden`.
         """
-        ...
 
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft at most budgets_B[b] tokens for row b; its stopping policy may end the draft."""
-        ...
 
     def observe(self, observation: Observation) -> None:
         """Use the results of a round, in which other drafters may have proposed for some rows.
 
         See decoding/drafters/with_lookup.py.
         """
-        ...
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Drop cached tokens past these lengths, which count committed tokens without the tip."""
-        ...
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        ...
 
     def time_step(self, frontier: int = 1) -> None:
         """Do the work of one draft step for timing, without a change of state.
 
         frontier: one of `Capabilities.frontiers`. `Capabilities.steps` defines a step.
         """
-        ...
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:

@@ -41,14 +41,10 @@ def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
 def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
     """Return E(gamma), the tokens a round emits, the bonus token included.
 
-    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k.
+    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k, for a single alpha (1 -
+    alpha^(gamma+1)) / (1 - alpha).
     """
     return 1.0 + sum(survival(alpha_D, gamma))
-
-
-def expected_tokens_iid(alpha: float, gamma: int) -> float:
-    """Return E(gamma) if alpha is the same at every depth: (1 - alpha^(gamma+1)) / (1 - alpha)."""
-    return gamma + 1.0 if alpha == 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
 
 
 @dataclass(frozen=True)
@@ -115,8 +111,8 @@ def _interpolate(by_gamma: Mapping[int, float], gamma: float) -> float:
     last = max(by_gamma)
     if gamma > last:
         return by_gamma[last] * gamma / last
-    lengths = sorted(by_gamma)
-    return float(np.interp(gamma, [0, *lengths], [0.0, *(by_gamma[length] for length in lengths)]))
+    lengths, values = zip(*sorted({0: 0.0, **by_gamma}.items()))
+    return float(np.interp(gamma, lengths, values))
 
 
 def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
@@ -129,7 +125,7 @@ def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
     """
     complete = alpha**gamma
     post = alpha / (1.0 + alpha - complete)
-    tokens = (1.0 - post) + post * expected_tokens_iid(alpha, gamma - 1)
+    tokens = (1.0 - post) + post * expected_tokens([alpha], gamma - 1)
     draft = costs.draft(gamma)
     lanes = (1.0 - post) * max(draft, costs.V_at(1)) + post * max(draft, costs.V_at(gamma))
     return tokens, lanes + costs.overhead
@@ -163,7 +159,7 @@ def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens_iid(middle, gamma) < cost else (low, middle)
+        low, high = (middle, high) if expected_tokens([middle], gamma) < cost else (low, middle)
     return high
 
 
@@ -175,7 +171,7 @@ def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
     """
     budget = (1.0 + costs.baseline_overhead) / speedup
     return max(
-        (expected_tokens_iid(alpha, gamma) * budget - costs.verify(gamma) - costs.overhead) / gamma
+        (expected_tokens([alpha], gamma) * budget - costs.verify(gamma) - costs.overhead) / gamma
         for gamma in costs.gammas
     )
 

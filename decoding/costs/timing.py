@@ -45,13 +45,12 @@ class Parts:
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
         every = np.interp(range(1, timed[-1] + 1), timed, smooth)
-        by_frontier = self.t_draft_by_frontier_ms
-        steps = tuple(
-            zip(sorted(by_frontier), rising([by_frontier[n] for n in sorted(by_frontier)]))
-        )
-        widest = steps[-1][1] if steps else self.t_draft_ms or 0.0
+        frontiers = sorted(self.t_draft_by_frontier_ms)
+        steps_ms = rising([self.t_draft_by_frontier_ms[n] for n in frontiers])
+        widest_ms = steps_ms[-1] if steps_ms else self.t_draft_ms or 0.0
+        steps = tuple(zip(frontiers, steps_ms))
         return RoundCosts(
-            widest, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
+            widest_ms, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
         )
 
 

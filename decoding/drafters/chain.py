@@ -110,13 +110,12 @@ class ChainDrafter(StatelessDrafter):
         logits_BV = self._catch_up(sequences_B, counts_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
-        changes = (
-            chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
-        )
+        processors = chooser.processors
+        process = processors.drafting(sequences_B) if processors is not None else None
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
-            if changes is not None:
-                fitted_BV = changes(fitted_BV)
+            if process is not None:
+                fitted_BV = process(fitted_BV)
             tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:
@@ -124,17 +123,12 @@ class ChainDrafter(StatelessDrafter):
             counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
             if max(counts_B) <= len(tokens):
                 break
-            if changes is not None:
-                changes.add(tokens_B)
+            if process is not None:
+                process.add(tokens_B)
             logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
-        return Proposal(
-            torch.stack(tokens, 1),
-            counts_B,
-            None,
-            torch.stack(rows_q, 1) if rows_q else None,
-            len(tokens),
-        )
+        q_BNV = torch.stack(rows_q, 1) if rows_q else None
+        return Proposal(torch.stack(tokens, 1), counts_B, None, q_BNV, len(tokens))
 
     def _within_context(self, sequences_B: Tokens, budgets_B: Sequence[int]) -> list[int]:
         return [
@@ -185,9 +179,11 @@ class ChainDrafter(StatelessDrafter):
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over one token a row without committing it."""
-        self.model.forward(
-            torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)
-        )
+        self._time_forward(1)
+
+    def _time_forward(self, nodes: int) -> None:
+        B, device = len(self.model.lengths_B), self.model.device
+        self.model.forward(torch.zeros(B, nodes, dtype=torch.long, device=device))
 
 
 def _counts_after(

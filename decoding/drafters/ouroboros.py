@@ -42,11 +42,9 @@ from decoding.verification.follow import follow
 class DraftedRow:
     """A row's draft in the proposed tree."""
 
-    # nodes of the chain, and their tokens
-    chain: list[int]
-    tokens: list[int]
-    # nodes and tokens of each attached phrase, and the uncut phrase
-    suffixes: list[tuple[list[int], list[int], Phrase]]
+    chain: list[int]  # nodes of the chain
+    tokens: list[int]  # their tokens
+    suffixes: list[tuple[list[int], list[int], Phrase]]  # nodes and tokens of phrases, all tokens
 
 
 class Ouroboros(ChainDrafter):
@@ -132,13 +130,10 @@ class Ouroboros(ChainDrafter):
         drafted_B = [[first[0]] if wanted else [] for first, wanted in zip(first_B, wanted_B)]
         steps = 1
         while any(len(drafted) < wanted for drafted, wanted in zip(drafted_B, wanted_B)):
-            contexts_B = [
-                [*sequence, *drafted] for sequence, drafted in zip(sequences_B, drafted_B)
-            ]
-            left_B = [wanted - len(drafted) for drafted, wanted in zip(drafted_B, wanted_B)]
-            outcome = self._inner_round(
-                contexts_B, left_B, [len(drafted) for drafted in drafted_B], chooser
-            )
+            contexts_B = [[*text, *drafted] for text, drafted in zip(sequences_B, drafted_B)]
+            done_B = [len(drafted) for drafted in drafted_B]
+            left_B = [wanted - done for wanted, done in zip(wanted_B, done_B)]
+            outcome = self._inner_round(contexts_B, left_B, done_B, chooser)
             for drafted, new, left in zip(drafted_B, outcome.tokens_B, left_B):
                 drafted += new[:left] if left else []
             steps += 1
@@ -161,18 +156,15 @@ class Ouroboros(ChainDrafter):
         logits_BNV = self._fit(self.model.forward(known_BN, below_BN)[0], chooser)
         counted = proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        depths_BN = (
-            ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
-        )
+        done_B1 = devices.tensor(done_B, device)[:, None]
+        depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + done_B1
         readback = DeviceReadback(*argmax_tokens(logits_BNV))
         outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, readback)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
-        paths_BL = (
-            None
-            if outcome.paths_B is None
-            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
-        )
-        self.model.commit(paths_BL, kept_B)
+        paths_B = outcome.paths_B
+        if paths_B is not None:
+            paths_B = [[0, *(node + 1 for node in path)] for path in paths_B]
+        self.model.commit(paths_B, kept_B)
         self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, readback.drafter_values()))
         return outcome
 
@@ -181,9 +173,8 @@ class Ouroboros(ChainDrafter):
         """Return the model's token after each node: its argmax, or its choice by shared noise."""
         if chooser.rule != "coupled":
             return logits_BNV.argmax(-1)
-        return chooser.race(
-            logits_BNV, 0, depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
-        )
+        depths_BN = depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
+        return chooser.race(logits_BNV, 0, depths_BN)
 
     def observe(self, observation: Observation) -> None:
         """Store the target's tokens for the rejected part of the chain and for each phrase."""
@@ -194,15 +185,11 @@ class Ouroboros(ChainDrafter):
             chosen, pool = choices_BN[row], self.inner.pools[row]
             accepted = min(observation.outcome.accepted_B[row], len(drafted.chain))
             if accepted < len(drafted.chain):
-                corrections = [
-                    chosen[0 if n == 0 else drafted.chain[n - 1] + 1]
-                    for n in range(accepted, len(drafted.chain) + 1)
-                ]
+                nodes = [-1, *drafted.chain][accepted:]
+                corrections = [chosen[node + 1] for node in nodes]
                 # the last phrases of a short draft are prefixes
-                for at in range(len(corrections) - 1):
-                    pool.add(
-                        corrections[at], tuple(corrections[at + 1 : at + 1 + self.phrase_length])
-                    )
+                for at, first in enumerate(corrections[:-1], 1):
+                    pool.add(first, tuple(corrections[at : at + self.phrase_length]))
             for nodes, tokens, phrase in drafted.suffixes:
                 corrected = [chosen[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
@@ -219,9 +206,4 @@ class Ouroboros(ChainDrafter):
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over a token, the window and a candidate without committing."""
-        width = 1 + self.inner.width(self.phrase_length)
-        self.model.forward(
-            torch.zeros(
-                len(self.model.lengths_B), width, dtype=torch.long, device=self.model.device
-            )
-        )
+        self._time_forward(1 + self.inner.width(self.phrase_length))

@@ -17,13 +17,7 @@ from decoding import devices
 from decoding.drafters.base import StatelessDrafter
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Policies,
-    Proposal,
-    Tokens,
-)
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Tokens
 from decoding.stopping.base import cut
 
 

@@ -1,7 +1,7 @@
 """A chain drafter in a separate process, so that it can draft while the target verifies.
 
-The worker holds the model and answers over a socket pair; tokens and counts are sent as lists, and
-q, if the rule tests it, as bytes. No random number is sent, since noise is a function of its key.
+The worker holds the model and answers over a socket pair. It sends q as an array if the rule tests
+it, and no random numbers, since noise is a function of its key.
 With `draft_cores` the worker is bound to some processor cores and the target's process to the
 others (`separate_cores`), one thread a core, since processes that share cores slow each other down.
 
@@ -19,21 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.base import StatelessDrafter
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Policies,
-    Proposal,
-    Target,
-    Tokens,
-)
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Target, Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,15 +65,14 @@ class RemoteChain(StatelessDrafter):
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
-        self._answers_due = False  # whether the answer to `begin` is still unread
+        self._answer_due = False  # whether the answer to `begin` is unread
         self._send((str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
-        # seconds of the last proposal, by the worker's clock
-        self.worker_seconds = 0.0
-        # of all proposals since `open`
-        self._chain_seconds, self._chain_steps = 0.0, 0
+        # by the worker's clock: seconds of the last proposal, and of all since `open`
+        self.worker_seconds = self._chain_seconds = 0.0
+        self._chain_steps = 0
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Make the worker read all prompt tokens except the last."""
@@ -95,9 +86,9 @@ class RemoteChain(StatelessDrafter):
         self._call("resume", list(prompt), kept)
 
     def _drop_answer(self) -> None:
-        if self._answers_due:  # left by a decode that failed between `begin` and `finish`
+        if self._answer_due:  # a decode failed between `begin` and `finish`
             self.enough()
-            self._answers_due = False
+            self._answer_due = False
             self._receive()
 
     def propose(
@@ -125,18 +116,11 @@ class RemoteChain(StatelessDrafter):
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
-        asked = (
-            sequences_B,
-            list(budgets_B),
-            list(stopping_B),
-            chooser.spec,
-            chooser.begun,
-            penalty,
-            least,
-        )
-        self._send(("propose", asked))
-        self._answers_due = True
-        self._device, self._asked_B = chooser.device, stopping_B
+        begun, policies_B = chooser.begun, list(stopping_B)
+        request = (sequences_B, list(budgets_B), policies_B, chooser.spec, begun, penalty, least)
+        self._send(("propose", request))
+        self._answer_due = True
+        self._device, self._policies_B = chooser.device, stopping_B
 
     def enough(self) -> None:
         """Make the worker end its current chain."""
@@ -145,20 +129,14 @@ class RemoteChain(StatelessDrafter):
     def finish(self) -> Proposal:
         """Return the chains that `begin` started."""
         answer = self._receive()
-        self._answers_due = False
-        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
-        self._chain_seconds, self._chain_steps = (
-            self._chain_seconds + self.worker_seconds,
-            self._chain_steps + steps,
-        )
-        for policy, returned in zip(self._asked_B, policies_B, strict=True):
+        self._answer_due = False
+        tokens, counts_B, steps, q, policies_B, self.worker_seconds = answer
+        self._chain_seconds += self.worker_seconds
+        self._chain_steps += steps
+        for policy, returned in zip(self._policies_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
         tokens_BN = devices.tensor(tokens, self._device, torch.long).view(len(counts_B), -1)
-        if q_bytes is None:
-            return Proposal(tokens_BN, counts_B, steps=steps)
-        q_BNV = devices.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(
-            *tokens_BN.shape, -1
-        )
+        q_BNV = None if q is None else devices.tensor(q, self._device)
         return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
@@ -176,7 +154,7 @@ class RemoteChain(StatelessDrafter):
     def time_steps(self, count: int) -> float:
         """Return the seconds of several forwards by the worker's clock, excluding messages.
 
-        A chain needs one message, whatever its length.
+        A chain of any length needs one message.
         """
         return float(self._call("time_steps", count))
 

@@ -73,17 +73,8 @@ class _Worker:
         )
         chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
-        q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
-        seconds = perf_counter() - began
-        return (
-            chunk.tokens_BN.tolist(),
-            chunk.counts_B,
-            chunk.steps,
-            q_bytes,
-            dtype,
-            stopping_B,
-            seconds,
-        )
+        tokens, seconds = chunk.tokens_BN.tolist(), perf_counter() - began
+        return tokens, chunk.counts_B, chunk.steps, q, stopping_B, seconds
 
 
 @torch.inference_mode()

@@ -18,16 +18,12 @@ class SuffixAutomaton:
         self.min_match = min_match
         self._next: list[dict[int, int]] = [{}]
         # of each state: suffix link, length of the longest substring, position of its last token
-        self._link, self._length, self._end = (
-            [-1],
-            [0],
-            [-1],
-        )
-        self._last = 0  # the state of the whole sequence
+        self._link, self._length, self._end = [-1], [0], [-1]
+        self._last = 0  # the state of the complete sequence
         # state and length of the longest suffix that occurred before
         self._state = self.matched = 0
         self._follows: int | None = None
-        self._read = 0
+        self._read = 0  # tokens in the index
 
     def find(self, sequence: Sequence[int]) -> int | None:
         """Return the position after the longest suffix's earlier occurrence.

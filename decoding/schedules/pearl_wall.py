@@ -50,7 +50,7 @@ class PearlWall(Pearl):
         chunk = self.drafter.finish() if request is not None else None
         draft = self.drafter.worker_seconds if request is not None else 0.0
         took = LaneSeconds(draft, target, perf_counter() - began)
-        return chunk if chunk is not None and max(chunk.counts_B) else None, forward, took
+        return chunk, forward, took
 
 
 class PearlWallWithoutPre(PearlWall):

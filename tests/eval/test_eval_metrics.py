@@ -71,7 +71,7 @@ def test_depths_with_few_tests_do_not_predict():
 def test_expected_tokens_has_the_closed_form_at_constant_alpha(alpha, gamma):
     series = sum(alpha**k for k in range(gamma + 1))
     assert prediction.expected_tokens([alpha] * gamma, gamma) == pytest.approx(series)
-    assert prediction.expected_tokens_iid(alpha, gamma) == pytest.approx(series)
+    assert prediction.expected_tokens([alpha], gamma) == pytest.approx(series)
 
 
 def test_expected_tokens_is_bounded_and_grows_with_gamma_and_alpha():

@@ -207,5 +207,4 @@ class RankedTree(ChainDrafter):
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over two levels of expanded nodes, the mean of a tree of depth three."""
-        B, device = len(self.model.lengths_B), self.model.device
-        self.model.forward(torch.zeros(B, 2 * self.frontier, dtype=torch.long, device=device))
+        self._time_forward(2 * self.frontier)

@@ -124,7 +124,3 @@ class StaticTree(ChainDrafter):
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over the mean number of nodes of a level without committing."""
         self._time_forward(max(1, self.width(self._depth) // 2))
-
-    def _time_forward(self, nodes: int) -> None:
-        B, device = len(self.model.lengths_B), self.model.device
-        self.model.forward(torch.zeros(B, nodes, dtype=torch.long, device=device))
