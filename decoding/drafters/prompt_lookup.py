@@ -1,4 +1,4 @@
-"""Lookup: find the last tokens earlier in the prompt or output, and propose what followed them.
+"""Lookup: find the last tokens earlier in the prompt or output, and propose their continuation.
 
 Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
 and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. Their
@@ -67,7 +67,7 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
 
 
 class Lookup(StatelessDrafter):
-    """A drafter that copies what followed the same suffix earlier in the row.
+    """A drafter that copies the continuation of an earlier occurrence of the suffix.
 
     make_index: creates the index that finds the suffix.
     """
@@ -94,7 +94,7 @@ class Lookup(StatelessDrafter):
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Propose what followed the longest matching suffix.
+        """Propose the continuation of each row's longest earlier suffix.
 
         A match that reaches the end of the sequence is continued periodically.
         """

@@ -35,8 +35,7 @@ class SelfSpeculation(ChainDrafter):
     """The target with skipped sub-layers.
 
     Hydra: `_target_: decoding.drafters.self_speculation.SelfSpeculation`. skips: a skips.json or
-    its folder; otherwise give `attention` and `mlp`, the layers (from 0) whose sub-layer is
-    skipped.
+    its folder. Without it, `attention` and `mlp` are the layers (from 0) with a skipped sub-layer.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True)
@@ -132,7 +131,7 @@ def read_skips(path: str | Path) -> Skips:
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
-    """Write a skip set and information about it."""
+    """Write a skip set, with the fields of `about`."""
     path.write_text(
         json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
         encoding="utf-8",

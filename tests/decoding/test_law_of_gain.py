@@ -1,9 +1,9 @@
 """Law 4: a perfect drafter has the closed form of its row, and an adversarial one changes no token.
 
 Drafters are perfect in two ways. On random models, q = p for every row that drafts with the
-target's twin. On a deterministic target (tests/support/last_word.py) all rows are perfect if their
-models and heads predict its text and the prompt contains it. With models and heads that predict the
-opposite, and a misleading prompt, no row has an accepted token.
+target's twin. On a deterministic target (tests/support/bigram_targets.py) all rows are perfect if
+their models and heads predict its text and the prompt contains it. With models and heads that
+predict the opposite, and a misleading prompt, no row has an accepted token.
 """
 
 from collections.abc import Callable, Sequence

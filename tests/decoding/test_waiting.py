@@ -1,6 +1,8 @@
-"""How often a round waits for the device. On a CPU the host is made to believe that it runs ahead,
-and every way of reading a tensor is counted; on a GPU, CUDA's sync debug mode is the judge. What
-decides on the device is tested against its twins in test_running_ahead.py.
+"""Waits of a round for the device.
+
+On a CPU the host pretends to run ahead, and every read of a tensor is counted. On a GPU, CUDA's
+sync debug mode finds the waits. test_running_ahead.py compares the code for devices with its eager
+twins.
 
 Shapes: B rows.
 """
@@ -69,15 +71,16 @@ def test_a_round_waits_once(
 
 
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
-    """The law: a round waits once, for what was accepted. Ouroboros looks phrases up on the host,
-    so each forward of its model waits too.
+    """Return the allowed number of waits: one a round, for the outcome.
+
+    Ouroboros looks up phrases on the host, so each forward of its model waits too.
     """
     return rounds + (draft_steps if name.startswith("ouroboros") else 0)
 
 
 @lru_cache
 def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
-    """What the target says by itself, with a host that does not run ahead."""
+    """Decode without a drafter on a host that does not run ahead."""
     settings = settings_of(rule, repetition_penalty=penalty)
     return [row.tokens for row in decode(models()[0], None, random_prompts(3), settings)]
 
@@ -88,10 +91,10 @@ def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
     + [(NAMED[name], rule, PENALTY) for name, rule in PENALISED],
     ids=lambda value: value.name if isinstance(value, DrafterRow) else str(value),
 )
-def test_every_row_waits_for_what_was_accepted_alone(
+def test_every_row_waits_once_for_the_outcome(
     monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str, penalty: float
 ) -> None:
-    """And its output is that of a host that does not run ahead."""
+    """The output is that of a host that does not run ahead."""
     expected = plain(rule, penalty) if rule in ("greedy", "coupled") else None
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     target, draft_model = models()
@@ -111,10 +114,8 @@ def test_every_row_waits_for_what_was_accepted_alone(
     assert expected is None or [one.tokens for one in done] == expected
 
 
-def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a graph that is merged and counted as for a host that waits anyway, and what an
-    index may cost.
-    """
+def test_a_stray_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a tree whose nodes the host counts, and tensors as indices."""
     target, draft_model = models()
     drafter, waits = GraphDrafter(model=draft_model), Waits()
     with torch.inference_mode():
@@ -130,8 +131,8 @@ def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_penalty_that_wants_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: every drafted token that another is drafted behind is read."""
+def test_a_penalty_that_reads_tokens_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every drafted token but the last is read."""
     original = DraftProcessors.add
 
     def read(self: DraftProcessors, tokens_B: Tensor) -> None:
@@ -150,7 +151,7 @@ def test_a_penalty_that_wants_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def other_half(text: Sequence[int]) -> range:
-    """Tokens of another parity than the last one's."""
+    """Allow tokens of another parity than the last one's."""
     return range((text[-1] + 1) % 2, VOCABULARY, 2)
 
 
@@ -160,9 +161,7 @@ def other_half(text: Sequence[int]) -> range:
 def test_a_function_of_the_text_waits_for_the_text(
     monkeypatch: pytest.MonkeyPatch, tree: bool, rule: str
 ) -> None:
-    """`allowed` is asked on the host: once more a round for the whole draft, and by a chain drafter
-    for every token that it goes on from.
-    """
+    """`allowed` runs on the host: once a round for the draft, and for each token of a chain."""
     target, draft_model = models()
     drafter = RankedTree(model=draft_model, frontier=3) if tree else ChainDrafter(model=draft_model)
     waits, rounds, drafts = Waits(), 0, 0
@@ -181,7 +180,7 @@ def test_a_function_of_the_text_waits_for_the_text(
 
 
 class Lanes(ChainDrafter):
-    """A chain drafter that counts how often it was asked."""
+    """Chain drafter that counts its proposals."""
 
     asked = 0
 
@@ -198,9 +197,7 @@ class Lanes(ChainDrafter):
 def test_an_overlapped_round_waits_once_and_for_its_clock(
     monkeypatch: pytest.MonkeyPatch, schedule: str, rule: str, penalty: float
 ) -> None:
-    """The new chunk comes to the host with what was accepted; the virtual clock is read at the end
-    of each lane.
-    """
+    """The new chunk is read with the outcome; the virtual clock waits for the end of each lane."""
     expected = plain(rule, penalty)[0] if rule != "token" else None
     target, draft_model = models()
     drafter, waits = Lanes(model=draft_model), Waits()
@@ -221,9 +218,7 @@ def test_an_overlapped_round_waits_once_and_for_its_clock(
 
 @pytest.mark.usefixtures("ahead")
 def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch after batch on the same cache it replays; more rows take a new cache, on which all is
-    recorded anew. A new view records again.
-    """
+    """Batches on the same cache replay; more rows or a new view record again."""
     recorded: list[object] = []
     monkeypatch.setattr(
         devices, "capture", lambda body, device, memory: recorded.append(body) or body
@@ -249,7 +244,7 @@ def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) 
 def rounds_without_other_waits(
     target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> None:
-    """Decode in CUDA's sync debug mode, which raises at a wait that was not meant."""
+    """Decode in CUDA's sync debug mode, which raises at a stray wait."""
     decode(target, drafter, prompts, settings)  # records every shape
     with torch.inference_mode():
         running = prefill_batch(target, drafter, prompts, settings)
@@ -291,7 +286,7 @@ def test_sync_debug_mode_finds_no_other_wait_in_any_row(
 def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(
     schedule: str, rule: str
 ) -> None:
-    """The clock's own waits are asked for by name, which this mode lets through."""
+    """The clock waits by explicit synchronization, which this mode permits."""
     target, draft_model = models("cuda")
     drafter, prompts, settings = (
         ChainDrafter(model=draft_model),

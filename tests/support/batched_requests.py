@@ -1,11 +1,9 @@
-"""Many requests under a schedule that runs one prompt at a time, at the cost of a batch: those that
-went alike so far run as its rows.
+"""Many requests in batches, under a schedule that runs one prompt at a time.
 
-Such a schedule keeps what it decides by for the whole batch (a fresh chunk, what was learned of
-acceptance), so rows of one batch must agree in it. All requests begin alike; after every round they
-are parted by what happened to them, and each part goes on as a batch of its own. A request's random
-numbers hang on its id alone, so it decodes what it would decode alone
-(tests/decoding/test_law_of_overlap.py).
+Such a schedule keeps its state (assumed tokens, acceptance rates) for the complete batch, so rows
+with different states need separate batches. All requests begin in one batch. After every round it
+is split by the rows' states. A request's noise depends on its id alone, so its output is that of a
+single request (tests/decoding/test_law_of_overlap.py).
 """
 
 from collections.abc import Sequence
@@ -25,14 +23,18 @@ from tests.support.many_requests import keep, opened
 
 
 class ManyWithoutPre(PearlWithoutPre):
+    """The ablation without pre-verify, for several rows."""
+
     one_row = False
 
 
 class ManyPlus(PearlPlus):
+    """PEARL+ for several rows."""
+
     one_row = False
 
-    def _learn(self, passed: int, tested: int) -> None:
-        """Each part learns what its own rows met, when they are parted."""
+    def _learn(self, accepted: int, tested: int) -> None:
+        """Do nothing: `split` updates the rates of each new batch."""
 
 
 MANY: dict[str, type[Pearl]] = {
@@ -50,7 +52,7 @@ def decode_alike(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """The first `wanted` tokens of each request (fewer where it ends before)."""
+    """Return at most `wanted` first tokens of each request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(by_name.SCHEDULES, settings.schedule, MANY[settings.schedule])
         batch = opened(target, drafter, prompt, settings, request_ids)
@@ -58,40 +60,40 @@ def decode_alike(
     generations = [row.generation for row in batch.rows]
     waiting = [batch]
     while waiting:
-        waiting += parts_after_a_round(waiting.pop(), wanted)
+        waiting += run_and_split(waiting.pop(), wanted)
     return [generation.tokens[:wanted] for generation in generations]
 
 
-def parts_after_a_round(batch: Pearl, wanted: int) -> list[Pearl]:
-    """Run a round; the batches of rows that still want tokens, by what happened to them."""
+def run_and_split(batch: Pearl, wanted: int) -> list[Pearl]:
+    """Run a round; return batches of the rows that need more tokens, by their states."""
     rows = batch.rows
     before = [(row.generation.accepted, row.generation.tested) for row in rows]
-    met = {}
+    tests = {}
     batch.round()
     for row, (accepted, tested) in zip(rows, before):
-        met[row.index] = (row.generation.accepted - accepted, row.generation.tested - tested)
+        tests[row.index] = (row.generation.accepted - accepted, row.generation.tested - tested)
     alike: dict[tuple, list[int]] = {}
     for place, (row, lane) in enumerate(zip(batch.rows, batch.lanes, strict=True)):
         if len(row.generation.tokens) < wanted:
-            alike.setdefault(state(row.generation, lane, met[row.index]), []).append(place)
-    return [part(batch, places, *key[:2]) for key, places in alike.items()]
+            alike.setdefault(state(row.generation, lane, tests[row.index]), []).append(place)
+    return [split(batch, places, *key[:2]) for key, places in alike.items()]
 
 
-def state(generation: Generation, lane: Lane, met: tuple[int, int]) -> tuple[int, ...]:
-    """All that a schedule decides by, of rows that were alike before their last round."""
-    return (*met, len(generation.tokens), len(lane.tokens))
+def state(generation: Generation, lane: Lane, tests: tuple[int, int]) -> tuple[int, ...]:
+    """Return a row's state after a round that it began with the state of its batch."""
+    return (*tests, len(generation.tokens), len(lane.tokens))
 
 
-def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
-    """A batch of these rows; the others stay where they are."""
-    mine = copy(batch)
-    mine.target, drafter = copy(batch.target), copy(batch.drafter)
+def split(batch: Pearl, places: list[int], accepted: int, tested: int) -> Pearl:
+    """Return a batch of these rows, and leave the others in `batch`."""
+    new = copy(batch)
+    new.target, drafter = copy(batch.target), copy(batch.drafter)
     assert isinstance(drafter, ChainDrafter)
     drafter.model = copy(drafter.model)
-    mine.drafter = drafter
-    keep(mine, places)
-    if isinstance(mine, PearlPlus):
-        mine.overall, mine.first, mine.next = copy(mine.overall), copy(mine.first), copy(mine.next)
-        mine.chosen = list(mine.chosen)
-        PearlPlus._learn(mine, passed, tested)
-    return mine
+    new.drafter = drafter
+    keep(new, places)
+    if isinstance(new, PearlPlus):
+        new.overall, new.first, new.next = copy(new.overall), copy(new.first), copy(new.next)
+        new.chosen = list(new.chosen)
+        PearlPlus._learn(new, accepted, tested)
+    return new

@@ -1,6 +1,4 @@
-"""What the tests of waiting share: a counter of waits, and the settings and rows that they are
-counted under.
-"""
+"""A counter of a host's waits for the device, with the settings and rows of its tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +29,11 @@ READERS = (
     "__index__",
     "__array__",
 )
-INDEXERS = ("__getitem__", "__setitem__")  # which wait where a list or a mask is the index
+INDEXERS = ("__getitem__", "__setitem__")  # they wait if the index is a list or a mask
 
 
 class Waits:
-    """Waits counted inside `counting`: those that are meant, those for the end of what is timed,
-    and stray ones, by name.
-    """
+    """Counter of waits inside `counting`: intended ones, a clock's, and stray ones by name."""
 
     def __init__(self) -> None:
         self.meant = self.timed = 0
@@ -63,7 +59,7 @@ class Waits:
 
     def _counted(self, name: str, real: Any) -> Any:
         def reader(*given: Any, **named: Any) -> Any:
-            nothing = isinstance(given[0], list) and not given[0]  # of which no copy is made
+            nothing = isinstance(given[0], list) and not given[0]  # is not copied
             if not self._meaning and not nothing:
                 self.stray.append(name)
             return real(*given, **named)
@@ -99,6 +95,7 @@ class Waits:
 
 
 def models(device: str = "cpu") -> tuple[Target, Target]:
+    """Return a target and a draft model."""
     model = hf_model("llama")
     return native_of(model, device=device), native_of(model, noise=0.05, device=device)
 

@@ -1,6 +1,4 @@
-"""Drafters that know the answer: perfect, adversarial, a tree that hides the answer among wrong
-branches, and a pool of wrong phrases.
-"""
+"""Drafters that know the target's text: perfect or adversarial chains, trees and phrase pools."""
 
 from collections.abc import Sequence
 
@@ -13,9 +11,7 @@ from decoding.sampling.token_chooser import TokenChooser
 
 
 class Oracle:
-    """Proposes the known continuation of each prompt, or with `wrong` a token that is
-    never right.
-    """
+    """Drafter of the known continuation of each prompt, or with `wrong` of other tokens."""
 
     capabilities = Capabilities(shape="chain", steps="round")
     name, num_layers, num_parameters = "oracle", 0, 0
@@ -35,10 +31,10 @@ class Oracle:
         ]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        raise NotImplementedError("an oracle knows one turn")
+        raise NotImplementedError("an oracle has no second turn")
 
     def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
-        """The tokens of the truth from position `at`; off by one if `wrong`."""
+        """Return the tokens of the text from position `at`, off by one if `wrong`."""
         known = list(truth[at : at + budget])
         known += [0] * (budget - len(known))
         return [(token + 1) % self.vocab_size for token in known] if self.wrong else known
@@ -71,9 +67,7 @@ class Oracle:
 
 
 class OracleTree(Oracle):
-    """At each depth a wrong branch first, then the right one, whose children follow; with `wrong`
-    both are wrong.
-    """
+    """Drafter of trees with a wrong and a right node at each depth; with `wrong` both are wrong."""
 
     capabilities = Capabilities(shape="tree", steps="round")
 
@@ -99,9 +93,7 @@ class OracleTree(Oracle):
 
 
 class WrongPool(PhrasePool):
-    """Whatever is filed, its one phrase is wrong at every token: the truth's next tokens, each off
-    by one.
-    """
+    """Pool with a single phrase: the next tokens of the text, each off by one."""
 
     def __init__(self, truth: Sequence[int], vocab_size: int, length: int) -> None:
         super().__init__(per_key=1)
@@ -120,9 +112,7 @@ class WrongPool(PhrasePool):
 
 
 class WrongLookahead(Lookahead):
-    """Lookahead with wrong pools: a real one learns from the target too soon to be
-    wrong for long.
-    """
+    """Lookahead with wrong pools, since real ones soon learn from the target."""
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
         super().__init__()

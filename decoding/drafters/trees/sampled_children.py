@@ -14,16 +14,15 @@ So the number of children of a node is settled before they are sampled, from the
 the drafter's distribution, and every sampled child is tested. The choice of nodes to expand may
 read their tokens, which carry no information about the tokens of their children. Any choice among
 children by their tokens breaks the law: dropping unlikely ones, testing the likeliest first,
-keeping the best nodes of a finished tree. Even the last by the chances before sampling: an unlikely
-child leaves room for the expansion of another node, whose children may then displace it, so that
-likely children are tested more often. One sample must not serve two nodes either, as the second
-node's presence may depend on the first one's child.
+keeping the best nodes of a finished tree. The last is wrong even by the chances before sampling: an
+unlikely child leaves room to expand another node, whose children may then displace it, and likely
+children would be tested more often. One sample must not serve two nodes either, as the presence of
+the second node may depend on the first one's child.
 
 The chance of a child is that it is tested and accepted (decoding/stopping/planner.py).
 
-All children are sampled from the complete vocabulary. Where many tokens are likely, sampling from
-the 64 likeliest alone loses a third of the accepted tokens
-(docs/experiments/2026-11-23-acceptance-of-sampled-children.md).
+All children are sampled from the complete vocabulary. If many tokens are likely, sampling from the
+64 likeliest alone loses a third of the accepted tokens.
 
 To avoid numbers for every token after every rejection, the unlikely tokens can be one symbol, the
 *tail*, beside the candidates (`TopRows`). By the proof, the emitted symbol has the target's
