@@ -5,6 +5,7 @@ disturb them equally. Draft steps are timed several in a row, as in a chain: the
 target's weights in the caches, the others the drafter's.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -95,15 +96,16 @@ def time_parts(
         inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
         seconds: dict[int, list[float]] = {n: [] for n in sizes}
         draft_seconds: dict[int, list[float]] = {n: [] for n in step_kinds}
-        for turn in range(warmup + repeats):
-            # The first frontier follows a wide forward, so each turn begins with another one.
-            for frontier in rotate(step_kinds, turn):
+        order = deque(step_kinds)
+        for _ in range(warmup + repeats):
+            for frontier in order:
                 assert drafter is not None
                 # every frontier should find the same target weights in the caches
                 if len(step_kinds) > 1:
                     target.forward(inputs[1], None, taps)
                 devices.synchronize(target.device)
                 draft_seconds[frontier].append(_step_seconds(drafter, frontier, target.device))
+            order.rotate(-1)  # the first frontier follows a wide forward
             for n in sizes:
                 devices.synchronize(target.device)
                 began = perf_counter()
@@ -139,12 +141,6 @@ def _open(
     )
     drafter.open(prompts_B, hidden_BNC, capacity)
     return list(needs.frontiers)
-
-
-def rotate(values: list[int], by: int) -> list[int]:
-    """Return the values rotate to the left."""
-    first = by % len(values) if values else 0
-    return values[first:] + values[:first]
 
 
 def _step_seconds(drafter: Drafter, frontier: int, device: torch.device) -> float:

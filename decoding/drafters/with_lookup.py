@@ -138,21 +138,17 @@ def check_lookup_before(kind: type) -> None:
 
     Lookup needs a model that drafts while the target waits.
     """
-    why = ""
-    if issubclass(kind, (Lookup, LookupFirst)):
-        why = "already looks up by itself"
-    elif issubclass(kind, Lookahead):
-        why = "has no draft model"
-    elif issubclass(kind, RemoteChain):
-        why = (
-            "drafts while the target verifies, and the lookup cannot be rolled back when a chunk "
-            "is discarded"
-        )
-    if why:
-        raise UserError(
-            f"lookup= needs a model that drafts in turn with the target, but {kind.__name__} "
-            f"{why}. Omit lookup=."
-        )
+    reasons = {
+        (Lookup, LookupFirst): "already looks up by itself",
+        (Lookahead,): "has no draft model",
+        (RemoteChain,): "drafts while the target verifies, and a lookup cannot be rolled back",
+    }
+    for kinds, reason in reasons.items():
+        if issubclass(kind, kinds):
+            raise UserError(
+                f"lookup= needs a model that drafts in turn with the target, but {kind.__name__} "
+                f"{reason}. Omit lookup=."
+            )
 
 
 def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
