@@ -37,7 +37,7 @@ class DecayedRate:
     """Ratio of two decaying sums and a prior that does not decay."""
 
     def __init__(self, prior: float = PRIOR, weight: float = WEIGHT) -> None:
-        """prior: the ratio before any update. weight: the denominator that the prior counts as."""
+        """Start at the ratio `prior`, which counts as a denominator of `weight`."""
         self.prior, self.weight = prior, weight
         self._gained = self._spent = 0.0
 
@@ -169,7 +169,7 @@ class StepPlanner(RoundPlanner):
     reads = True  # the chances of a step are read on the host
 
     def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
-        """most: the largest number of nodes to verify."""
+        """Plan trees of at most `most` nodes."""
         super().__init__(costs)
         self.most, self.trust = most, DecayedRate(1.0)
         self.depth = 0  # maximum number of draft steps of this round
@@ -288,9 +288,10 @@ class AheadPlanner(RoundPlanner):
         branching: int | None = None,
         frontiers: Sequence[int] = (),
     ) -> None:
-        """width: W. most: maximum nodes of a tree; None is all. branching: children of a node.
+        """Plan trees of at most `most` nodes, in levels of W = `width`.
 
-        branching: None is W. frontiers: the numbers of nodes that steps may start from; empty is W.
+        branching: children of a node, None for W. frontiers: the numbers of nodes that steps may
+        start from, empty for W.
         """
         super().__init__(costs)
         self.width, self.most, self.branching = width, most, branching or width

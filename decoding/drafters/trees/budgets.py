@@ -40,10 +40,11 @@ class PlannedBudget:
         sampled: bool,
         ahead: bool = False,
     ) -> None:
-        """most: maximum nodes of a tree. frontier: expanded nodes of a level, and their children.
+        """Plan trees of at most `most` nodes for `rows` rows.
 
-        sampled: whether children are sampled. ahead: whether the host runs ahead of the device, and
-        so does not read the number of nodes.
+        frontier: expanded nodes of a level, and their children. sampled: whether children are
+        sampled. ahead: whether the host runs ahead of the device, and so does not read the number
+        of nodes.
         """
         self.most, self.sampled, self.ahead = most, sampled, ahead
         self.depths_B: list[int] = []  # limit of each row's depth in this round

@@ -105,7 +105,7 @@ class ChildSampler:
     """
 
     def __init__(self, chooser: Chooser, logits_BV: Tensor, levels: int) -> None:
-        """logits_BV: the logits after the tips."""
+        """Start with the distributions of the logits after the tips."""
         self.chooser, self.levels = chooser, levels
         self._q_BRV = chooser.warper.probs(logits_BV[:, None])
 
