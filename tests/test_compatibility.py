@@ -86,6 +86,7 @@ RENAMED = {
     "test_choosing_among_drawn_children_breaks_law_3": (
         "test_law_3_rejects_a_choice_among_sampled_children"
     ),
+    "test_law_5_the_same_whatever_was_decoded_before": "test_law_5_earlier_requests_change_nothing",
     "by_what_was_drawn": "choose_by_sampled_tokens",
     "best_of_the_finished_tree": "keep_the_best_of_a_finished_tree",
 }

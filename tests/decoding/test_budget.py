@@ -34,7 +34,7 @@ def test_operations_equal_the_counter_of_torch() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     model = hf_model("llama_mha", layers=2)
-    model.set_attn_implementation("eager")  # the counter does not know the CPU's fused kernel
+    model.set_attn_implementation("eager")  # the counter lacks the CPU's fused kernel
     config = native_of(model).config
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 8, dtype=torch.long))

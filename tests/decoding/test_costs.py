@@ -248,7 +248,7 @@ def test_every_frontier_is_timed_and_smoothed() -> None:
 
 
 def test_one_bad_window_does_not_matter() -> None:
-    """Windows count by the ratios of their parts, whatever their speed."""
+    """Windows count by the ratios of their parts, not by their speed."""
     good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
     slow = RoundCosts(0.6, (2.0, 2.2, 2.4), 0.2)
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)

@@ -90,7 +90,7 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_law_5_the_same_whatever_was_decoded_before(regime: str) -> None:
+def test_law_5_earlier_requests_change_nothing(regime: str) -> None:
     """The estimates of a request do not outlive it."""
     target, _, draft_model = models()
     settings = with_rule(

@@ -77,7 +77,7 @@ def keep_the_best_of_a_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         RankedTree,
         "_budget_for",
-        lambda self, drawn, rows: PlannedBudget(rows, 12, 3, None, drawn),
+        lambda self, sampled, rows: PlannedBudget(rows, 12, 3, None, sampled),
     )
     monkeypatch.setattr(SampledTree, "_add_level", noting)
     monkeypatch.setattr(SampledTree, "proposal", cut)

@@ -11,7 +11,7 @@ from typing import Any
 
 from decoding.drafters.trees.static import Path, StaticTree
 from decoding.errors import UserError
-from decoding.interfaces import Chooser, Policies, Proposal, Tokens
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Tokens
 
 
 def k_config(branching: Sequence[int], depth: int) -> set[Path]:
@@ -28,6 +28,8 @@ class MultiCandidate(StaticTree):
     children of a node by depth; deeper nodes have one. The draft length is the tree's depth, which
     stopping policies only limit before a round. The other arguments are those of ChainDrafter.
     """
+
+    capabilities = Capabilities(shape="tree", has_q=True, steps="round")
 
     def __init__(self, *arguments: Any, branching: Sequence[int] = (3, 2), **named: Any) -> None:
         if not branching or min(branching) < 1:
