@@ -138,7 +138,7 @@ def check_lookup_before(kind: type) -> None:
 
     Lookup needs a model that drafts while the target waits.
     """
-    reasons = {
+    reasons: dict[tuple[type, ...], str] = {
         (Lookup, LookupFirst): "already looks up by itself",
         (Lookahead,): "has no draft model",
         (RemoteChain,): "drafts while the target verifies, and a lookup cannot be rolled back",
