@@ -32,7 +32,7 @@ def run(config: Any) -> Path:
 
 
 def schema_of(name: str) -> type[HeadJobConfig]:
-    """Return the job's configuration for a kind of head, with the kind's name."""
+    """Return the configuration class of the job for a kind of head."""
     of_kind: Any = kind_of(name).config
 
     @dataclass
@@ -46,11 +46,11 @@ def schema_of(name: str) -> type[HeadJobConfig]:
 
 
 def schema_for(arguments: Sequence[str]) -> type[HeadJobConfig]:
-    """Return the job's configuration for the kind of head that a command line names."""
-    return schema_of(chosen_kind(arguments))
+    """Return the configuration class of the job for a command line."""
+    return schema_of(find_kind_name(arguments))
 
 
-def chosen_kind(arguments: Sequence[str]) -> str:
+def find_kind_name(arguments: Sequence[str]) -> str:
     """Return the kind of head that a command line names, or the default.
 
     An unknown kind gives the default too; composing reports the error.

@@ -1,82 +1,71 @@
-"""Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without
-a wait for the device.
+"""Beam search with the recurrent head: W beams of L drafted tokens after the tip, at fixed shapes.
 
-What a step chooses is W pairs (beam of the step before, token), and of picked ones nothing else is
-kept: tokens and back pointers are all that verification asks for. All beams of a step go on, or
-those that the caller names: the others stay nodes without children. The target's hidden state
-enters through `head.context`, once a draft; embeddings are the target's own.
+A step chooses W pairs (beam of the previous step, token) without waiting for the device. Their
+tokens and back pointers are all that verification needs of top-k beams. Beams that the search does
+not continue from stay nodes without children. The target's hidden state enters once a draft,
+through `Head.context`; embeddings are the target's.
 
-`Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so
-verification takes them for point masses. recurrent_drafting/drawn_beams.py draws them, so that p /
-q tests hold at every node; of these is kept what they were drawn from.
+`TopBeams` takes the likeliest pairs, as the published code does, and verification treats them as
+point masses. recurrent_drafting/sampled_beams.py samples pairs and keeps the distributions that
+they were sampled from, so that p / q tests are exact at every node.
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W or fewer), Q beams
-that go on, L drafted tokens along a beam, S symbols that a child is drawn from, H hidden size, V
-vocabulary that the head drafts from.
+Shapes: B rows, H hidden size, L drafted tokens along a beam, P beams that a step starts from (1 at
+the tip), Q beams that it continues to, S symbols that a child is sampled from, V the head's drafted
+vocabulary, W beams.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.interfaces import Chooser
-from recurrent_drafting.head import Context
-from recurrent_drafting.packed import Head
+from recurrent_drafting.head import Context, Head
+from training.heads.draft_vocabulary import spread
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step chose."""
+    """The beams that one step chose."""
 
-    parents_BW: Tensor  # beam of the step before
+    parents_BW: Tensor  # beams of the previous step
     tokens_BW: Tensor  # ids of the target
-    # picks: log probability of the beam; draws: the chance that it is reached and passes; None:
-    # nobody reads it
+    # top-k beams: log probability; sampled beams: chance of acceptance; None: not needed
     scores_BW: Tensor | None
-    # Of drawn beams, of the P that the step started from, what its tokens were drawn from
-    # (recurrent_drafting/drawn_beams.py): of a single beam all tokens, else symbols and, of the
-    # last of them, the tail.
+    # The distributions of sampled beams (recurrent_drafting/sampled_beams.py), for each of the P
+    # beams: of a single beam over all tokens; else symbols, their rates, and the last one's tail.
     q_BPV: Tensor | None = None
     tail_BPV: Tensor | None = None
     places_BPS: Tensor | None = None
     rates_BPS: Tensor | None = None
-    admitted_BW: Tensor | None = None  # which were drawn and will be verified; None: all
+    admitted_BW: Tensor | None = None  # mask of the sampled nodes to verify; None: all
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class Frontier:
     """The beams of a step that the next one starts from."""
 
-    scores_BP: Tensor | None  # None: nobody reads them
-    beams_BP: Tensor | None = None  # which; None: the first P, of steps without scores all
+    scores_BP: Tensor | None  # None: not needed
+    beams_BP: Tensor | None = None  # indices; None: the first P, or all if there are no scores
 
-    def of(self, values_BW: Tensor) -> Tensor:
-        """The values of these beams."""
+    def select(self, values_BW: Tensor) -> Tensor:
+        """Return the values of these beams."""
         if self.beams_BP is not None:
             return values_BW.gather(1, self.beams_BP)
         return values_BW if self.scores_BP is None else values_BW[:, : self.scores_BP.shape[1]]
 
-    def under(self, step: Step) -> Step:
-        """A step that was chosen from these beams, with parents among all beams of the
-        step before.
-        """
-        if self.beams_BP is None:
-            return step
-        return replace(step, parents_BW=self.beams_BP.gather(1, step.parents_BW))
-
 
 @dataclass(slots=True)
 class Beams:
-    """All steps of a draft, the first token's first."""
+    """All steps of a draft in order."""
 
     steps: list[Step] = field(default_factory=list)
-    going: list[Going] = field(default_factory=list)  # what each step but the first started from
-    started: int = 0  # beams that the steps started from, summed; the tip is one
+    frontiers: list[Frontier] = field(default_factory=list)  # of every step but the first
+    num_started: int = 0  # beams that all steps started from; the tip is one
 
     @property
     def tokens_BLW(self) -> Tensor:
@@ -85,19 +74,21 @@ class Beams:
 
     @property
     def parents_BLW(self) -> Tensor:
-        """Beams of the step before; 0 at the first step."""
+        """Beams of the previous step; 0 at the first step."""
         return torch.stack([step.parents_BW for step in self.steps], 1)
 
-    def made(self, part: Callable[[Step], Tensor | None]) -> Tensor:
-        """What each step of drawn beams made, one behind the other along the second dimension."""
+    def join(self, part: Callable[[Step], Tensor | None]) -> Tensor:
+        """Concatenate a part of every step along the second dimension."""
         parts = [part(step) for step in self.steps]
         return torch.cat([each for each in parts if each is not None], 1)
 
 
 class Choose(Protocol):
-    """What a step does with the head's logits."""
+    """The choice of a step's beams by the head's logits."""
 
-    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step: ...
+    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+        """Return the beams of step `step`, with parents among the P."""
+        ...
 
 
 def search(
@@ -107,27 +98,31 @@ def search(
     hidden_BH: Tensor,
     length: int,
     choose: Choose,
-    narrow: Callable[[Step], Going | None] | None = None,
+    narrow: Callable[[Step], Frontier | None] | None = None,
 ) -> Beams:
-    """Beams of `length` tokens after the tips, or of fewer where `narrow`, asked after each step
-    for the beams to go on from, has none.
+    """Return beams of at most `length` tokens after the tips.
 
     hidden_BH: the target's hidden states of the tokens before the tips, in the head's dtype.
+    narrow: returns the beams of a step to continue from, or None to end the search; by default all
+    beams continue.
     """
     context = head.context(hidden_BH).unsqueeze(1)
     state_BPH = head.start(embed(tips_B))[:, None]
-    beams, going = Beams(), None
+    beams, frontier = Beams(), None
     for number in range(length):
         logits_BPV = head.logits(head.features(context, state_BPH))
-        step = choose(logits_BPV, None if going is None else going.scores_BP, number)
-        beams.started += state_BPH.shape[1]
-        beams.steps.append(step if going is None else going.under(step))
-        going = Going(step.scores_BW) if narrow is None else narrow(step)
-        if going is None or number + 1 == length:
+        step = choose(logits_BPV, None if frontier is None else frontier.scores_BP, number)
+        parents_BW = step.parents_BW
+        if frontier is not None and frontier.beams_BP is not None:
+            step.parents_BW = frontier.beams_BP.gather(1, parents_BW)
+        beams.num_started += state_BPH.shape[1]
+        beams.steps.append(step)
+        frontier = Frontier(step.scores_BW) if narrow is None else narrow(step)
+        if frontier is None or number + 1 == length:
             break
-        beams.going.append(going)
+        beams.frontiers.append(frontier)
         state_BPH = advance(
-            head, embed, state_BPH, going.of(step.parents_BW), going.of(step.tokens_BW)
+            head, embed, state_BPH, frontier.select(parents_BW), frontier.select(step.tokens_BW)
         )
     return beams
 
@@ -135,7 +130,7 @@ def search(
 def advance(
     head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tokens_BQ: Tensor
 ) -> Tensor:
-    """The states (B, Q, H) of these beams. parents_BQ: among the P that the step started from."""
+    """Return the states (B, Q, H) after these tokens. parents_BQ: indices among the P."""
     if state_BPH.shape[1] == 1:
         state_BQH = state_BPH.expand(-1, parents_BQ.shape[1], -1)
     else:
@@ -143,25 +138,22 @@ def advance(
     return head.advance(state_BQH, embed(tokens_BQ))
 
 
-def timed_step(
-    head: Head, embed: Embed, context: Context, state_BPH: Tensor, choose: Choose
-) -> None:
-    """One step from P beams, for timing: what `search` does between two choices, and the choice."""
+def run_step(head: Head, embed: Embed, context: Context, state_BPH: Tensor, choose: Choose) -> None:
+    """Run one step of `search` from P beams, for timing."""
     B, P, _ = state_BPH.shape
     beams_BP = torch.arange(P, device=state_BPH.device).expand(B, P)
-    logits_BPV = head.logits(
-        head.features(context, advance(head, embed, state_BPH, beams_BP, beams_BP))
-    )
+    state_BPH = advance(head, embed, state_BPH, beams_BP, beams_BP)
+    logits_BPV = head.logits(head.features(context, state_BPH))
     choose(logits_BPV, torch.zeros(B, P, device=state_BPH.device), 1)
 
 
-class Picks:
-    """The W likeliest (beam, token) pairs.
+class TopBeams:
+    """The W likeliest pairs (beam, token).
 
-    Of each beam only its own W best tokens can be among them, so a step keeps W log probabilities a
-    beam. One beam whose probability nobody reads is the argmax. Where the rule shares the target's
-    noise, tokens are ranked by it (`Chooser.log_scores`), else by the head's distribution at the
-    temperature that the target is sampled at.
+    Only the W best tokens of each beam can be among them, so a step keeps W log probabilities a
+    beam. One beam whose probability is not needed is the argmax. The coupled rule ranks tokens by
+    the noise that it shares with the target (`Chooser.log_scores`), other rules by the head's
+    distribution at the target's temperature.
     """
 
     def __init__(
@@ -172,19 +164,16 @@ class Picks:
         coupled: Chooser | None = None,
         scored: bool = False,
     ) -> None:
-        """coupled: whose shared noise ranks. scored: beam probabilities are wanted even of a single
-        beam.
-        """
+        """coupled: the chooser of the coupled rule. scored: a single beam needs scores too."""
         self.head, self.width, self.temperature, self.coupled = head, width, temperature, coupled
-        self.unscored = width == 1 and not scored
+        self.is_argmax = width == 1 and not scored and coupled is None
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
-        B, P, _ = logits_BPV.shape
-        if self.unscored and self.coupled is None:
+        if self.is_argmax:
             tokens_BP = self.head.to_target_ids(logits_BPV.argmax(-1))
             return Step(torch.zeros_like(tokens_BP), tokens_BP, None)
-        scores_BPW, tokens_BPW = self._best(logits_BPV, step)
-        if P == 1:
+        scores_BPW, tokens_BPW = self._rank_tokens(logits_BPV, step)
+        if logits_BPV.shape[1] == 1:
             scores_BW = scores_BPW[:, 0] if scores_BP is None else scores_BPW[:, 0] + scores_BP
             return Step(torch.zeros_like(tokens_BPW[:, 0]), tokens_BPW[:, 0], scores_BW)
         assert scores_BP is not None
@@ -192,28 +181,18 @@ class Picks:
         tokens_BW = tokens_BPW.flatten(1).gather(1, best.indices)
         return Step(best.indices // self.width, tokens_BW, best.values)
 
-    def _best(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Log probabilities and ids (B, P, W) of each beam's likeliest next tokens, best first."""
+    def _rank_tokens(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return log probabilities and ids (B, P, W) of each beam's best tokens, best first."""
         if self.coupled is not None:
-            over_target_BPV = over_target(self.head, logits_BPV, float("-inf"))
-            best = self.coupled.log_scores(over_target_BPV, step).topk(self.width, dim=-1)
+            ids_V, vocab_size = self.head.token_ids_V, self.head.config.vocab_size
+            full_BPV = spread(logits_BPV, ids_V, vocab_size, float("-inf"))
+            best = self.coupled.log_scores(full_BPV, step).topk(self.width, dim=-1)
             return best.values, best.indices
         if self.temperature != 1.0:
             logits_BPV = logits_BPV / self.temperature
-        # One pass, and half the time of the W values less the sum's logarithm.
+        # One pass takes half the time of the W logits less the logarithm of the sum.
         scores_BPV = logits_BPV.log_softmax(
             -1, dtype=torch.promote_types(logits_BPV.dtype, torch.float32)
         )
         best = scores_BPV.topk(self.width, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
-
-
-def over_target(head: Head, values_BPV: Tensor, others: float) -> Tensor:
-    """Values over the head's vocabulary as values over the target's; tokens outside a shortlist get
-    `others`.
-    """
-    ids_V = head.token_ids_V
-    if ids_V is None:
-        return values_BPV
-    shape = (*values_BPV.shape[:-1], head.config.vocab_size)
-    return values_BPV.new_full(shape, others).index_copy_(-1, ids_V, values_BPV)

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, read_config, read_headers
-from recurrent_drafting.head import HeadConfig, RecurrentHead
+from decoding.models.folder import WEIGHTS, load_state, read_config
+from recurrent_drafting.head import MOST_BLOCKS, HeadConfig, RecurrentHead
 from training.heads import checkpoint
 from training.heads.draft_vocabulary import check_tokens
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-# key -> smallest value
-_SIZES = {"vocab_size": 1, "hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}
+# key -> smallest and largest value
+_SIZES: dict[str, tuple[int, int | None]] = {
+    "vocab_size": (1, None),
+    "hidden_size": (1, None),
+    "exit_dim": (1, None),
+    "num_draft_layers": (0, MOST_BLOCKS),
+}
 _SHORTLIST = "token_ids_V"
 
 
 class PublishedLayout:
-    """The published keys of config.json; tensors have the names of the head's parameters."""
+    """Layout of the published code: its keys, and tensors named as the head's parameters."""
 
     def config(self, shape: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -42,11 +46,8 @@ class PublishedLayout:
             {"draft_vocab_size": shape.draft_vocab_size} if shape.draft_vocab_size else {}
         )
 
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        return stored
+    def stored_name(self, name: str) -> str:
+        return name
 
     def extensions(self, shape: HeadConfig) -> list[str]:
         if not shape.draft_vocab_size:
@@ -77,12 +78,12 @@ def read_head_config(folder: Path) -> HeadConfig:
     if values["model_type"] != MODEL_TYPE:
         raise UserError(
             f"{file}: model_type is '{values['model_type']}', expected '{MODEL_TYPE}', a recurrent "
-            f"head. A language model drafts with `use: chain`."
+            f"head. Use `use: chain` for a language model."
         )
-    for key, least in _SIZES.items():
-        checkpoint.check_size(file, key, values.get(key), least)
+    for key, (least, most) in _SIZES.items():
+        checkpoint.check_size(file, key, values.get(key), least, most)
     shortlist, rnn = values.get("draft_vocab_size", 0), values.get("rnn", False)
-    checkpoint.check_draft_vocabulary(file, "draft_vocab_size", shortlist, values["vocab_size"])
+    checkpoint.check_size(file, "draft_vocab_size", shortlist, 0, values["vocab_size"])
     if not isinstance(rnn, bool):
         raise UserError(f"{file}: rnn is {rnn!r}, expected true (recurrent) or false")
     sizes = {key: values[key] for key in _SIZES}
@@ -98,39 +99,14 @@ def load_head(
     config.json, or not finite.
     """
     config = read_head_config(folder)
-    _check_form(folder, config)
     with torch.device("meta"):
         head = RecurrentHead(config)
     described = (
         f"{config.num_draft_layers} residual blocks, width {config.exit_dim}, "
         f"rnn={str(config.rnn).lower()}"
     )
-    checkpoint.load_weights(LAYOUT, head, folder, described)
+    file = folder / WEIGHTS
+    checkpoint.load_weights(head, load_state(folder), LAYOUT.stored_name, file, described)
     if head.token_ids_V is not None:
-        check_tokens(folder / WEIGHTS, _SHORTLIST, head.token_ids_V, config.vocab_size)
+        check_tokens(file, _SHORTLIST, head.token_ids_V, config.vocab_size)
     return head.to(device, dtype).requires_grad_(False).eval()
-
-
-def _check_form(folder: Path, config: HeadConfig) -> None:
-    """Raise UserError if the weights do not have the blocks or recurrence of config.json.
-
-    The check precedes building the head.
-    """
-    names = read_headers(folder)
-    recurrent, held = any(name.startswith("rnn_") for name in names), len(names)
-    if config.num_draft_layers > held:
-        raise UserError(
-            f"{folder / 'config.json'}: num_draft_layers is {config.num_draft_layers}, but "
-            f"{WEIGHTS} holds {held} tensors, expected at least one per block. Use both files of "
-            f"one head"
-        )
-    if recurrent != config.rnn:
-        kinds = {
-            True: "recurrent (it has rnn_u and rnn_w)",
-            False: "without recurrence (it has no rnn_u and rnn_w)",
-        }
-        raise UserError(
-            f"{folder / WEIGHTS}: the head is {kinds[recurrent]}, but config.json has "
-            f"rnn={str(config.rnn).lower()}: they belong to different heads. Use both files of "
-            f"one head"
-        )

@@ -27,7 +27,7 @@ JOB = "recurrent_drafting.generate"
 def run(cfg: GenerateConfig) -> None:
     """Chat, or answer the prompts.
 
-    Raises UserError for options that do not fit, and for an output that differs from the target's.
+    Raises UserError for inconsistent options, and for an output that differs from the target's.
     """
     check(cfg)
     prompts = load_prompts(cfg) if cfg.prompts else []
@@ -64,8 +64,8 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
         turns, longest = sum(len(prompt.turns) for prompt in prompts), cfg.max_new_tokens
         again = ", each again without the drafter" if cfg.baseline and drafter != NONE else ""
         doing = (
-            f"answer {counted(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at a "
-            f"time: {counted(turns, 'turn')}, each with up to {longest} tokens "
+            f"answer {format_count(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at "
+            f"a time: {format_count(turns, 'turn')}, each with up to {longest} tokens "
             f"({turns * longest:,} in all{again})"
         )
     beams = (
@@ -80,7 +80,7 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
     return f"would {doing}\ntarget {folder}, drafter {drafter}; {beams}; {sampling}"
 
 
-def counted(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Format a count, such as `1 prompt` or `2 prompts`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 

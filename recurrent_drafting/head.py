@@ -18,13 +18,14 @@ Shapes: R rows (any leading dimensions), H the target's hidden size, E the block
 vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding.errors import UserError
+MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -43,34 +44,20 @@ class HeadConfig:
     # tokens of the shortlist; 0: the full vocabulary. No published layout has one
     draft_vocab_size: int = 0
 
-    def __post_init__(self) -> None:
-        sizes = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "exit_dim": self.exit_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise UserError(f"{name} of a recurrent head is {size}, expected 1 or more")
-        if self.num_draft_layers < 0:
-            raise UserError(
-                f"num_draft_layers is {self.num_draft_layers}, expected 0 or more residual blocks"
-            )
-        if not 0 <= self.draft_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all tokens) to "
-                f"{self.vocab_size}, the target's vocabulary"
-            )
-
     @property
     def num_drafted(self) -> int:
-        """Number of drafted tokens."""
+        """The number of tokens that the head can draft."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
     def projects(self) -> bool:
-        """True if [h; s] is projected before the blocks."""
+        """Whether [h; s] is projected before the blocks."""
         return self.exit_dim != 2 * self.hidden_size
+
+    @property
+    def has_input_map(self) -> bool:
+        """Whether a linear map reads [h; s] before the output layer does."""
+        return self.projects or self.num_draft_layers > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +83,81 @@ class Context:
         return Context(self.input_RE.unsqueeze(dim), self.first_RE.unsqueeze(dim))
 
 
+class Head:
+    """The head's equations over linear maps that subclasses provide as attributes or methods."""
+
+    config: HeadConfig
+    token_ids_V: Tensor | None  # ids of the shortlist in the target's vocabulary, rising
+    rnn_w: Callable[[Tensor], Tensor]  # W_w e
+    rnn_u: Callable[[Tensor], Tensor]  # W_u s + b_u
+    from_hidden: Callable[[Tensor], Tensor]  # the first map's half for h, with its bias
+    from_state: Callable[[Tensor], Tensor]  # the first map's half for s
+
+    @property
+    def rnn_bias_H(self) -> Tensor:
+        """The bias b_u."""
+        raise NotImplementedError
+
+    @property
+    def later_linears(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """The linear maps A z + a of the blocks whose input is z, not [h; s]."""
+        raise NotImplementedError
+
+    def logits(self, features_RE: Tensor) -> Tensor:
+        """Return the logits [R, V] of the drafted tokens, in the order of `token_ids_V` if set."""
+        raise NotImplementedError
+
+    def start(self, embedded_RH: Tensor) -> Tensor:
+        """Return the state after the first token, s_1 [R, H]."""
+        return F.silu(self.rnn_w(embedded_RH) + self.rnn_bias_H) if self.config.rnn else embedded_RH
+
+    def advance(self, state_RH: Tensor, embedded_RH: Tensor) -> Tensor:
+        """Return the state after the next token, s_i [R, H]."""
+        if self.config.rnn:
+            return F.silu(self.rnn_w(embedded_RH) + self.rnn_u(state_RH.contiguous()))
+        return state_RH + embedded_RH
+
+    def context(self, hidden_RH: Tensor) -> Context:
+        """Return the computations that a draft's tokens share."""
+        if not self.config.has_input_map:
+            return Context(hidden_RH, hidden_RH)
+        first_RE = self.from_hidden(hidden_RH.contiguous())
+        return Context(first_RE if self.config.projects else hidden_RH, first_RE)
+
+    def features(self, context: Context, state_RH: Tensor) -> Tensor:
+        """Return z after the last block, [R, E]; the context broadcasts over the state."""
+        if self.config.projects:
+            z_RE = context.input_RE + self.from_state(state_RH.contiguous())
+        else:
+            hidden_RH = context.input_RE.expand(*state_RH.shape[:-1], self.config.hidden_size)
+            z_RE = torch.cat((hidden_RH, state_RH), -1)
+            if self.config.has_input_map:
+                z_RE = z_RE + F.silu(context.first_RE + self.from_state(state_RH.contiguous()))
+        for linear in self.later_linears:
+            z_RE = z_RE + F.silu(linear(z_RE))
+        return z_RE
+
+    def to_target_ids(self, drafted_R: Tensor) -> Tensor:
+        """Convert indices into the logits to token ids of the target."""
+        return drafted_R if self.token_ids_V is None else self.token_ids_V[drafted_R]
+
+
 class ResidualBlock(nn.Module):
-    """The residual block z + SiLU(A z + a)."""
+    """The parameters A and a of a residual block z + SiLU(A z + a)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, z_RE: Tensor) -> Tensor:
-        return z_RE + F.silu(self.linear(z_RE))
 
-
-class RecurrentHead(nn.Module):
-    """The head, with the published names of parameters.
+class RecurrentHead(Head, nn.Module):
+    """The head in training, with the published names of its parameters.
 
     They are lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj.
     """
 
-    token_ids_V: Tensor | None
+    rnn_u: nn.Linear
+    rnn_w: nn.Linear
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -128,68 +172,41 @@ class RecurrentHead(nn.Module):
         if config.projects:
             self.input_proj = nn.Linear(2 * H, E)
         shortlist = torch.arange(drafted) if config.draft_vocab_size else None
-        # the shortlist's ids in the target's vocabulary, rising
         self.register_buffer("token_ids_V", shortlist)
 
     @property
     def output(self) -> Tensor:
-        """W, [V, E]: the map from features to logits."""
+        """The weight W of the output layer, [V, E]."""
         weight = self.lm_head[-1].weight
         assert isinstance(weight, Tensor)
         return weight
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the head, without the target's embedding."""
+        """The number of parameters of the head, without the target's embedding."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def start(self, embedded_RH: Tensor) -> Tensor:
-        """Return the state after the first token, s_1 [R, H]."""
-        return F.silu(self.rnn_w(embedded_RH) + self.rnn_u.bias) if self.config.rnn else embedded_RH
+    @property
+    def rnn_bias_H(self) -> Tensor:
+        return self.rnn_u.bias
 
-    def advance(self, state_RH: Tensor, embedded_RH: Tensor) -> Tensor:
-        """Return the state after the next token, s_i [R, H]."""
-        if self.config.rnn:
-            return F.silu(self.rnn_w(embedded_RH) + self.rnn_u(state_RH))
-        return state_RH + embedded_RH
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear maps before the output layer, in order; the first one reads [h; s]."""
+        projection = [self.input_proj] if self.config.projects else []
+        blocks = [block.linear for block in self.lm_head if isinstance(block, ResidualBlock)]
+        return projection + blocks
 
-    def context(self, hidden_RH: Tensor) -> Context:
-        """Return the computations that a draft's tokens share."""
-        H = self.config.hidden_size
-        if self.config.projects:
-            input_RE = F.linear(hidden_RH, self.input_proj.weight[:, :H], self.input_proj.bias)
-            return Context(input_RE, input_RE)
-        if self.config.num_draft_layers == 0:
-            return Context(hidden_RH, hidden_RH)
-        first = self._first()
-        return Context(hidden_RH, F.linear(hidden_RH, first.weight[:, :H], first.bias))
+    @property
+    def later_linears(self) -> list[nn.Linear]:
+        return self.linears[1:]
 
-    def features(self, context: Context, state_RH: Tensor) -> Tensor:
-        """Return z after the last block, [R, E]; the context broadcasts over the state."""
-        H, blocks = self.config.hidden_size, list(self.lm_head[:-1])
-        if self.config.projects:
-            z_RE = context.input_RE + F.linear(state_RH, self.input_proj.weight[:, H:])
-        else:
-            hidden_RH = context.input_RE.expand(*state_RH.shape[:-1], H)
-            z_RE = torch.cat((hidden_RH, state_RH), -1)
-            if blocks:
-                z_RE = z_RE + F.silu(
-                    context.first_RE + F.linear(state_RH, self._first().weight[:, H:])
-                )
-                del blocks[0]
-        for block in blocks:
-            z_RE = block(z_RE)
-        return z_RE
+    def from_hidden(self, hidden_RH: Tensor) -> Tensor:
+        first = self.linears[0]
+        return F.linear(hidden_RH, first.weight[:, : self.config.hidden_size], first.bias)
+
+    def from_state(self, state_RH: Tensor) -> Tensor:
+        return F.linear(state_RH, self.linears[0].weight[:, self.config.hidden_size :])
 
     def logits(self, features_RE: Tensor) -> Tensor:
-        """Return the logits [R, V] of the drafted tokens, in the order of `token_ids_V` if set."""
         return F.linear(features_RE, self.output)
-
-    def to_target_ids(self, drafted_R: Tensor) -> Tensor:
-        """Convert indices into the logits to token ids of the target."""
-        return drafted_R if self.token_ids_V is None else self.token_ids_V[drafted_R]
-
-    def _first(self) -> nn.Linear:
-        linear = self.lm_head[0].linear
-        assert isinstance(linear, nn.Linear)
-        return linear

@@ -1,24 +1,25 @@
 """The recurrent head as a kind of trained head (training/heads/kind.py)."""
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from decoding.interfaces import Drafter
 from jobs.paths import shown
-from recurrent_drafting.build import build_head, check_shape, head_config, ignored
-from recurrent_drafting.checkpoint import LAYOUT
-from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.build import head_config, initialize, shape_rules
+from recurrent_drafting.checkpoint import LAYOUT, load_head, read_head_config
+from recurrent_drafting.config import HeadShapeConfig, HeadTrainConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import RecurrentPredictions
-from training.data.packing import Sample
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 
 
 class RecurrentKind(RecurrentPredictions, HeadKind):
-    """Recurrent heads (ReDrafter)."""
+    """Recurrent heads (ReDrafter) as a kind of trained head."""
 
     name, reads_tokens = "recurrent", True
     config: type[HeadJobConfig] = HeadTrainConfig
@@ -27,34 +28,22 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def shape(self, config: HeadTrainConfig, target: Any) -> HeadConfig:
         return head_config(config.head, target)
 
-    def check(self, config: HeadTrainConfig, shape: HeadConfig) -> None:
-        check_shape(config.head, shape)
+    def read_shape(self, folder: Path) -> HeadConfig:
+        return read_head_config(folder)
+
+    def load(self, folder: Path) -> RecurrentHead:
+        return load_head(folder)
 
     def rules(self, config: HeadTrainConfig, shape: HeadConfig) -> dict[str, tuple[bool, str]]:
         drafted = shape.num_drafted
-        return {
-            "beam_width": (
-                1 <= config.beam_width <= drafted,
-                f"1 to {drafted}, the number of drafted tokens",
-            )
-        }
-
-    def note(self, config: HeadTrainConfig, shape: HeadConfig) -> str:
-        return ignored(config.head, shape) if config.head.path else ""
+        width = 1 <= config.beam_width <= drafted, f"1 to {drafted}, the number of drafted tokens"
+        return shape_rules(config.head, shape) | {"beam_width": width}
 
     def empty(self, shape: HeadConfig) -> RecurrentHead:
         return RecurrentHead(shape)
 
-    def build(
-        self,
-        config: HeadTrainConfig,
-        shape: HeadConfig,
-        target: Any,
-        samples: Sequence[Sample],
-        show: bool,
-    ) -> RecurrentHead:
-        lm_head_VH = target.get_output_embeddings().weight.detach()
-        return build_head(config.head, shape, lm_head_VH, samples, show)
+    def initialize(self, head: RecurrentHead, options: HeadShapeConfig, lm_head_VH: Tensor) -> None:
+        initialize(head, options, lm_head_VH)
 
     def part_of(self, name: str, shape: HeadConfig) -> str:
         if name == f"lm_head.{shape.num_draft_layers}.weight":

@@ -1,16 +1,16 @@
 """Plans: how much a row of the recurrent head drafts.
 
-A plan belongs to one row, so what a row drafts does not depend on its neighbors. `Fixed` drafts all
-beams to the end of the budget, and `ChainByCost` the chain whose length pays by the row's
-acceptance rate. With costs and several beams the plan is a planner of decoding/stopping/planner.py:
-the chances of each step are read, or, where reading is a wait and in batches, sizes are chosen by
-past rounds. With costs, at most as many beams are searched as pay on the machine (`best_width`).
+A plan belongs to one row, so a row's draft does not depend on its neighbors. `Fixed` drafts all
+beams to the end of the budget, and `ChainByCost` a chain whose length pays at the row's acceptance
+rate. With costs and several beams the plan is a planner of decoding/stopping/planner.py. It reads
+the chances of each step, or, in batches and where reading is a wait, plans by past rounds. With
+costs, at most as many beams are searched as pay on the machine (`best_width`).
 
-A node is left out for its place or for its chance, both known before anything is tested. A sampled
-node is never left out: plans choose the number of children before they are sampled, and how many of
-the sampled ones the search continues from.
+A node is dropped for its depth or its chance, which are known before any test. Sampled nodes are
+never dropped: plans choose the number of children before they are sampled, and then the number of
+sampled nodes to continue from.
 
-Shapes: W beams.
+Shapes: L steps, W beams.
 """
 
 from collections import deque
@@ -28,16 +28,16 @@ from decoding.stopping.planner import (
     sibling_chance,
 )
 
-DEEPEST = 8  # steps up to which the number of beams is compared
+DEEPEST = 8  # longest draft for which numbers of beams are compared
 
 
-def ladder(most: int) -> tuple[int, ...]:
-    """Return the numbers of beams to compare: the powers of two below `most`, and `most`."""
+def list_widths(most: int) -> tuple[int, ...]:
+    """Return the numbers of beams to compare: powers of two below `most`, and `most`."""
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 
 def width_rate(costs: RoundCosts, width: int) -> float:
-    """Return the expected tokens per millisecond of `width` beams at their best length.
+    """Return the expected tokens per millisecond of `width` beams at their best draft length.
 
     Every node is verified, and a step is accepted if one of its siblings is.
     """
@@ -54,31 +54,33 @@ def width_rate(costs: RoundCosts, width: int) -> float:
 
 @lru_cache
 def best_width(costs: RoundCosts, most: int) -> int:
-    """Return the number of beams, of `ladder(most)`, with the most expected tokens per millisecond.
+    """Return the number of beams with the most expected tokens per millisecond, at most `most`.
 
-    It depends on the measured costs alone, so every request searches as many.
+    It depends on the measured costs alone, so all requests search equally many beams.
     """
-    return max(ladder(most), key=lambda width: (width_rate(costs, width), -width))
+    return max(list_widths(most), key=lambda width: (width_rate(costs, width), -width))
 
 
 class Room:
-    """Number of nodes that a row's tree of fixed beams gets in the target's forward.
+    """The number of nodes that a row's tree of fixed beams has in the target's forward.
 
-    It is the number that the last trees needed, at most W x L. Nodes beyond it are left out: they
-    are those of the last steps, which are accepted least often. The true number is read after the
-    round, so a row is short of room for one round at most.
+    It is the number that the latest trees needed, at most W x L. The nodes beyond it are dropped;
+    they belong to the last steps, which are accepted least often. The true number is read after the
+    round, so a row lacks room for one round at most.
     """
 
     ROUNDS = 8
 
     def __init__(self) -> None:
-        self._last: deque[tuple[int, int]] = deque(maxlen=self.ROUNDS)  # nodes needed, and in all
+        self._last: deque[tuple[int, int]] = deque(
+            maxlen=self.ROUNDS
+        )  # nodes needed, and nodes searched
         self._most = 0
 
     def nodes(self, most: int) -> int:
-        """Return the room for a draft of `most` nodes."""
+        """Return the number of nodes for a draft of `most` nodes."""
         self._most = most
-        return max((-(-needed * most // seen) for needed, seen in self._last), default=most)
+        return max((-(-needed * most // total) for needed, total in self._last), default=most)
 
     def learn(self, needed: int) -> None:
         """End the round, in which the tree had `needed` nodes."""
@@ -93,7 +95,7 @@ class Fixed:
     def __init__(self, width: int, ahead: bool) -> None:
         self._width, self._room = width, Room() if ahead else None
         self.depth = 0  # steps of this round
-        # nodes of a tree that are proposed at most; None: as many as there are
+        # largest number of nodes to propose; None: all of them
         self.room: int | None = None
 
     def begin(self, budget: int) -> int:
@@ -131,7 +133,7 @@ BeamPlan = StepPlanner | AheadPlanner
 Plan = Fixed | BeamPlan
 
 
-def plan_of(costs: RoundCosts | None, width: int, ahead: bool) -> Plan:
+def make_plan(costs: RoundCosts | None, width: int, ahead: bool) -> Plan:
     """Return a row's plan.
 
     costs: None for fixed beams. ahead: whether the host runs ahead of the device.
@@ -141,5 +143,5 @@ def plan_of(costs: RoundCosts | None, width: int, ahead: bool) -> Plan:
     if width == 1:
         return ChainByCost(costs)
     if ahead or costs.rows > 1:
-        return AheadPlanner(costs, width, frontiers=ladder(width))
+        return AheadPlanner(costs, width, frontiers=list_widths(width))
     return StepPlanner(costs)

@@ -1,12 +1,12 @@
 """Predictions of recurrent heads in training (training/heads/kind.py), free of Hydra packages.
 
-Every prediction of a draft comes from its state, one token further each, and one output layer.
-Gradients flow through the recurrence over all of them. With `own_tokens`, drafts continue from the
-head's own likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
-2503.01840), against the same tokens or distribution.
+One output layer predicts each token of a draft from the draft's state, which then advances by one
+token. Gradients flow through the recurrence of all states. With `own_tokens`, drafts continue from
+the head's likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
+2503.01840); the labels stay the same.
 
-Shapes: M drafts of a batch, O of them with own tokens, N predictions of all heads, P positions, C =
-H the target's hidden size, E the head's width, V drafted vocabulary, K drafted tokens.
+Shapes: C = H the target's hidden size, E the head's width, K drafted tokens, M drafts of a batch, N
+predictions of all heads, O drafts with own tokens, P positions, V drafted vocabulary.
 """
 
 import torch
@@ -21,7 +21,7 @@ from training.losses.heads import chunked_argmax
 
 
 class RecurrentPredictions:
-    """The predictions of recurrent heads."""
+    """Predictions of recurrent heads in training."""
 
     label = "redrafter"
 
@@ -43,8 +43,9 @@ class RecurrentPredictions:
         for number in range(1, len(where.counts_K)):
             tokens_M = where.tokens_MK[:, number]
             if where.continues_own:
-                said_O = _likeliest_of(where.own_O, head, context, state_MH)
-                tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
+                own_O = where.own_O
+                best_O = likeliest(head, context.select(own_O), state_MH.index_select(0, own_O))
+                tokens_M = tokens_M.index_copy(0, own_O, best_O)
             state_MH = head.advance(state_MH, states.embed(tokens_M))
             reached.append(state_MH)
         state_NH = torch.cat(reached).index_select(
@@ -67,14 +68,6 @@ class RecurrentPredictions:
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
     """Return the head's likeliest next token for every draft, as ids of the target [M]."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
-
-
-@torch.no_grad()
-def _likeliest_of(
-    drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor
-) -> Tensor:
-    """Return the likeliest next token for some of the drafts [O]."""
-    return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
 
 
 PREDICTIONS = RecurrentPredictions()

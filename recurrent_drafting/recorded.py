@@ -1,12 +1,12 @@
-"""Top-k beams as one recorded step, packing included, for a fixed number of rows and temperature.
+"""Top-k beams as one recorded step, packing included, for a number of rows and a temperature.
 
-The eager twin is `search` with `Picks`. Shapes are fixed and nothing waits for the host, so a CUDA
-graph can hold the complete draft; it is recorded on first use and then replayed. Only the longest
-requested length is recorded: rows with a smaller budget read the beams of the step where it ends,
-so a budget that shrinks at the end of a text needs no new recording. On a CPU the same body runs
+The eager twin is `search` with `TopBeams`. Shapes are fixed and nothing waits for the device, so a
+CUDA graph holds the complete draft. It is recorded at its first use and then replayed. Only the
+longest length so far is recorded: rows with a smaller budget read the beams of the step at which it
+ends, so smaller budgets at the end of a text need no recording. On a CPU the same body runs
 unrecorded, so that tests can compare it with its twin.
 
-Shapes: B rows, L steps, H hidden size.
+Shapes: B rows, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import Proposal
-from recurrent_drafting.beams import Embed, Picks, search
-from recurrent_drafting.drafts import fixed_proposal, last_beams
-from recurrent_drafting.packed import Head
+from recurrent_drafting.beams import Embed, TopBeams, search
+from recurrent_drafting.drafts import fixed_proposal, pack_last_beams
+from recurrent_drafting.head import Head
 from recurrent_drafting.prefix_tree import Tree
 
 
 @dataclass(slots=True)
 class _Recording:
-    """One shape: the input buffers and the recorded draft."""
+    """The input buffers and the recorded draft of one shape."""
 
     length: int
     tips_B: Tensor
@@ -34,8 +34,8 @@ class _Recording:
     run: Callable[[], Tree | Tensor]
 
 
-class RecordedPicks:
-    """The recorded drafts of one head for one target; another target has other addresses."""
+class RecordedBeams:
+    """The recorded drafts of one head for one target, whose weights they refer to by address."""
 
     def __init__(self, head: Head, width: int, embed: Embed, device: torch.device) -> None:
         self.head, self.width, self.embed, self.device = head, width, embed, device
@@ -49,11 +49,11 @@ class RecordedPicks:
         hidden_BH: Tensor,
         depths_B: Sequence[int],
         temperature: float,
-        room_B: list[int] | None,
+        rooms_B: list[int] | None,
     ) -> Proposal:
-        """Return the proposal of each row's beams, valid until the next call.
+        """Return the proposal, valid until the next call.
 
-        room_B: see `rooms_of`.
+        depths_B: draft length of each row. rooms_B: see `recurrent_drafting.drafts.list_rooms`.
         """
         self._longest = max(self._longest, *depths_B)
         found = self._recordings.get((len(tips), temperature))
@@ -67,7 +67,7 @@ class RecordedPicks:
         if isinstance(drafted, Tensor):
             proposal = Proposal(drafted[:, : max(depths_B)], list(depths_B))
         else:
-            proposal = fixed_proposal(drafted, room_B)
+            proposal = fixed_proposal(drafted, rooms_B)
         proposal.steps, proposal.frontiers = found.length, 1 + (found.length - 1) * self.width
         return proposal
 
@@ -76,11 +76,13 @@ class RecordedPicks:
             tips_B = torch.zeros(rows, dtype=torch.long, device=self.device)
             depths_B = torch.full_like(tips_B, length)
             hidden_BH = torch.zeros_like(hidden_BH)
-        choose = Picks(self.head, self.width, temperature)
+        choose = TopBeams(self.head, self.width, temperature)
 
         def body() -> Tree | Tensor:
             beams = search(self.head, self.embed, tips_B, hidden_BH, length, choose)
-            return beams.tokens_BLW[:, :, 0] if self.width == 1 else last_beams(beams, depths_B)
+            return (
+                beams.tokens_BLW[:, :, 0] if self.width == 1 else pack_last_beams(beams, depths_B)
+            )
 
         return _Recording(
             length, tips_B, hidden_BH, depths_B, devices.capture(body, self.device, self._memory)

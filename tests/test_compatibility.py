@@ -89,6 +89,8 @@ RENAMED = {
     "test_law_5_the_same_whatever_was_decoded_before": "test_law_5_earlier_requests_change_nothing",
     "by_what_was_drawn": "choose_by_sampled_tokens",
     "best_of_the_finished_tree": "keep_the_best_of_a_finished_tree",
+    "pass_whole_tails": "accept_tails_untested",
+    "draw_refused_ones_from_p": "sample_rejected_tails_from_p",
 }
 
 

@@ -30,7 +30,7 @@ import eval.run
 import heads.train
 import recurrent_drafting.generate
 import recurrent_drafting.train
-from heads.train import chosen_kind
+from heads.train import find_kind_name
 from heads.train import schema_of as head_schema
 from jobs import schemas
 from jobs.aliases import current_arguments
@@ -132,7 +132,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
     # a kind of head has a configuration of its own
-    schema = head_schema(chosen_kind(arguments)) if job == "heads.train" else SCHEMAS[job]
+    schema = head_schema(find_kind_name(arguments)) if job == "heads.train" else SCHEMAS[job]
     arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
     register(job, schema)

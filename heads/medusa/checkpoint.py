@@ -1,19 +1,17 @@
-"""Head folders in the two published layouts: vLLM's, which we write, and the original one.
+"""Folders of Medusa heads in two published layouts: vLLM's, which is written, and the original one.
 
 vLLM: config.json with `model_type: medusa`, tensors `blocks.{i}.layers.{j}.weight|bias` and
 `lm_heads.{i}.weight` (one, with `original_lm_head`, if heads share it), and `token_map` for a draft
-vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since its
-loader defaults to false. It drafts chains of best tokens, no trees.
+vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since vLLM's
+loader defaults to false. vLLM drafts chains of best tokens, no trees.
 
 Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medusa_num_layers`,
 `medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its loader
-always builds five heads, and older files are pickles, which are refused.
+always builds five heads. Older files are pickles, which are refused.
 
-`medusa_accuracy` in config.json is our extension, ignored by other readers: trees are chosen from
-it.
+`medusa_accuracy` in config.json is an extension that other readers ignore; trees are chosen by it.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, read_json, refuse_nonfinite
+from decoding.models.folder import WEIGHTS, load_state, read_json
 from heads.medusa.model import MedusaConfig, MedusaHeads
-from jobs.files import disk_error, save_tensors
 from training.heads import checkpoint
 from training.heads.draft_vocabulary import check_tokens
 
@@ -56,11 +52,10 @@ class VllmLayout:
             values[_ACCURACY] = [[round(share, 6) for share in row] for row in shape.accuracy]
         return values
 
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {_to_vllm(name): tensor for name, tensor in state.items()}
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {_from_vllm(name): tensor for name, tensor in stored.items()}
+    def stored_name(self, name: str) -> str:
+        name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        name = re.sub(r"^projections\.", "lm_heads.", name)
+        return _TOKENS if name == "token_ids_V" else name
 
     def extensions(self, shape: MedusaConfig) -> list[str]:
         return []
@@ -69,49 +64,10 @@ class VllmLayout:
 LAYOUT = VllmLayout()
 
 
-def _to_vllm(name: str) -> str:
-    name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
-    name = re.sub(r"^projections\.", "lm_heads.", name)
-    return _TOKENS if name == "token_ids_V" else name
-
-
-def _from_vllm(name: str) -> str:
-    name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name)
-    name = re.sub(r"^lm_heads\.", "projections.", name)
-    return "token_ids_V" if name == _TOKENS else name
-
-
-def _to_original(name: str, layers: int) -> str:
-    name = re.sub(r"^blocks\.", "", name)
-    return re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
-
-
-def save_original(heads: MedusaHeads, folder: Path, base_model: str) -> None:
-    """Write the heads in the original layout, in float32; base_model: the target's name.
-
-    Raises UserError for heads that the layout cannot hold, and if a write fails.
-    """
-    config = heads.config
-    if config.shared or config.draft_vocab_size:
-        what = "a shared projection" if config.shared else "a draft vocabulary"
-        raise UserError(f"the original layout of Medusa's heads cannot carry {what}")
-    values = {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "base_model_name_or_path": base_model,
-        "version": "2",
-    }
-    stored = {
-        _to_original(name, config.num_layers): tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in heads.state_dict().items()
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(stored, folder / ORIGINAL_WEIGHTS, {"format": "pt"})
-        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise disk_error(folder, error) from error
+def original_name(name: str, layers: int) -> str:
+    """Return the name of a tensor in the original layout, for heads of `layers` blocks."""
+    name = re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
+    return name.removeprefix("blocks.")
 
 
 def load_heads(
@@ -137,8 +93,8 @@ def read_heads_config(folder: Path) -> MedusaConfig:
     if values.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{file}: model_type is {values.get('model_type')!r}, expected '{MODEL_TYPE}', or the "
-            "original layout (medusa_num_heads, medusa_num_layers). A language model drafts with "
-            "`use: chain`."
+            "original layout (medusa_num_heads, medusa_num_layers). Use `use: chain` for a "
+            "language model."
         )
     heads: Any = values.get("num_heads", values.get("medusa_num_heads"))
     layers: Any = values.get("num_hidden_layers", values.get("medusa_num_layers"))
@@ -148,7 +104,7 @@ def read_heads_config(folder: Path) -> MedusaConfig:
     for key, size in sizes.items():
         checkpoint.check_size(file, key, size, 1)
     drafted: Any = values.get("truncated_vocab_size") or V
-    checkpoint.check_draft_vocabulary(file, "truncated_vocab_size", drafted, V)
+    checkpoint.check_size(file, "truncated_vocab_size", drafted, 0, V)
     shared = values.get("original_lm_head", False)
     if not isinstance(shared, bool):
         raise UserError(f"{file}: original_lm_head is {shared!r}, expected true or false")
@@ -159,20 +115,17 @@ def read_heads_config(folder: Path) -> MedusaConfig:
 def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
     if found is None:
         return ()
-    fine = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(row, list) and row for row in found)
-        and all(
-            isinstance(share, int | float) and 0 <= share <= 1 for row in found for share in row
-        )
-    )
-    if not fine:
+    try:
+        rows = tuple(tuple(float(share) for share in row) for row in found)
+        valid = rows and all(row and 0 <= min(row) <= max(row) <= 1 for row in rows)
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
         raise UserError(
             f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
-            "every head. Remove the key to draft a tree without them"
+            "every head. Remove the key to draft a tree without them."
         )
-    return tuple(tuple(map(float, row)) for row in found)
+    return rows
 
 
 def _load_vllm(folder: Path) -> MedusaHeads:
@@ -180,10 +133,11 @@ def _load_vllm(folder: Path) -> MedusaHeads:
     with torch.device("meta"):
         heads = MedusaHeads(config)
     described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
-    checkpoint.load_weights(LAYOUT, heads, folder, described)
+    file = folder / WEIGHTS
+    checkpoint.load_weights(heads, load_state(folder), LAYOUT.stored_name, file, described)
     if heads.token_ids_V is not None:
         heads.token_ids_V = heads.token_ids_V.long()
-        check_tokens(folder / WEIGHTS, _TOKENS, heads.token_ids_V, config.vocab_size)
+        check_tokens(file, _TOKENS, heads.token_ids_V, config.vocab_size)
     return heads
 
 
@@ -220,17 +174,12 @@ def _load_original(folder: Path) -> MedusaHeads:
             "weights of one model"
         )
     V, H = projection.shape
-    heads = MedusaHeads(MedusaConfig(V, H, count, layers))
-    wanted = {_to_original(name, layers): name for name in heads.state_dict()}
-    wrong = sorted(set(wanted) ^ set(found))
-    if wrong:
-        raise UserError(
-            f"{file}: missing or unknown tensors for {count} heads of {layers} residual blocks: "
-            f"{', '.join(wrong)}. Copy the folder again"
-        )
-    refuse_nonfinite(folder, found)
-    try:
-        heads.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
-    except RuntimeError as error:  # shapes
-        raise UserError(f"{file}: {' '.join(str(error).split())}. Copy the folder again") from error
+    with torch.device("meta"):
+        heads = MedusaHeads(MedusaConfig(V, H, count, layers))
+    described = f"{count} heads of {layers} residual blocks"
+
+    def name_in_file(name: str) -> str:
+        return original_name(name, layers)
+
+    checkpoint.load_weights(heads, found, name_in_file, file, described)
     return heads

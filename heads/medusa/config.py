@@ -1,4 +1,4 @@
-"""Configuration of the training of Medusa's heads."""
+"""Configuration of Medusa's training."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from training.heads.config import HeadJobConfig, HeadOptions
 
 @dataclass
 class MedusaOptions(HeadOptions):
-    """Shape of the heads; their number is loss.predict_n_tokens."""
+    """Shape of Medusa's heads; loss.predict_n_tokens is their number."""
 
     # name in tables and in the heads' card
     name: str = "medusa"

@@ -1,11 +1,11 @@
-"""Medusa's heads as a drafter: one pass of all heads gives every depth of a static tree or a chain.
+"""Medusa's heads as a drafter of a static tree or a chain, all depths in one pass.
 
-The heads read the target's state before the last token, left by the previous round; nothing is
-cached. All nodes of a depth share one distribution, since a head does not see the tokens before its
-own. When sampling, the children of a node are sampled without replacement and tested by p / q, or
-the top-k are taken as point masses (decoding/drafters/trees/sampled_children.py).
+The heads read the target's hidden state before the tip (training/heads/drafter.py). All nodes of a
+depth share one distribution, since a head does not read the tokens before the one that it predicts.
+At temperatures above 0, the children of a node are sampled without replacement and tested by p / q,
+or they are the top-k tokens as point masses (decoding/drafters/trees/sampled_children.py).
 
-Shapes: B rows, K heads, N nodes, P parents of a depth, H hidden size, V vocabulary.
+Shapes: B rows, H hidden size, K heads, N nodes, P parents of a depth, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,28 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.devices import device_of
 from decoding.drafters.trees.sampled_children import are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
     Chooser,
-    Observation,
     Proposal,
     RoundCosts,
     Stopping,
     Target,
 )
-from decoding.models.load import DTYPES
-from decoding.verification.nodes import at_nodes
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
+from training.heads.draft_vocabulary import spread
+from training.heads.drafter import HeadDrafter, load_to_draft
 
 
-class MedusaDrafter:
+class MedusaDrafter(HeadDrafter):
     """Drafter of a static tree, or a chain, from Medusa heads.
 
-    choices: the tree's nodes as paths of ranks; None selects the tree for the heads' measured
-    accuracies (heads/medusa/tree.py), or a default one without accuracies. shape: `tree`, or
+    choices: the tree's nodes as paths of ranks; None chooses the tree by the heads' measured
+    accuracies (heads/medusa/tree.py), or a default tree without accuracies. shape: `tree`, or
     `chain` for the best token of each depth. by_cost: choose the tree's size by the measured costs
     of a round. children: `sampled` or `top_k`, for temperatures above 0.
     """
@@ -57,14 +55,9 @@ class MedusaDrafter:
         device: str = "cpu",
         name: str | None = None,
     ) -> None:
-        if (folder is None) == (heads is None):
-            raise ValueError("pass either a folder of heads or the heads")
-        if heads is None:
-            assert folder is not None
-            if dtype not in DTYPES:
-                raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
-            heads = load_heads(Path(folder), DTYPES[dtype], device_of(device))
-        self.name = name or (Path(folder).resolve().name if folder is not None else "medusa")
+        heads = load_to_draft(folder, heads, load_heads, dtype, device)
+        name = name or ("medusa" if folder is None else Path(folder).resolve().name)
+        super().__init__(name, heads.config, heads.projection(0))
         self.heads, self.config = heads, heads.config
         self.children = check_kind(children, self.name)
         if shape not in ("tree", "chain"):
@@ -73,10 +66,8 @@ class MedusaDrafter:
             raise UserError(f"drafter '{self.name}': max_nodes is {max_nodes}, expected 1 or more.")
         self._max_nodes = max_nodes
         self._chain = shape == "chain"
-        self._fixed = self._given(choices)
+        self._fixed = self._complete(choices)
         self._by_cost = by_cost and self._fixed is None and bool(self.config.accuracy)
-        weight = heads.projection(0)
-        self.device, self.dtype = weight.device, weight.dtype
         self.num_layers, self.num_parameters = heads.config.num_layers, heads.num_parameters
         self.capabilities = Capabilities(
             "chain" if self._chain else "tree",
@@ -87,10 +78,9 @@ class MedusaDrafter:
             steps="round",
             stops_by_token=False,
         )
-        self._set_tree(None)
-        self._hidden_BH = torch.empty(0)
+        self._choose_tree(None)
 
-    def _given(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
+    def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
         """Return the given tree, completed by the prefixes of its paths; None if none is given."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
@@ -107,7 +97,7 @@ class MedusaDrafter:
             )
         return list(paths)
 
-    def _set_tree(self, costs: RoundCosts | None) -> None:
+    def _choose_tree(self, costs: RoundCosts | None) -> None:
         """Choose the tree for these costs; None: the largest."""
         paths = self._fixed
         if paths is None and self.config.accuracy:
@@ -117,7 +107,7 @@ class MedusaDrafter:
         self._paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: node for node, path in enumerate(self._paths)}
         parents = [path[:-1] for path in self._paths]
-        # index among its siblings: sampled children are taken in order, regardless of rank
+        # index among its siblings: sampled children are ordered by their samples, not by rank
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self._paths)}
 
     @property
@@ -131,38 +121,9 @@ class MedusaDrafter:
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Choose the tree by the costs. Raises UserError for a target of other sizes."""
-        for what, ours, other in (
-            ("hidden size", self.config.hidden_size, target.hidden_size),
-            ("vocabulary", self.config.vocab_size, target.vocab_size),
-        ):
-            if ours != other:
-                raise UserError(
-                    f"drafter '{self.name}': its heads were trained for a {what} of {ours}, but "
-                    f"'{target.name}' has {other}: use heads trained for this target."
-                )
+        super().prepare(target, costs)
         if self._by_cost:
-            self._set_tree(costs)
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
-        """Store the hidden state of each prompt's last token but one."""
-        size = self.config.hidden_size
-        self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
-        if prefill_hidden_BNC is not None:
-            read_B1 = devices.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
-            last = prefill_hidden_BNC.shape[1] - 1  # 0: only the last state of each prompt is given
-            places_B = [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
-            last_BH = self._own(at_nodes(prefill_hidden_BNC, places_B))
-            self._hidden_BH = torch.where(read_B1, last_BH, self._hidden_BH)
-
-    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Store the last of the hidden states that the target has just computed."""
-        if hidden_NC is not None:
-            self._hidden_BH = self._own(hidden_NC[-1:])
-
-    def _own(self, states: Tensor) -> Tensor:
-        return states.to(self.device, self.dtype)
+            self._choose_tree(costs)
 
     def propose(
         self,
@@ -176,7 +137,12 @@ class MedusaDrafter:
         depth = max(depths_B)
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
-        logits_BKV = self._logits(depth)
+        logits_BKV = spread(
+            self.heads(self._hidden_BH, depth),
+            self.heads.token_ids_V,
+            self.config.vocab_size,
+            float("-inf"),
+        )
         if self._chain:
             return self._propose_chain(logits_BKV, depths_B, chooser)
         sampled = are_sampled(self.children, chooser)
@@ -192,16 +158,6 @@ class MedusaDrafter:
         counts_B = [self.width(row_depth) for row_depth in depths_B]
         tokens_BN = torch.cat(tokens, 1)
         return Proposal(tokens_BN, counts_B, parents_BN, q_BNV, 1, siblings=siblings)
-
-    def _logits(self, depth: int) -> Tensor:
-        """Return the first `depth` heads' logits (B, K, V) over the target's vocabulary."""
-        logits_BKV = self.heads(self._hidden_BH, depth)
-        if self.heads.token_ids_V is None:
-            return logits_BKV
-        shape = (*logits_BKV.shape[:2], self.config.vocab_size)
-        full_BKV = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device)
-        full_BKV[:, :, self.heads.token_ids_V] = logits_BKV
-        return full_BKV
 
     def _propose_chain(self, logits_BKV: Tensor, depths_B: list[int], chooser: Chooser) -> Proposal:
         depths = range(logits_BKV.shape[1])
@@ -229,21 +185,6 @@ class MedusaDrafter:
         K = drawn_BPK.shape[2]
         flat = [places[path[:-1]] * K + min(r, K - 1) for path, r in zip(nodes, ranks, strict=True)]
         return drawn_BPK.flatten(1)[:, devices.tensor(flat, self.device)]
-
-    def observe(self, observation: Observation) -> None:
-        """Store the hidden state of the last accepted token."""
-        outcome = observation.outcome
-        last_B = outcome.accepted_B  # of a chain
-        if outcome.paths_B is not None:
-            last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
-        self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Do nothing: heads cache nothing."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        self._hidden_BH = self._hidden_BH[devices.tensor(list(rows), self.device)]
 
     def time_step(self, frontier: int = 1) -> None:
         """Run all heads that the tree reads, once."""

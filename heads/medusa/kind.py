@@ -6,24 +6,22 @@ drafted vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from heads.medusa.checkpoint import LAYOUT, load_heads
-from heads.medusa.config import MedusaTrainConfig
+from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
-from jobs.paths import resolve
-from training.data.packing import PackedBatch, Sample
+from training.data.packing import PackedBatch
 from training.features.states import TargetStates
-from training.heads.checkpoint import FolderLayout, check_sizes
+from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
-from training.heads.draft_vocabulary import choose_tokens
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.positions import Positions
 from training.heads.predicting import DraftStarts
@@ -34,7 +32,7 @@ MOST_BLOCKS = 16
 
 
 class MedusaKind(HeadKind):
-    """Medusa heads."""
+    """Medusa heads as a kind of trained head."""
 
     name, label, reads_tokens = "medusa", "medusa", False
     ranks = RANKS  # number of ranks whose accuracies choose the trees
@@ -69,11 +67,6 @@ class MedusaKind(HeadKind):
 
     def shape(self, config: MedusaTrainConfig, target: Any) -> MedusaConfig:
         options = config.head
-        if options.path:
-            folder = resolve(options.path)
-            shape = load_heads(folder).config
-            check_sizes(folder, shape, target)
-            return shape
         return MedusaConfig(
             target.vocab_size,
             target.hidden_size,
@@ -83,21 +76,20 @@ class MedusaKind(HeadKind):
             options.draft_vocab_size,
         )
 
-    def check(self, config: MedusaTrainConfig, shape: MedusaConfig) -> None:
-        if config.head.start not in STARTS:
-            raise UserError(
-                f"head.start is '{config.head.start}'; expected one of {', '.join(STARTS)}"
-            )
-        if shape.num_heads != config.loss.predict_n_tokens:
-            raise UserError(
-                f"head.path={config.head.path} has {shape.num_heads} heads, but "
-                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: set "
-                f"loss.predict_n_tokens={shape.num_heads}"
-            )
+    def read_shape(self, folder: Path) -> MedusaConfig:
+        return self.load(folder).config
+
+    def load(self, folder: Path) -> MedusaHeads:
+        return load_heads(folder)
 
     def rules(self, config: MedusaTrainConfig, shape: MedusaConfig) -> dict[str, tuple[bool, str]]:
-        most = shape.vocab_size
+        most, heads = shape.vocab_size, config.loss.predict_n_tokens
         return {
+            "head.start": (config.head.start in STARTS, f"one of {', '.join(STARTS)}"),
+            "head.path": (
+                shape.num_heads == heads,
+                f"a folder of loss.predict_n_tokens={heads} heads instead of {shape.num_heads}",
+            ),
             "head.num_layers": (
                 1 <= config.head.num_layers <= MOST_BLOCKS,
                 f"1 to {MOST_BLOCKS} residual blocks",
@@ -108,37 +100,15 @@ class MedusaKind(HeadKind):
             ),
         }
 
-    def note(self, config: MedusaTrainConfig, shape: MedusaConfig) -> str:
-        if not config.head.path:
-            return ""
-        return f"head.path={config.head.path} brings its own shape and weights"
-
     def empty(self, shape: MedusaConfig) -> MedusaHeads:
         return MedusaHeads(shape)
 
-    def build(
-        self,
-        config: MedusaTrainConfig,
-        shape: MedusaConfig,
-        target: Any,
-        samples: Sequence[Sample],
-        show: bool,
-    ) -> MedusaHeads:
-        options = config.head
-        if options.path:
-            return load_heads(resolve(options.path)).requires_grad_(True).train()
-        heads = MedusaHeads(shape)
-        if shape.draft_vocab_size:
-            heads.token_ids_V = choose_tokens(
-                samples, shape.vocab_size, shape.draft_vocab_size, show
-            )
+    def initialize(self, head: MedusaHeads, options: MedusaOptions, lm_head_VH: Tensor) -> None:
         if options.start == "lm_head":
-            lm_head_VH = target.get_output_embeddings().weight.detach()
-            heads.start_from(lm_head_VH.float().cpu())
-        return heads
+            head.start_from(lm_head_VH.float().cpu())
 
     def measured(self, shape: MedusaConfig, figures: Mapping[str, Any]) -> MedusaConfig:
-        """Return the shape with accuracies by rank, from the best checkpoint's cumulative ones."""
+        """Return the shape with the accuracy of each rank, by the best checkpoint's figures."""
         rows = []
         for head in range(shape.num_heads):
             names = (f"accuracy/{self.label}{head}_top{rank + 1}" for rank in range(self.ranks))

@@ -50,7 +50,7 @@ class MedusaBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of one target."""
+    """All Medusa heads of one target."""
 
     token_ids_V: Tensor | None  # ids of the shortlist, rising; None: the full vocabulary
 

@@ -1,11 +1,14 @@
-"""The static tree of Medusa's drafts: its nodes are chosen from measured accuracies under a cost.
+"""The static tree of Medusa's drafts, chosen by measured accuracies and costs.
 
-A node is a path of ranks (k_0, ..., k_d): the token of rank k_i among head i's predictions, at
-every depth. With a[i][k] the share of held-out positions at which head i's token of rank k was the
-right one, and as if the heads were right independently of each other, a node is worth the product
-of its path's shares, and the expected tokens of a round are 1 plus the sum over the nodes (arXiv
-2401.10774, section 2.3.3). Adding the most valuable node again and again gives the best tree of
-every size; the size is the one with the most expected tokens per millisecond of a round.
+A node is a path of ranks (k_0, ..., k_d): at depth i it takes the token of rank k_i among head i's
+predictions. Let a[i][k] be the accuracy of rank k: the share of held-out positions at which head
+i's token of that rank is right. If the heads are right independently of each other, the chance that
+a node is accepted is the product of the accuracies along its path, and a round emits 1 plus the sum
+of these chances in expectation (arXiv 2401.10774, section 2.3.3). Adding the likeliest node again
+and again gives the best tree of every size. The size with the most expected tokens per millisecond
+is taken.
+
+Shapes: K heads, R ranks.
 """
 
 import heapq
@@ -16,14 +19,14 @@ from decoding.stopping.planner import best_prefix
 
 Path = tuple[int, ...]
 MOST_NODES = 64
-RANKS = 10  # predictions of a head that a tree may hold
+RANKS = 10  # ranks of a head that a tree may hold
 
 
 def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[Path, float]]:
-    """Return the `nodes` most valuable nodes with their values, best first.
+    """Return the `nodes` likeliest nodes with their chances, best first.
 
-    Parents come before their children, equal values in the order of their paths. accuracy_KR: for
-    each head the accuracy of its R likeliest tokens.
+    Parents precede their children; nodes of equal chances are in the order of their paths.
+    accuracy_KR: for each head, the accuracy of its R likeliest tokens.
     """
     first = accuracy_KR[0]
     waiting: list[tuple[float, Path]] = [
@@ -44,10 +47,10 @@ def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[
 def choose_tree(
     accuracy_KR: Sequence[Sequence[float]], costs: RoundCosts | None, most: int = MOST_NODES
 ) -> list[Path]:
-    """Return the tree with the most expected tokens per millisecond; empty where no draft pays.
+    """Return the tree with the most expected tokens per millisecond; empty if no draft pays.
 
-    costs: None takes the `most` best nodes. A draft is one pass of all heads (t_draft_ms), whatever
-    the tree, and its nodes are verified in one forward.
+    costs: None takes the `most` best nodes. A draft of any tree is one pass of all heads
+    (t_draft_ms), and its nodes are verified in one forward.
     """
     grown = grow_tree(accuracy_KR, most)
     if costs is None:

@@ -1,4 +1,4 @@
-"""The published tool's flags on the command line: each becomes Hydra overrides of our keys.
+"""The published tool's command-line flags, converted to Hydra overrides.
 
 Source: `recurrent_drafting/cmd/generate.py` of apple/ml-recurrent-drafter. Flags can be mixed with
 Hydra overrides, which take precedence.
@@ -35,13 +35,12 @@ def _mt_bench(value: str) -> str:
 
 
 def _limit(flag: str, key: str, unlimited: str) -> Callable[[str], str]:
-    """Return the override of a limit, whose negative values become 0, our value for no limit."""
+    """Return the override of a limit; negative values become 0, which means no limit."""
 
     def override(value: str) -> str:
         if int(value) == 0:
             raise UserError(
-                f"--{flag} is 0, which leaves nothing: expected 1 or more, or a negative number "
-                f"({unlimited})."
+                f"--{flag} is 0, expected 1 or more, or a negative number ({unlimited})."
             )
         return f"{key}={max(int(value), 0)}"
 
@@ -62,7 +61,7 @@ class Flag(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """True if the flag needs no value."""
+        """Whether the flag needs no value."""
         return self.takes.startswith("true")
 
     def override_of(self, value: str) -> str:
@@ -162,11 +161,11 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
         if flag is None or not word.startswith("--"):
             if name not in flags and name.partition(".")[0] in SETTINGS:
                 raise UserError(
-                    f"'{word}' is a setting, not a flag: use {name}={value or 'VALUE'} (--help "
+                    f"'{word}' is a setting, not a flag. Use {name}={value or 'VALUE'} (--help "
                     f"lists both)"
                 )
             near = get_close_matches(name, list(flags), n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown flag '{word}'; the nearest is --{near} (--help lists all)")
+            raise UserError(f"flag '{word}' is unknown. The nearest is --{near}; --help lists all.")
         given[name] = flag.override_of(value if equals else _next_value(flag, rest))
     return [*(given[flag.name] for flag in FLAGS if given.get(flag.name)), *others]
 
@@ -192,7 +191,7 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
 
 
 def _expand_drafter(word: str) -> str:
-    """Expand `drafter=NAME` to a mapping, as Hydra would look for a file of the group.
+    """Expand `drafter=NAME` to a mapping; Hydra would look for a file of the group.
 
     The override is forced (++), since the mapping accepts all options of the drafter's class.
     """

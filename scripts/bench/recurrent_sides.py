@@ -24,10 +24,11 @@ from decoding.engine import Engine, load
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from jobs.paths import resolve
-from recurrent_drafting.build import build_head, head_config
+from recurrent_drafting.build import head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.kind import KIND
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import StepRecorder, loop_config, train_steps
 from scripts.bench.recurrent_generation import Answered, prompts_without_loops
@@ -37,6 +38,7 @@ from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import read_prompts
 from training.features.states import TargetStates
+from training.heads.build import build_head
 from training.heads.evaluation import GreedyChain
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
@@ -97,7 +99,7 @@ class Bench:
     @cached_property
     def states(self) -> TargetStates:
         states = TargetStates(self.target)
-        states.placed(torch.device(self.chosen.device))
+        states.move_to(torch.device(self.chosen.device))
         return states
 
     @cached_property
@@ -160,7 +162,8 @@ class Bench:
             zero_blocks=side.zero_blocks,
         )
         lm_head_VH = self.target.get_output_embeddings().weight.detach()
-        head = build_head(shape, head_config(shape, self.target.config), lm_head_VH, [], show=False)
+        config = head_config(shape, self.target.config)
+        head = build_head(KIND, shape, config, lm_head_VH, [], show=False)
         return head.to(self.chosen.device, self.dtype)
 
     def head_objective(self, side: Side, seed: int) -> Objective:

@@ -1,11 +1,11 @@
-"""Law 6, training equals drafting, for any kind of trained head.
+"""Law 6 for any kind of trained head: training equals drafting.
 
-A head that drafts otherwise than it was trained still decodes losslessly, and accepts less: no
-other law finds a shift by one, a tap of another layer or a token that the draft cannot have seen.
-So the probabilities that a drafter samples from, round after round, are held against those that
-the training's forward gives at the same positions of the same text.
+A head that drafts otherwise than it was trained still decodes losslessly but accepts fewer tokens.
+No other law finds a shift by one, a tap of another layer, or a token that is unknown at the time of
+the draft. So the probabilities that a drafter samples from in each round are compared with those of
+the training's forward at the same positions of the same text.
 
-Shapes: N predictions, K drafted tokens, V the target's vocabulary, P positions, C channels.
+Shapes: C channels, K drafted tokens, N predictions, P positions, V the target's vocabulary.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from training.models.build import build_llama
 from training.objectives import freeze
 
 VOCABULARY, HIDDEN, LAYERS, GAMMA, ROW, TOKENS = 61, 16, 4, 3, 64, 24
-CLOSE = {"rtol": 0.0, "atol": 1e-5}  # of probabilities in float32
+CLOSE = {"rtol": 0.0, "atol": 1e-5}  # largest difference of probabilities in float32
 PROMPTS = [[3, 5, 8], [1, 60], [40, 2, 9, 11, 30], [7, 7, 20, 4]]
 
 
 def target() -> Any:
-    """A small frozen target in float32, whose next token depends on several before it."""
+    """Build a small frozen target in float32 whose next token depends on several earlier ones."""
     torch.manual_seed(1)
     shape = StudentConfig(
         hidden_size=HIDDEN,
@@ -56,7 +56,7 @@ def target() -> Any:
 
 
 def head_of(row: HeadRow, model: Any) -> Any:
-    """A head of random weights, so large that what it reads matters."""
+    """Build a head with random weights, large enough that all of its inputs matter."""
     shape = row.shape(model.config)
     generator = torch.Generator().manual_seed(2)
     head: Any = row.kind.empty(shape).requires_grad_(False).eval()
@@ -69,21 +69,21 @@ def head_of(row: HeadRow, model: Any) -> Any:
 
 
 def states_of(row: HeadRow, model: Any) -> TargetStates:
-    """The target as the head's training reads it."""
+    """Build the target's features as the head's training reads them."""
     return TargetStates(model, taps=row.kind.taps(row.shape(model.config)), final=False)
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a drafter proposed for a row in one round."""
+    """The proposal of one row in one round."""
 
-    text: list[int]  # before it, the tip included
+    text: list[int]  # number of tokens before the draft, the tip included
     tokens: list[int]
-    q_KV: Tensor  # what each was drawn from
+    q_KV: Tensor  # distribution of each token
 
 
 def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
-    """The proposals of all rounds of sampled decoding."""
+    """Return the proposals of all rounds of sampled decoding."""
     native = NativeTarget.from_state(
         model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
     )
@@ -94,7 +94,7 @@ def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
         proposal = propose(sequences_B, *given)
         assert proposal.parents_BN is None and (
             proposal.q_BNV is not None or not any(proposal.counts_B)
-        ), "law 6 wants a drafter that samples chains"
+        ), "law 6 needs a drafter that samples chains"
         for row, count in enumerate(proposal.counts_B):
             if count and proposal.q_BNV is not None:
                 tokens = proposal.tokens_BN[row, :count].tolist()
@@ -110,7 +110,7 @@ def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The training's predictions of a batch."""
+    """The predictions of a batch in training."""
 
     where: Positions
     states_PC: Tensor
@@ -118,8 +118,9 @@ class Predicted:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(position that the draft begins behind, head) of each prediction, in the flattened
-        batch.
+        """Return (position before the draft, head) of each prediction.
+
+        Positions are indices into the flattened batch.
         """
         begins_N = self.where.kept_P[self.where.drafts_M[self.where.draft_N]]
         return list(zip(begins_N.tolist(), self.where.head_N.tolist(), strict=True))
@@ -133,13 +134,14 @@ def predict(
     batch: PackedBatch,
     states_PC: Tensor | None = None,
 ) -> Predicted:
-    """The training's forward over a batch. states_PC: the target's states, where they are not its
-    own.
+    """Run the training's forward over a batch.
+
+    states_PC: replaces the target's states.
     """
     weights = kind.outputs(head, states)
-    where = positions(batch, GAMMA, judged=False, grouped=len(weights) > 1)
+    where = positions(batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1)
     if states_PC is None:
-        states_PC = states.tapped(states.read(batch, where))
+        states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
     outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
     q_NV = torch.softmax(outputs.logits(features_NE, 0, len(features_NE)), dim=-1)
@@ -152,16 +154,16 @@ def predict(
 def check_training_equals_drafting(
     row: HeadRow, states: TargetStates | None = None, label_shift: int = 0
 ) -> None:
-    """What training predicts at a position equals what the drafter samples from behind it.
+    """Assert that training's predictions are the distributions that the drafter samples from.
 
-    The drafter's rounds go on from what it has kept of the rounds before; training sees each text
-    anew, several packed in a row. states, label_shift: of the controls, the target read otherwise
-    than the head's drafter reads it, and the labels that many positions later.
+    The drafter continues from its state of earlier rounds, while training reads each text from the
+    start, with several texts packed into a row. states, label_shift: for controls, features of the
+    target other than the drafter reads, and labels that many positions later.
     """
     model = target()
     head = head_of(row, model)
     rounds = drafts(row.drafter(head), model)
-    assert len(rounds) > 2 * len(PROMPTS), "the law wants rounds that follow others"
+    assert len(rounds) > 2 * len(PROMPTS), "the law needs rounds after the first"
     samples = [
         Sample(
             np.asarray([*one.text, *one.tokens], dtype=np.int32),
@@ -170,7 +172,7 @@ def check_training_equals_drafting(
         for one in rounds
     ]
     packed = best_fit([len(sample.ids) for sample in samples], ROW)
-    assert len(packed) < len(samples), "the law wants texts that share a row"
+    assert len(packed) < len(samples), "the law needs texts that share a row"
     batch = collate(samples, packed, ROW)
     predicted = predict(row.kind, head, states or states_of(row, model), batch)
     numbers = {place: number for number, place in enumerate(predicted.places)}
@@ -186,10 +188,9 @@ def check_training_equals_drafting(
 
 
 def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = None) -> None:
-    """A token or a state of the target that a draft cannot have seen leaves its predictions as they
-    are, and those that it has seen do not all.
+    """Assert that predictions depend on earlier tokens and states, and on no later ones.
 
-    kind: of the control, one whose predictions read what they must not.
+    kind: for the control, a kind of head whose predictions read later tokens.
     """
     model, kind = target(), kind or row.kind
     head, states = head_of(row, model), states_of(row, model)
@@ -214,13 +215,13 @@ def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = Non
                 torch.testing.assert_close(moved.q_NV[number], q_V, **CLOSE)
             else:
                 seen["state"] += not torch.allclose(moved.q_NV[number], q_V, **CLOSE)
-    assert all(seen.values()), f"predictions that change with nothing prove nothing: {seen}"
+    assert all(seen.values()), f"predictions must depend on something: {seen}"
 
 
 def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.0) -> None:
-    """Exported and loaded again, a head drafts the same tokens from the same probabilities.
+    """Assert that a head drafts the same after export and reload.
 
-    scale: of the control, by which one of the stored head's parameters is changed.
+    scale: for the control, a factor on one parameter of the stored head.
     """
     model = target()
     head, shape = head_of(row, model), row.shape(model.config)
@@ -234,10 +235,9 @@ def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.
 
 
 def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
-    """The chain that training chooses its checkpoint by is greedy decoding, round by round, with a
-    head that has learned a little.
+    """Assert that the held-out chain equals greedy decoding, round by round.
 
-    late: of the control, tokens of each answer that count as its prompt's.
+    The head has learned a little. late: for the control, answer tokens that count as the prompt's.
     """
     model = target()
     head, states = head_of(row, model), states_of(row, model)
@@ -252,7 +252,7 @@ def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
     losses = learn(row, head, states, answers)
     assert losses[-1] < losses[0]
     done = decode(native, row.drafter(head), PROMPTS, settings)
-    assert sum(one.accepted for one in done), "a head that is never right proves nothing"
+    assert sum(one.accepted for one in done), "the head must be right sometimes"
     chain = GreedyChain(
         row.kind, head, states, answers, GAMMA, TOKENS - late, ROW, torch.device("cpu")
     )
@@ -262,7 +262,7 @@ def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
 
 
 def learn(row: HeadRow, head: Any, states: TargetStates, samples: list[Sample]) -> list[float]:
-    """Train a head on samples; the losses of its steps."""
+    """Train a head on samples and return the loss of each step."""
     head.requires_grad_(True)
     objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=GAMMA))
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)

@@ -1,7 +1,6 @@
-"""The table of trained heads that law 6 runs over (tests/heads/law_6.py). A kind of head joins by a
-row.
+"""The table of trained heads that law 6 runs over (tests/heads/law_6.py); a kind adds a row.
 
-Its drafters in `tests/decoding/rows.py` keep the other laws.
+The other laws run over the heads' drafters in tests/decoding/rows.py.
 """
 
 from collections.abc import Callable
@@ -21,19 +20,21 @@ from training.heads.kind import HeadKind
 
 @dataclass(frozen=True)
 class HeadRow:
-    """A kind of head, in one form, and a drafter that samples chains with it: tokens drawn one
-    after another, and for each the probabilities that it was drawn from (`Proposal.q_BNV`).
+    """A kind of head in one form, with a drafter that samples chains.
+
+    The drafter samples tokens one after another and proposes their distributions
+    (`Proposal.q_BNV`).
     """
 
     name: str
     kind: HeadKind
-    shape: Callable[[Any], Any]  # of a head for a target (its Hugging Face configuration)
-    drafter: Callable[[Any], Drafter]  # with a head in memory
-    load: Callable[[Path], Drafter]  # the same drafter from the head's folder
+    shape: Callable[[Any], Any]  # from a target's Hugging Face configuration to the head's shape
+    drafter: Callable[[Any], Drafter]  # builds the drafter from a head in memory
+    load: Callable[[Path], Drafter]  # builds the same drafter from the head's folder
 
 
 def recurrent(name: str, **fields: Any) -> HeadRow:
-    """A recurrent head that drafts with one beam."""
+    """Return the row of a recurrent head that drafts with one beam."""
 
     def shape(target: Any) -> HeadConfig:
         sizes = {"exit_dim": 2 * target.hidden_size} | fields
@@ -49,7 +50,7 @@ def recurrent(name: str, **fields: Any) -> HeadRow:
 
 
 def medusa(name: str, **fields: Any) -> HeadRow:
-    """Medusa heads that draft a chain."""
+    """Return the row of Medusa heads that draft a chain."""
 
     def shape(target: Any) -> MedusaConfig:
         return MedusaConfig(target.vocab_size, target.hidden_size, **{"num_heads": 4, **fields})

@@ -1,6 +1,4 @@
-"""`heads.train`: the recurrent head through it is the one of its own job, and the kind is found
-before anything is composed.
-"""
+"""`heads.train`: equality with the recurrent head's job, and the kind that a command selects."""
 
 import json
 import os
@@ -18,7 +16,7 @@ import heads.train
 import recurrent_drafting.train
 from decoding.errors import UserError
 from heads.registry import KINDS, kind_of
-from heads.train import chosen_kind, schema_of
+from heads.train import find_kind_name, schema_of
 from jobs.config import typed
 from jobs.help import field_docs
 from jobs.job import CONF, register
@@ -46,7 +44,7 @@ def configured(job: str, schema: type, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_has_a_file_a_schema_and_words(name: str):
+def test_every_kind_has_a_file_a_schema_and_documented_options(name: str):
     kind = kind_of(name)
     assert kind.name == name and (CONF / "head" / f"{name}.yaml").is_file()
     assert issubclass(kind.config, HeadJobConfig)
@@ -56,11 +54,11 @@ def test_every_kind_has_a_file_a_schema_and_words(name: str):
     assert all(docs.values()), [key for key, words in docs.items() if not words]
 
 
-def test_no_file_is_without_a_kind():
+def test_every_file_of_a_head_has_a_kind():
     assert {file.stem for file in (CONF / "head").glob("*.yaml")} == set(KINDS)
 
 
-def test_the_recurrent_head_is_that_of_its_own_job(tiny_target: Path, tmp_path: Path):
+def test_the_recurrent_head_equals_that_of_its_job(tiny_target: Path, tmp_path: Path):
     given = [f"target.path={tiny_target}", "head.zero_blocks=true", "head.draft_vocab_size=300"]
     own, also, other = (tmp_path / name for name in ("own", "also", "other"))
     recurrent_drafting.train.run(
@@ -80,7 +78,7 @@ def test_the_recurrent_head_is_that_of_its_own_job(tiny_target: Path, tmp_path: 
     assert manifest["finished"] and manifest["job"] == "heads.train"
 
 
-def test_the_kind_is_that_of_the_command_line_an_experiment_or_a_saved_configuration(
+def test_the_kind_comes_from_the_command_line_an_experiment_or_a_saved_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(heads.train.KINDS, "other", "nowhere.KIND")
@@ -90,16 +88,16 @@ def test_the_kind_is_that_of_the_command_line_an_experiment_or_a_saved_configura
         "defaults: [{override /loss: forward_kl}, {override /head: other}]\njob: heads.train\n"
     )
     (tmp_path / "saved.yaml").write_text("job: heads.train\nkind: other\n")
-    assert chosen_kind(["loop.max_steps=1"]) == "recurrent"
-    assert chosen_kind(["head=other", "seed=1"]) == "other"
-    assert chosen_kind(["+experiment=mine"]) == "other"
-    assert chosen_kind(["+experiment=mine", "head=recurrent"]) == "recurrent"
-    assert chosen_kind(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
-    assert chosen_kind(["head=none_such"]) == "recurrent"
-    assert chosen_kind(["+experiment=none_such"]) == "recurrent"
+    assert find_kind_name(["loop.max_steps=1"]) == "recurrent"
+    assert find_kind_name(["head=other", "seed=1"]) == "other"
+    assert find_kind_name(["+experiment=mine"]) == "other"
+    assert find_kind_name(["+experiment=mine", "head=recurrent"]) == "recurrent"
+    assert find_kind_name(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
+    assert find_kind_name(["head=none_such"]) == "recurrent"
+    assert find_kind_name(["+experiment=none_such"]) == "recurrent"
 
 
-def test_another_kind_than_that_of_the_configuration_is_refused(tmp_path: Path):
+def test_a_kind_that_differs_from_the_configuration_is_refused(tmp_path: Path):
     schema = schema_of("recurrent")
     config = configured("heads.train", schema, "target.path=x", "kind=none_such")
     with pytest.raises(UserError, match="head=none_such is unknown, expected one of recurrent"):
@@ -124,14 +122,14 @@ def ran(*arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_command_names_kinds_and_keys():
+def test_the_help_names_kinds_and_keys():
     assert "there is no conf/head/none_such.yaml; of head there are: " in ran("head=none_such")
     words = ran("head=recurrent", "head.rnm=false")
     assert "unknown configuration key 'head.rnm'; the nearest valid key is 'head.rnn'" in words
 
 
 @pytest.mark.long
-def test_its_dry_run_is_resumed_from_its_own_configuration(tiny_target: Path, tmp_path: Path):
+def test_a_dry_run_resumes_from_its_saved_configuration(tiny_target: Path, tmp_path: Path):
     folder = tmp_path / "run"
     given = [*SMALL, f"target.path={tiny_target}", "dry_run=true", f"output_dir={folder}"]
     assert "untrained head folder" in ran("head=recurrent", *given)

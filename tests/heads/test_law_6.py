@@ -1,4 +1,4 @@
-"""Law 6 over all trained heads, and the controls that it must reject."""
+"""Law 6 for all trained heads, and the controls that it must reject."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def test_training_equals_drafting(row: HeadRow) -> None:
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_nothing_that_a_draft_cannot_have_seen_is_read(row: HeadRow) -> None:
+def test_predictions_read_no_later_tokens_or_states(row: HeadRow) -> None:
     law_6.check_nothing_unseen_is_read(row)
 
 
@@ -32,7 +32,7 @@ def test_a_folder_drafts_the_same(row: HeadRow, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_the_chain_that_chooses_checkpoints_is_real_decoding(row: HeadRow) -> None:
+def test_the_chain_that_selects_checkpoints_is_real_decoding(row: HeadRow) -> None:
     law_6.check_the_chain_is_real_decoding(row)
 
 
@@ -59,7 +59,7 @@ def test_taps_one_layer_off_are_rejected(row: HeadRow) -> None:
 
 @pytest.mark.parametrize("row", ALL)
 def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
-    """Of the tip itself, which no drafter has yet."""
+    """Read the state of the tip itself, which no drafter has yet."""
 
     class Later(TargetStates):
         def _forward(self, batch: PackedBatch) -> Tensor:
@@ -72,7 +72,7 @@ def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
 
 
 class Leaking:
-    """A kind whose predictions read the token that they predict."""
+    """A kind of head whose predictions read the token that they predict."""
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
@@ -99,6 +99,6 @@ def test_a_leak_of_the_predicted_token_is_rejected(row: HeadRow) -> None:
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_another_weight_in_the_folder_is_rejected(row: HeadRow, tmp_path: Path) -> None:
+def test_a_changed_weight_in_the_folder_is_rejected(row: HeadRow, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         law_6.check_a_folder_drafts_the_same(row, tmp_path, scale=1.01)

@@ -1,8 +1,7 @@
-"""Heads with an output layer a depth: the objective and the looks against a plain loop over
-documents, positions and depths.
+"""Heads with one output layer per depth: objective and evaluation against plain loops.
 
-The head is the simplest one: a linear map a depth of the target's last state, as Medusa's without
-blocks.
+The head is the simplest one: for each depth a linear map of the target's last state, as in Medusa
+without blocks.
 """
 
 from typing import Any
@@ -28,7 +27,7 @@ K, H, V = tiny.HEADS, tiny.HIDDEN, tiny.VOCABULARY
 
 
 class LinearHeads(nn.Module):
-    """A map a depth."""
+    """One linear map per depth."""
 
     token_ids_V: Tensor | None = None
 
@@ -67,8 +66,10 @@ def linear_heads() -> LinearHeads:
     return LinearHeads().double()
 
 
-def plainly(head: LinearHeads, target: Any, documents: list[Sample]) -> list[dict[str, Any]]:
-    """Every prediction: its depth, logits, label and the target's own logits."""
+def predict_plainly(
+    head: LinearHeads, target: Any, documents: list[Sample]
+) -> list[dict[str, Any]]:
+    """Return each prediction's depth, logits, label and target logits, by a plain loop."""
     found = []
     for one in documents:
         hidden = hidden_states(target, collate([one], [[0]], len(one.ids)))[0]
@@ -88,17 +89,20 @@ def plainly(head: LinearHeads, target: Any, documents: list[Sample]) -> list[dic
 
 @pytest.mark.parametrize("chunk", [8, 1024])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl"])
-def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(
+def test_the_loss_and_its_gradient_equal_a_plain_loops(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """chunk: rows that are arranged together; the loss may go through more at once."""
+    """Compare values and gradients.
+
+    chunk: number of rows that are grouped together; the loss may process more at once.
+    """
     monkeypatch.setattr(module, "CHUNK", chunk)
     target, head, documents = tiny.target(), linear_heads(), tiny.samples()
     loss_config = HeadLossConfig(name, predict_n_tokens=K, decay=0.8)
     objective = HeadObjective(KIND, head, TargetStates(target), loss_config)
     loss, sums = objective(tiny.packed(documents))
     expected, by_depth = torch.zeros((), dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
-    for one in plainly(head, target, documents):
+    for one in predict_plainly(head, target, documents):
         log_q = F.log_softmax(one["logits"], dim=-1)
         each = -log_q[one["label"]]
         if name == "forward_kl":
@@ -117,10 +121,10 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(
         assert ours.abs().sum() > 0
 
 
-def test_predictions_of_a_depth_lie_together_in_every_chunk(monkeypatch: pytest.MonkeyPatch):
+def test_predictions_of_a_depth_are_contiguous_in_every_chunk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CHUNK", 16)
     batch = tiny.packed(tiny.samples())
-    plain, grouped = (positions(batch, K, judged=True, grouped=one) for one in (False, True))
+    plain, grouped = (positions(batch, K, uses_teacher=True, grouped=one) for one in (False, True))
     assert sorted(grouped.heads.tolist()) == sorted(plain.heads.tolist())
     assert grouped.heads.tolist() == grouped.head_N.tolist()
     changes = {False: 0, True: 0}
@@ -130,16 +134,16 @@ def test_predictions_of_a_depth_lie_together_in_every_chunk(monkeypatch: pytest.
             changes[kind] += int((np.diff(part) != 0).sum())
         assert set(grouped.targets[start : start + 16]) == set(plain.targets[start : start + 16])
         assert (np.diff(grouped.heads[start : start + 16]) >= 0).all()
-    assert changes[True] < changes[False] / 2, "the control: they do not by themselves"
+    assert changes[True] < changes[False] / 2, "the control: without grouping they are not"
 
 
-def test_accuracies_are_ranks_among_whole_logits():
+def test_accuracies_are_ranks_among_all_logits():
     target, head, documents = tiny.target(), linear_heads(), tiny.samples()
     look = HeadAccuracy(
         KIND, head, TargetStates(target), documents, K, 4, tiny.ROW, torch.device("cpu")
     )
     right, counts = np.zeros((K, 4)), np.zeros(K)
-    for one in plainly(head, target, documents):
+    for one in predict_plainly(head, target, documents):
         order = one["logits"].argsort(descending=True).tolist()
         counts[one["depth"]] += 1
         right[one["depth"], order.index(one["label"]) :] += 1

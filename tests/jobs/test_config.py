@@ -21,7 +21,7 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
-from heads.train import chosen_kind, schema_of
+from heads.train import find_kind_name, schema_of
 from jobs import stages
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig, plain, typed, valid_keys
@@ -45,7 +45,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
 
 def schema_for(job: str, *overrides: str) -> type[JobConfig]:
     """A job's configuration; a kind of head has one of its own."""
-    return schema_of(chosen_kind(overrides)) if job == "heads.train" else SCHEMAS[job]
+    return schema_of(find_kind_name(overrides)) if job == "heads.train" else SCHEMAS[job]
 
 
 def composed(job: str, *overrides: str) -> DictConfig:

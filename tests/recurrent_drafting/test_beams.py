@@ -1,4 +1,4 @@
-"""Beam search against its plain transcription, and what it keeps and asks for."""
+"""Beam search against a plain transcription, its memory, and the distributions of samples."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
-from recurrent_drafting import drawn_beams
-from recurrent_drafting.beams import Beams, Going, Picks, Step, search
-from recurrent_drafting.drawn_beams import Draws
+from recurrent_drafting import sampled_beams
+from recurrent_drafting.beams import Beams, Frontier, Step, TopBeams, search
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.sampled_beams import SampledBeams
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
 from tests.support.toy_heads import knowing_head, markov
@@ -28,23 +28,24 @@ def hidden_states() -> Tensor:
     )
 
 
-def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> TokenChooser:
-    """A chooser in its first round."""
+def sampling_chooser(rows: int, vocab_size: int = TARGET.vocab_size) -> TokenChooser:
+    """Return a chooser in its first round."""
     chooser = TokenChooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
     chooser.begin(list(range(rows)), [0] * rows, [4] * rows, 8)
     return chooser
 
 
 def plain_beams(
-    head: RecurrentHead, row: int, length: int, width: int, going: int = 99
+    head: RecurrentHead, row: int, length: int, width: int, num_continued: int = 99
 ) -> set[tuple[int, ...]]:
-    """The published search, a beam at a time: all log probabilities, the best `width` of all
-    continuations of the best `going` beams.
+    """Search as published, one beam at a time, and return the best paths.
+
+    Each step takes the best `width` of all continuations of the best `num_continued` beams.
     """
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(length):
         grown = []
-        for score, path in beams[:going]:
+        for score, path in beams[:num_continued]:
             state = head.start(TARGET.embed(TIPS_B[row]))
             for token in path:
                 state = head.advance(state, TARGET.embed(torch.tensor(token)))
@@ -57,7 +58,7 @@ def plain_beams(
 
 
 def paths_of(beams: Beams, row: int) -> list[tuple[int, ...]]:
-    """The beams of the last step, best first."""
+    """Return the beams of the last step, best first."""
     found = []
     for beam in range(beams.steps[-1].tokens_BW.shape[1]):
         path: list[int] = []
@@ -72,20 +73,22 @@ def paths_of(beams: Beams, row: int) -> list[tuple[int, ...]]:
     "fields", [{}, {"draft_vocab_size": 9}, {"rnn": False}], ids=["whole", "shortlist", "sum"]
 )
 @pytest.mark.parametrize(("length", "width"), [(1, 5), (3, 1), (4, 4), (3, 9)])
-def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[str, int]) -> None:
+def test_beams_equal_those_of_the_plain_search(
+    length: int, width: int, fields: dict[str, int]
+) -> None:
     head = random_head(TARGET, scale=4.0, **fields)
     if head.token_ids_V is not None:
         head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
     for scored in (False, True):
-        choose = Picks(head, width, scored=scored)
+        choose = TopBeams(head, width, scored=scored)
         beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, choose)
         for row in range(len(TIPS_B)):
             assert set(paths_of(beams, row)) == plain_beams(head, row, length, width)
 
 
-def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() -> None:
+def test_scores_are_log_probabilities_at_the_targets_temperature() -> None:
     head = knowing_head(TARGET)
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, 0.7))
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, TopBeams(head, 4, 0.7))
     log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
     scores_BW = beams.steps[-1].scores_BW
     assert scores_BW is not None
@@ -97,49 +100,50 @@ def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() 
             )
 
 
-def test_the_search_ends_where_it_is_told_to() -> None:
+def test_the_search_ends_when_no_beam_continues() -> None:
     head = random_head(TARGET)
-    seen: list[Step] = []
+    steps: list[Step] = []
 
-    def narrow(step: Step) -> Going | None:
-        seen.append(step)
-        return Going(step.scores_BW) if len(seen) < 2 else None
+    def narrow(step: Step) -> Frontier | None:
+        steps.append(step)
+        return Frontier(step.scores_BW) if len(steps) < 2 else None
 
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), narrow)
-    assert len(beams.steps) == len(seen) == 2
-    assert beams.started == 1 + 3
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, TopBeams(head, 3), narrow)
+    assert len(beams.steps) == len(steps) == 2
+    assert beams.num_started == 1 + 3
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_narrowed_search_goes_on_from_the_beams_it_was_told(named: bool) -> None:
-    """The first ones, or some by name and in any order: back pointers are beams of the whole step
-    before in either case.
+def test_a_narrowed_search_continues_from_the_chosen_beams(named: bool) -> None:
+    """Continue from the first beams, or from given ones in any order.
+
+    Back pointers refer to all beams of the previous step in either case.
     """
-    head, width, going, length = random_head(TARGET, scale=4.0), 5, 2, 3
+    head, width, num_continued, length = random_head(TARGET, scale=4.0), 5, 2, 3
     rows = []
 
-    def narrow(step: Step) -> Going | None:
+    def narrow(step: Step) -> Frontier | None:
         assert step.scores_BW is not None
         if not named:
-            return Going(step.scores_BW[:, :going])
-        beams_BP = torch.tensor([[1, 0]]).expand(len(TIPS_B), going)
-        return Going(step.scores_BW.gather(1, beams_BP), beams_BP)
+            return Frontier(step.scores_BW[:, :num_continued])
+        beams_BP = torch.tensor([[1, 0]]).expand(len(TIPS_B), num_continued)
+        return Frontier(step.scores_BW.gather(1, beams_BP), beams_BP)
 
     def counted(logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         rows.append(logits_BPV.shape[1])
-        return Picks(head, width)(logits_BPV, scores_BP, step)
+        return TopBeams(head, width)(logits_BPV, scores_BP, step)
 
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, counted, narrow)
-    assert rows == [1, going, going] and beams.started == sum(rows)
+    assert rows == [1, num_continued, num_continued] and beams.num_started == sum(rows)
     for row in range(len(TIPS_B)):
-        assert set(paths_of(beams, row)) == plain_beams(head, row, length, width, going)
-    assert plain_beams(head, 0, length, width, going) != plain_beams(head, 0, length, width), (
-        "control: it matters"
-    )
+        assert set(paths_of(beams, row)) == plain_beams(head, row, length, width, num_continued)
+    assert plain_beams(head, 0, length, width, num_continued) != plain_beams(
+        head, 0, length, width
+    ), "the control: narrowing matters"
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes."""
+    """The size of the largest tensor that any operation creates."""
 
     numbers = 0
 
@@ -152,17 +156,18 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bool) -> None:
-    """[B, W, V], whatever the length; a head's features are as wide as its blocks, and these no
-    wider than V here.
+def test_the_search_never_waits_and_creates_nothing_larger_than_logits(drawn: bool) -> None:
+    """Bound every tensor by [B, W, V], for any length.
+
+    The head's features are as wide as its blocks, which are as wide as V here.
     """
     length, width, V = 5, 4, 600
     target = markov(symbols=V)
     head = random_head(target, scale=4.0, exit_dim=V)
-    chooser = sampling(3, V)
+    chooser = sampling_chooser(3, V)
     hidden_BH = torch.zeros(3, V, dtype=torch.float64)
     with Largest() as largest, Operations() as operations:
-        choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width)
+        choose = SampledBeams(head, width, length, 3, chooser) if drawn else TopBeams(head, width)
         search(head, target.embed, TIPS_B, hidden_BH, length, choose)
     assert operations.waits == 0
     assert largest.numbers == 3 * width * V
@@ -170,19 +175,20 @@ def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bo
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 9}], ids=["whole", "shortlist"])
 @pytest.mark.parametrize("candidates", [2, 64])
-def test_draws_come_from_what_is_told(
+def test_samples_come_from_the_proposed_distributions(
     candidates: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates, and a tail of all that the head says besides; a child that is none of these was
-    drawn from that tail.
+    """Sample from the candidates, or from a tail of all other tokens.
+
+    A child that is not a candidate was sampled from the tail.
     """
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", candidates)
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", candidates)
     head, width, tails = random_head(TARGET, scale=2.0, **fields), 4, 0
     if head.token_ids_V is not None:
         head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
-    draws = Draws(head, width, 3, len(TIPS_B), sampling(len(TIPS_B)))
+    draws = SampledBeams(head, width, 3, len(TIPS_B), sampling_chooser(len(TIPS_B)))
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, draws)
-    tokens_BM, parents_BM, rows = draws.drawn(beams)
+    tokens_BM, parents_BM, rows = draws.nodes(beams)
     assert rows.tail_BPV is not None
     ids_BPK, tail_BP = rows.ids_BPK[:, :, :-1], rows.tail_BPV.sum(-1)
     assert ids_BPK.shape[2] == min(max(candidates, width), head.config.num_drafted - 1)
@@ -191,9 +197,9 @@ def test_draws_come_from_what_is_told(
     assert not rows.tail_BPV.gather(2, ids_BPK).any()
     for row in range(len(TIPS_B)):
         pairs = list(zip(parents_BM[row].tolist(), tokens_BM[row].tolist()))
-        assert len(set(pairs)) == len(pairs), "drawn without replacement"
+        assert len(set(pairs)) == len(pairs), "sampled without replacement"
         assert [pairs[step * width][0] for step in range(3)] == [-1, 0, width], (
-            "the first draw's own first draw is there"
+            "the first node's first child is in the tree"
         )
         for parent, token in pairs:
             if token not in ids_BPK[row, parent + 1].tolist():
@@ -206,11 +212,12 @@ def test_draws_come_from_what_is_told(
 
 
 def test_siblings_are_in_the_order_of_their_clocks() -> None:
-    """First children are the likelier ones, by far where the head is sure, and a node's later
-    children come behind its earlier ones.
+    """Order a node's children as their clocks ring.
+
+    First children are distributed as q; second children as q without the first.
     """
     head, rows = knowing_head(TARGET), 2000
-    draws = Draws(head, 3, 1, rows, sampling(rows))
+    draws = SampledBeams(head, 3, 1, rows, sampling_chooser(rows))
     tips_B = torch.full((rows,), 3)
     (step,) = search(
         head, TARGET.embed, tips_B, torch.zeros(rows, 12, dtype=torch.float64), 1, draws
@@ -224,14 +231,15 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
     assert (second_V / second_V.sum() - expected_V).abs().max() < 0.08
 
 
-def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
-    """First children are distributed as q whether or not their node gets a second one: the budget
-    was set before.
+def test_the_number_of_siblings_is_independent_of_their_tokens() -> None:
+    """First children are distributed as q whether or not their node has a second child.
+
+    The number of children was settled before.
     """
-    head, draws_made = knowing_head(TARGET), 4000
-    tips_B = torch.full((draws_made,), 3)
-    hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
-    draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
+    head, rows = knowing_head(TARGET), 4000
+    tips_B = torch.full((rows,), 3)
+    hidden_BH = torch.zeros(rows, TARGET.hidden_size, dtype=torch.float64)
+    draws = SampledBeams(head, 4, 2, rows, sampling_chooser(rows))
     beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
     first, second = beams.steps
     # the first child of the first node

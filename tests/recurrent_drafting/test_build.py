@@ -1,6 +1,4 @@
-"""What the head starts from: shapes by the target, warm starts, blocks of zero, shortlists, and
-heads of another target.
-"""
+"""Initial heads: shapes, warm starts, zero blocks, shortlists, and heads of another target."""
 
 from pathlib import Path
 
@@ -10,12 +8,15 @@ import torch
 from transformers import AutoConfig
 
 from decoding.errors import UserError
-from recurrent_drafting.build import build_head, check_shape, head_config, ignored
+from recurrent_drafting.build import shape_rules
 from recurrent_drafting.checkpoint import save_head
-from recurrent_drafting.config import HeadShapeConfig
+from recurrent_drafting.config import HeadShapeConfig, HeadTrainConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.kind import KIND
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample
+from training.heads.build import build_head, shape_of
+from training.heads.config import describe_overridden
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
 
@@ -25,16 +26,20 @@ def built(
 ) -> tuple[RecurrentHead, torch.Tensor]:
     torch.manual_seed(0)
     lm_head = torch.randn(V, H)
-    config = head_config(shape, tiny.target().config)
-    check_shape(shape, config)
-    return build_head(shape, config, lm_head, samples or [], show=False), lm_head
+    config = shape_of(KIND, HeadTrainConfig(head=shape), tiny.target().config)
+    refused = [
+        f"{key}: {expected}" for key, (ok, expected) in shape_rules(shape, config).items() if not ok
+    ]
+    if refused:
+        raise UserError("; ".join(refused))
+    return build_head(KIND, shape, config, lm_head, samples or [], show=False), lm_head
 
 
 def logits(head: RecurrentHead, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return head.logits(head.features(head.context(hidden), state))
 
 
-def test_by_default_the_weights_are_pytorchs_own_as_published():
+def test_default_weights_are_pytorchs_as_published():
     head, _ = built(HeadShapeConfig())
     assert head.config == HeadConfig(
         vocab_size=V, hidden_size=H, exit_dim=2 * H, num_draft_layers=2, rnn=True
@@ -47,7 +52,7 @@ def test_by_default_the_weights_are_pytorchs_own_as_published():
         )
 
 
-def test_blocks_of_zero_are_the_identity_and_still_learn():
+def test_zero_blocks_are_the_identity_and_still_learn():
     head, _ = built(HeadShapeConfig(zero_blocks=True))
     hidden, state = torch.randn(2, 5, H)
     features = head.features(head.context(hidden), state)
@@ -90,7 +95,7 @@ def test_a_shortlist_holds_the_tokens_of_most_answers():
     head, _ = built(HeadShapeConfig(draft_vocab_size=4), [Sample(ids, mask)])
     assert head.token_ids_V is not None
     assert head.token_ids_V.tolist() == [2, 3, 4, 9], (
-        "50 and one 60 are no answers; among equals the smaller ids"
+        "50 and one 60 are not in answers; ties go to smaller ids"
     )
     assert head.output.shape == (4, 2 * H)
 
@@ -100,22 +105,23 @@ def test_a_shortlist_holds_the_tokens_of_most_answers():
     [
         (
             HeadShapeConfig(warm_start="warm"),
-            "head.warm_start is 'warm'; expected one of none, hidden, state, both",
+            r"head.warm_start: none \| hidden \| state \| both for a head",
         ),
         (
             HeadShapeConfig(warm_start="state", exit_dim=24),
-            r"width \(exit_dim\) of 24, expected 16 or 32",
+            r"head.warm_start: none for a head of width \(exit_dim\) 24",
         ),
-        (HeadShapeConfig(warm_start="both", exit_dim=H), "expected hidden or state"),
-        (HeadShapeConfig(draft_vocab_size=V + 1), "draft_vocab_size is 62, expected 0"),
+        (HeadShapeConfig(warm_start="both", exit_dim=H), r"none \| hidden \| state for a head"),
+        (HeadShapeConfig(draft_vocab_size=V + 1), r"draft_vocab_size: 0 \(all tokens\) to 61"),
+        (HeadShapeConfig(num_draft_layers=-1), "num_draft_layers: 0 to 64"),
     ],
 )
-def test_starts_that_cannot_be_are_named(shape: HeadShapeConfig, words: str):
+def test_impossible_starts_are_refused(shape: HeadShapeConfig, words: str):
     with pytest.raises(UserError, match=words):
         built(shape)
 
 
-def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
+def test_a_head_continues_from_its_folder_with_the_folders_shape(tmp_path: Path):
     save_head(tiny.head("without recurrence", torch.float32), tmp_path)
     head, _ = built(HeadShapeConfig(path=str(tmp_path), rnn=True, num_draft_layers=5))
     assert not head.config.rnn and head.config.num_draft_layers == 2
@@ -123,13 +129,13 @@ def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
     assert torch.equal(head.output, tiny.head("without recurrence", torch.float32).output)
 
 
-def test_keys_that_a_folders_shape_overrides_are_named(tmp_path: Path):
+def test_options_that_a_folder_overrides_are_named(tmp_path: Path):
     config = tiny.head("without recurrence", torch.float32).config
     asked = HeadShapeConfig(path="HEAD", num_draft_layers=5, rnn=False, zero_blocks=True)
-    assert ignored(asked, config).endswith(
-        "without effect here: head.num_draft_layers=5 (it has 2), head.zero_blocks"
+    assert describe_overridden(asked, config).endswith(
+        "which replace head.num_draft_layers=5, head.zero_blocks=True"
     )
-    assert not ignored(HeadShapeConfig(path="HEAD", num_draft_layers=2), config)
+    assert not describe_overridden(HeadShapeConfig(path="HEAD", num_draft_layers=2), config)
 
 
 @pytest.mark.parametrize(("name", "size"), [("hidden_size", 24), ("vocab_size", 67)])
@@ -138,4 +144,4 @@ def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_
     sizes = {"hidden_size": H, "vocab_size": V}
     other = AutoConfig.for_model("llama", num_attention_heads=1, **(sizes | {name: size}))
     with pytest.raises(UserError, match=f"has {name} {sizes[name]}, but the target {size}"):
-        head_config(HeadShapeConfig(path=str(tmp_path)), other)
+        shape_of(KIND, HeadTrainConfig(head=HeadShapeConfig(path=str(tmp_path))), other)

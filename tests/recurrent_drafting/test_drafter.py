@@ -1,7 +1,6 @@
-"""The recurrent drafter in the loop: closed forms of heads that know the target or its opposite,
-every width, bad input.
+"""The recurrent drafter: closed forms of ideal and adversarial heads, every width, bad input.
 
-The laws that all rows keep are in tests/decoding; there it stands in the table ROWS.
+The laws of all drafters are in tests/decoding, whose table ROWS includes this one.
 """
 
 from dataclasses import replace
@@ -26,7 +25,7 @@ from tests.support.toy_heads import knowing_head, markov
 
 PROMPTS = [[7], [3, 1, 4], [2, 2], [5, 9, 0, 1, 2, 3]]
 GAMMA, ROUNDS = 4, 6
-SURE = 8.0  # logits of a Markov target that hardly doubts
+PEAKED = 8.0  # scale of logits that makes a Markov target nearly deterministic
 
 
 def settings_of(rule: str, **fields: object) -> Settings:
@@ -39,7 +38,7 @@ def settings_of(rule: str, **fields: object) -> Settings:
     ("rule", "width", "children", "scale"),
     [
         ("greedy", 1, "top_k", 1.5),
-        ("greedy", 4, "top_k", SURE),
+        ("greedy", 4, "top_k", PEAKED),
         ("coupled", 1, "top_k", 1.5),
         ("token", 1, "sampled", 1.5),
         ("block", 1, "sampled", 1.5),
@@ -47,10 +46,10 @@ def settings_of(rule: str, **fields: object) -> Settings:
         ("token", 5, "sampled", 1.5),
     ],
 )
-def test_a_head_that_knows_the_target_gains_the_closed_form(
+def test_a_perfect_head_gains_the_closed_form(
     rule: str, width: int, children: str, scale: float
 ) -> None:
-    """gamma + 1 tokens a round, at the first round of a one-token prompt too."""
+    """Gain gamma + 1 tokens a round, also in the first round of a one-token prompt."""
     target = markov(scale=scale)
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, children=children)
     plain = decode(target, None, PROMPTS, settings_of(rule))
@@ -62,7 +61,7 @@ def test_a_head_that_knows_the_target_gains_the_closed_form(
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_head_that_knows_the_opposite_changes_nothing(width: int) -> None:
+def test_an_adversarial_head_changes_no_output(width: int) -> None:
     target = markov()
     drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=width)
     plain = decode(target, None, PROMPTS, settings_of("greedy"))
@@ -72,7 +71,7 @@ def test_a_head_that_knows_the_opposite_changes_nothing(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 4, 10, 45])
-def test_greedy_output_is_the_targets_own_at_every_width(width: int) -> None:
+def test_greedy_output_is_the_targets_at_every_width(width: int) -> None:
     target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(24)
     settings = Settings(max_new_tokens=64, num_draft_tokens=4)
     plain = decode(target, None, prompts, settings)
@@ -85,7 +84,7 @@ def test_greedy_output_is_the_targets_own_at_every_width(width: int) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
 @pytest.mark.parametrize("width", [1, 6])
-def test_recorded_drafts_are_the_eager_ones(width: int, rule: str) -> None:
+def test_recorded_drafts_equal_eager_ones(width: int, rule: str) -> None:
     target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(6)
     settings = settings_of(rule, max_new_tokens=24)
     eager = decode(target, recurrent(target, width), prompts, settings)
@@ -110,7 +109,7 @@ def test_a_wider_beam_accepts_more() -> None:
 
 
 def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
-    """The same head, drafting these tokens alone."""
+    """Return the same head with a shortlist of these tokens."""
     short = (
         RecurrentHead(replace(head.config, draft_vocab_size=len(ids_V)))
         .double()
@@ -124,39 +123,39 @@ def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
-def test_a_shortlist_drafts_its_tokens_alone(rule: str, children: str) -> None:
+def test_a_shortlist_drafts_only_its_tokens(rule: str, children: str) -> None:
     target, prompts, ids_V = (
         native_of(hf_model("llama", layers=2)),
         random_prompts(8),
         torch.arange(2, 42, 2),
     )
-    seen: set[int] = set()
+    observed: set[int] = set()
 
-    class Watched(RecurrentDrafter):
+    class Recording(RecurrentDrafter):
         def propose(self, *arguments: Any) -> Proposal:
             proposal = super().propose(*arguments)
             for tokens, count in zip(proposal.tokens_BN.tolist(), proposal.counts_B):
-                seen.update(tokens[:count])
+                observed.update(tokens[:count])
             return proposal
 
-    drafter = Watched(
+    drafter = Recording(
         head=shortlisted(random_head(target, 3.0), ids_V), beam_width=5, children=children
     )
     drafted = decode(target, drafter, prompts, settings_of(rule, max_new_tokens=24))
-    assert seen
-    assert seen <= set(ids_V.tolist())
+    assert observed
+    assert observed <= set(ids_V.tolist())
     if rule != "token":
         plain = decode(target, None, prompts, settings_of(rule, max_new_tokens=24))
         assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
 def test_a_finished_row_costs_and_counts_nothing() -> None:
-    """The target's forward and the head's search run over the rows that go on, and no others."""
+    """Run the target's forward and the head's search over unfinished rows alone."""
     target = markov()
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
-    seen: dict[str, list[int]] = {"target": [], "head": []}
+    observed: dict[str, list[int]] = {"target": [], "head": []}
 
-    def watched(owner: Any, method: str, rows: list[int]) -> None:
+    def count_rows(owner: Any, method: str, rows: list[int]) -> None:
         call = getattr(owner, method)
 
         def counting(first: torch.Tensor, *rest: Any) -> Any:
@@ -165,13 +164,15 @@ def test_a_finished_row_costs_and_counts_nothing() -> None:
 
         setattr(owner, method, counting)
 
-    watched(target, "forward", seen["target"])
-    watched(drafter.head, "context", seen["head"])
+    count_rows(target, "forward", observed["target"])
+    count_rows(drafter.head, "context", observed["head"])
     done = decode(target, drafter, PROMPTS, settings_of("token", stop_token_ids=(3, 8)))
-    going = [sum(g.rounds > number for g in done) for number in range(max(g.rounds for g in done))]
-    assert len(set(going)) > 1, "all rows ended together: the test is of no use"
-    assert seen["target"][-len(going) :] == going
-    assert seen["head"] == going[: len(seen["head"])]
+    unfinished = [
+        sum(g.rounds > number for g in done) for number in range(max(g.rounds for g in done))
+    ]
+    assert len(set(unfinished)) > 1, "rows must end in different rounds"
+    assert observed["target"][-len(unfinished) :] == unfinished
+    assert observed["head"] == unfinished[: len(observed["head"])]
 
 
 def test_steps_are_counted_and_timed() -> None:
@@ -184,41 +185,42 @@ def test_steps_are_counted_and_timed() -> None:
     assert parts.t_draft_ms > 0
 
 
-CHEAP, DEAR = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.0))
+CHEAP, EXPENSIVE = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.0))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
-def test_costs_decide_how_much_is_drafted(
+def test_costs_set_the_size_of_drafts(
     children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out.
-    Ahead: the host knows past rounds alone.
+    """Draft to the full length where drafts are cheap, and not at all where they are expensive.
+
+    The head predicts the target exactly. ahead: the planner sees past rounds only.
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
-    target = markov(scale=SURE)
+    target = markov(scale=PEAKED)
     drafted = {}
-    for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
+    for name, costs in (("cheap", CHEAP), ("expensive", EXPENSIVE)):
         drafter = RecurrentDrafter(
             head=knowing_head(target), beam_width=4, children=children, by_cost=True
         )
         settings = settings_of("token", costs=costs, max_new_tokens=60)
         drafted[name] = decode(target, drafter, PROMPTS, settings)
     assert all(g.block_efficiency > 4 for g in drafted["cheap"])
-    assert all(g.drafted == 0 for g in drafted["dear"])
+    assert all(g.drafted == 0 for g in drafted["expensive"])
     fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, children=children)
     all_nodes = decode(target, fixed, PROMPTS, settings_of("token", max_new_tokens=60))
     assert sum(g.verified for g in drafted["cheap"]) < sum(g.verified for g in all_nodes), (
-        "sure of one path, it asks for few"
+        "a confident head needs few nodes"
     )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_head_that_errs_stops_drafting_and_tries_again(
+def test_a_wrong_head_stops_drafting_and_retries(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
-    target = markov(scale=SURE)
+    target = markov(scale=PEAKED)
     drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
     (done,) = decode(
@@ -228,20 +230,18 @@ def test_a_head_that_errs_stops_drafting_and_tries_again(
     assert 2 <= done.draft_steps < 100
     drafting = [n for n, mark in enumerate(done.trace) if mark == "0"]
     assert drafting[0] == 0
-    assert drafting[-1] > 50, "it never tried again"
+    assert drafting[-1] > 50, "it never retried"
 
 
-def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
-    """A lookup before the drafter (decoding/drafters/with_lookup.py) gains tokens that the head
-    never promised.
-    """
+def test_copied_tokens_do_not_change_the_trust_in_estimates() -> None:
+    """Ignore tokens that a lookup (decoding/drafters/with_lookup.py) gained instead of the head."""
     planner = StepPlanner(CHEAP)
     planner.learn(None, 4)
     assert planner.trust.value == 1.0
     planner.begin(4)
     planner.add([0.9])
     planner.learn(None, 1)
-    assert planner.trust.value > 1.0, "what it promised for less came true"
+    assert planner.trust.value > 1.0, "more tokens were accepted than estimated"
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
@@ -263,7 +263,7 @@ def test_block_verification_of_a_tree_is_refused_before_anything_is_decoded(
         decode(target, drafter, PROMPTS, Settings(temperature=1.0, verify="block"))
 
 
-def test_bad_input_is_told() -> None:
+def test_invalid_input_is_named() -> None:
     with pytest.raises(UserError, match="beam_width is 13, expected 1 to 12"):
         drafter_with(13)
     with pytest.raises(UserError, match="beam_width is 0, expected 1 to 12"):
@@ -282,7 +282,7 @@ def test_bad_input_is_told() -> None:
         decode(target, drafter_with(), [[1]], settings_of("greedy"))
     with pytest.raises(
         UserError,
-        match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens: take a smaller "
+        match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens. Use a smaller "
         ".*beam_length",
     ):
         decode(markov(max_length=15), drafter_with(), [[1]], settings_of("greedy"))
@@ -296,15 +296,7 @@ def test_bad_input_is_told() -> None:
         decode(markov(), drafter_with(by_cost=True), [[1]], settings_of("greedy"))
 
 
-def test_a_backend_without_hidden_states_is_told() -> None:
-    target = markov()
-    features = target.features
-    target.features = lambda *args: features(*args)[..., :1]  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="hidden states have the size 1, its head reads 12"):
-        decode(target, drafter_with(), [[1, 2, 3]], settings_of("greedy"))
-
-
-def test_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_loads_with_its_name_and_dtype(tmp_path) -> None:  # type: ignore[no-untyped-def]
     target = markov()
     save_head(knowing_head(target), tmp_path / "mine", torch.float64)
     drafter = RecurrentDrafter(tmp_path / "mine", beam_width=2, dtype="float64")
@@ -318,7 +310,7 @@ def test_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
         RecurrentDrafter(tmp_path / "other")
 
 
-def test_sizes_of_a_head_stand_on_it() -> None:
+def test_a_drafter_has_the_sizes_of_its_head() -> None:
     head = RecurrentHead(HeadConfig(12, 6, 12, num_draft_layers=2))
     drafter = RecurrentDrafter(head=head, beam_width=3)
     assert drafter.num_layers == 2

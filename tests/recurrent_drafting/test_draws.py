@@ -1,5 +1,6 @@
-"""Law 3 for drawn beams: which other ways to draw keep it, and which break it. The rows themselves
-are in tests/decoding.
+"""Law 3 for sampled beams: variants of sampling that keep it, and variants that break it.
+
+The rows of the law are in tests/decoding.
 """
 
 from collections.abc import Callable
@@ -14,27 +15,25 @@ from decoding.interfaces import Drafter, Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, tail_rejection, token_tree
-from recurrent_drafting import drafts, drawn_beams
+from recurrent_drafting import drafts, sampled_beams
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.drawn_beams import Draws
-from recurrent_drafting.prefix_tree import pack, surviving
+from recurrent_drafting.prefix_tree import mask_survivors, pack
+from recurrent_drafting.sampled_beams import SampledBeams
 from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_p_value
 
-WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
-# A second beam seldom pays, a second child does.
+WIDTH, LOGIT_SCALE = 3, 0.8  # beams; scale of the logits of an unsure head
+# A second beam seldom pays, but a second child does.
 STEEP = replace(
     COSTS, t_target_ms=(1.0, 1.002), t_draft_by_frontier_ms=((1, 0.05), (2, 0.5), (3, 1.0))
 )
-Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
+Keep = Callable[[drafts.SampledDraft, Beams, Proposal], Tensor]
 
 
-class StochasticBeams(Draws):
-    """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed
-    sequences of all.
-    """
+class StochasticBeams(SampledBeams):
+    """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed sequences."""
 
     perturbed: Tensor
 
@@ -45,7 +44,7 @@ class StochasticBeams(Draws):
             0.0 if scores_BP is None else scores_BP[:, :, None]
         )
         gumbel_BPS = scores_BPS - (-self._clocks_BLWS[:, step, :P]).log()
-        if step:  # of which the largest is the parent's own
+        if step:  # so that the largest child equals its parent (Kool et al., section 4.2)
             above_BP1 = self.perturbed[:, :, None]
             v = (
                 above_BP1
@@ -69,34 +68,34 @@ class StochasticBeams(Draws):
 
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
-    """Draw as usual and leave nodes out."""
-    original = drafts.DrawnDraft.proposal
+    """Sample as usual and drop nodes. keep: returns the mask of nodes to keep."""
+    original = drafts.SampledDraft.proposal
 
-    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+    def proposal(self: drafts.SampledDraft, beams: Beams) -> Proposal:
         full = original(self, beams)
         assert full.q_top is not None and full.parents_BN is not None
         tree = pack(full.tokens_BN, full.parents_BN, keep(self, beams, full))
-        broken = drafts.proposal_of(tree, None)
+        broken = drafts.tree_proposal(tree, None)
         broken.steps = full.steps
-        broken.q_top = drafts.expanded(
-            tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams)
+        broken.q_top = drafts.reorder_rows(
+            tree, broken.tokens_BN.shape[1], full.q_top, drafts.number_rows(beams)
         )
         return broken
 
-    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+    monkeypatch.setattr(drafts.SampledDraft, "proposal", proposal)
 
 
-def all_of_them(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+def keep_all(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
     return torch.ones_like(full.tokens_BN, dtype=torch.bool)
 
 
-def surviving_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
-    """Those that a beam of the last step goes through, as picked beams are cut."""
-    return surviving(beams.parents_BLW, torch.tensor(draft.depths_B))
+def keep_survivors(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
+    """Keep the nodes in beams of the last step, as top-k drafts do."""
+    return mask_survivors(beams.parents_BLW, torch.tensor(draft.depths_B))
 
 
-def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
-    """Those with a fair probability, on paths of such."""
+def keep_likely(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
+    """Keep the nodes with a fair probability whose ancestors have one too."""
     assert full.q_top is not None and full.parents_BN is not None
     rows_B1 = torch.arange(len(full.tokens_BN))[:, None]
     ids_BNK = full.q_top.ids_BPK[rows_B1, full.parents_BN + 1]
@@ -110,58 +109,57 @@ def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tenso
     return keep_BN
 
 
-def drawn() -> Drafter:
-    return recurrent(draft_table(), WIDTH, scale=SCALE, children="sampled")
+def sampled_drafter() -> Drafter:
+    return recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children="sampled")
 
 
-def brief_law(drafter: Drafter, warper: str = "plain") -> float:
-    """The p-value of the first three tokens, nearly all of them drafted in one round."""
+def short_law_p_value(drafter: Drafter, warper: str = "plain") -> float:
+    """Return the p-value of the first three tokens, most of which one round drafts."""
     return law_p_value(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
 
-@pytest.mark.parametrize("keep", [all_of_them, surviving_ones])
-def test_stochastic_beams_keep_the_law_whole_or_cut(
-    keep: Keep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When a clock rings tells nothing of whose it is, so that is no way to get it wrong."""
-    monkeypatch.setattr(drafts, "Draws", StochasticBeams)
+@pytest.mark.parametrize("keep", [keep_all, keep_survivors])
+def test_stochastic_beams_keep_the_law(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks carry no information about their tokens, so this choice is exact."""
+    monkeypatch.setattr(drafts, "SampledBeams", StochasticBeams)
     break_proposals(monkeypatch, keep)
-    assert brief_law(drawn()) > P_LIMIT
+    assert short_law_p_value(sampled_drafter()) > P_LIMIT
 
 
-@pytest.mark.parametrize(("keep", "exact"), [(all_of_them, True), (likely_ones, False)])
-def test_drawn_children_that_are_left_out_break_the_law(
+@pytest.mark.parametrize(("keep", "exact"), [(keep_all, True), (keep_likely, False)])
+def test_dropped_children_break_the_law(
     keep: Keep, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_proposals(monkeypatch, keep)
-    assert (brief_law(drawn()) > P_LIMIT) == exact
+    assert (short_law_p_value(sampled_drafter()) > P_LIMIT) == exact
 
 
-def narrowing() -> RecurrentDrafter:
-    """A drafter by cost."""
-    return recurrent(draft_table(), WIDTH, scale=SCALE, children="sampled", by_cost=True)
+def drafter_by_cost() -> RecurrentDrafter:
+    """Return a drafter by cost."""
+    return recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children="sampled", by_cost=True)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drawn_children_that_are_not_expanded_stay(
+def test_sampled_children_without_expansion_stay_in_the_tree(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As leaves, in the order of their draws; and the others' children stand below them, each drawn
-    from the row of q that is told for its parent.
+    """Keep them as leaves, in the order of their samples.
+
+    Each node was sampled from its parent's row of q.
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     leaves = 0
-    original = drafts.DrawnDraft.proposal
+    original = drafts.SampledDraft.proposal
 
-    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+    def proposal(self: drafts.SampledDraft, beams: Beams) -> Proposal:
         nonlocal leaves
         made = original(self, beams)
         assert made.parents_BN is not None and made.q_top is not None
-        assert [plan.nodes for plan in self.by_cost_B] == beams.made(
+        assert [plan.nodes for plan in self.by_cost_B] == beams.join(
             lambda step: step.admitted_BW
         ).sum(1).tolist()
         assert (
-            made.frontiers == beams.started < 1 + WIDTH * (len(beams.steps) - 1)
+            made.frontiers == beams.num_started < 1 + WIDTH * (len(beams.steps) - 1)
             or len(beams.steps) == 1
         )
         for row, count in enumerate(made.counts_B):
@@ -172,42 +170,42 @@ def test_drawn_children_that_are_not_expanded_stay(
             levels = [0] * count
             for node, parent in enumerate(parents):
                 levels[node] = levels[parent] + 1 if parent >= 0 else 0
-                drawn_from = made.q_top.probs_BPK[row, parent + 1][
+                q_of_token = made.q_top.probs_BPK[row, parent + 1][
                     made.q_top.ids_BPK[row, parent + 1] == tokens[node]
                 ]
-                assert drawn_from.max() > 0
+                assert q_of_token.max() > 0
                 if parent >= 0:
                     below = made.q_top.probs_BPK[row, parent + 1]
-                    assert not below.equal(made.q_top.probs_BPK[row, 0]), "the row of another node"
+                    assert not below.equal(made.q_top.probs_BPK[row, 0]), "this is the tip's row"
             inner = [node for node in range(count) if levels[node] < max(levels)]
             leaves += sum(node not in parents for node in inner)
         return made
 
-    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+    monkeypatch.setattr(drafts.SampledDraft, "proposal", proposal)
     settings = Settings(max_new_tokens=200, num_draft_tokens=3, temperature=1.0, costs=STEEP)
-    (done,) = decode(target_of(None), narrowing(), [[1, 2]], settings)
+    (done,) = decode(target_of(None), drafter_by_cost(), [[1, 2]], settings)
     assert done.accepted > 20
     assert leaves > 20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("numbered", [True, False])
 def test_law_3_where_few_of_the_drawn_children_are_expanded(
-    told: bool, monkeypatch: pytest.MonkeyPatch
+    numbered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its control: children are tested by what the tip's were drawn from."""
-    if not told:
+    """The control tests all children by the tip's distribution."""
+    if not numbered:
         monkeypatch.setattr(
-            drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
+            drafts, "number_rows", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
         )
     more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
-    assert (law_p_value(narrowing(), "token", "plain", **more) > P_LIMIT) == told
+    assert (law_p_value(drafter_by_cost(), "token", "plain", **more) > P_LIMIT) == numbered
 
 
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The likeliest of the drawn children first."""
+    """Put the likeliest of the sampled children first."""
 
-    class Sorted(Draws):
+    class Sorted(SampledBeams):
         def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
             chosen = super().__call__(logits_BPV, scores_BP, step)
             assert chosen.places_BPS is not None and chosen.rates_BPS is not None
@@ -224,8 +222,8 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
             )
             return replace(chosen, parents_BW=parents_BW, tokens_BW=tokens_BW, scores_BW=scores_BW)
 
-    monkeypatch.setattr(drafts, "Draws", Sorted)
-    assert brief_law(drawn()) < P_LIMIT
+    monkeypatch.setattr(drafts, "SampledBeams", Sorted)
+    assert short_law_p_value(sampled_drafter()) < P_LIMIT
 
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
@@ -234,8 +232,8 @@ def test_law_3_where_a_tree_is_read_at_once(
     children: str, warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
-    drafter = recurrent(draft_table(), WIDTH, scale=SCALE, children=children)
-    assert brief_law(drafter, warper) > P_LIMIT
+    drafter = recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children=children)
+    assert short_law_p_value(drafter, warper) > P_LIMIT
 
 
 def test_law_3_rejects_a_tree_read_at_once_without_residual(
@@ -243,7 +241,7 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     monkeypatch.setattr(device_tree.CandidateNode, "reject", lambda self, child, uniform: True)
-    assert brief_law(drawn()) < P_LIMIT
+    assert short_law_p_value(sampled_drafter()) < P_LIMIT
 
 
 TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0)]
@@ -256,26 +254,25 @@ TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0
 def test_law_3_of_a_tail_of_several_tokens(
     rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested
-    twice.
-    """
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    """With fewer candidates than tokens, some children come from the tail and are tested twice."""
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     if rule == "at once":
         monkeypatch.setattr(token_tree, "token", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
-    assert brief_law(recurrent(draft_table(), width, SCALE, fields, children="sampled")) > P_LIMIT
+    assert (
+        short_law_p_value(recurrent(draft_table(), width, LOGIT_SCALE, fields, children="sampled"))
+        > P_LIMIT
+    )
 
 
-def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of the tail passes with its tail, and is not tested itself."""
+def accept_tails_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept a token of the tail with its tail, without a test of its probability."""
     for module in (tail_rejection, device_tree):
         monkeypatch.setattr(module, "tail_ratio", lambda *given: 1.0)
 
 
-def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a token of the tail did not pass with its tail, another is drawn from what p has there,
-    not from what q left of it.
-    """
+def sample_rejected_tails_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a rejected token of the tail by a sample from p, not from the residual."""
     following = device_tree.CandidateNode.next_token
 
     def wrong(self: device_tree.CandidateNode, uniform: float) -> int:
@@ -285,12 +282,13 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [pass_whole_tails, pytest.param(draw_refused_ones_from_p, marks=pytest.mark.long)]
+    "broken",
+    [accept_tails_untested, pytest.param(sample_rejected_tails_from_p, marks=pytest.mark.long)],
 )
 def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     broken(monkeypatch)
-    assert brief_law(recurrent(draft_table(), 2, SCALE, children="sampled")) < P_LIMIT
+    assert short_law_p_value(recurrent(draft_table(), 2, LOGIT_SCALE, children="sampled")) < P_LIMIT

@@ -1,6 +1,4 @@
-"""Block efficiency of the walked chain against real decoding with one beam, and accuracies against
-whole logits.
-"""
+"""Held-out evaluation: the chain against real decoding, and accuracies against all logits."""
 
 from typing import Any
 
@@ -18,7 +16,7 @@ from recurrent_drafting.predictions import PREDICTIONS
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
-from training.heads.evaluation import CombinedEvaluation, GreedyChain, HeadAccuracy, walk
+from training.heads.evaluation import GreedyChain, HeadAccuracy, combine, walk
 from training.objectives import hidden_states
 
 DRAFT, TOKENS = 3, 14
@@ -29,7 +27,7 @@ PROMPTS = [[3, 5, 8], [1], [40, 2, 9, 11, 30], [7, 7]]
 def decoded(
     model: Any, head: RecurrentHead | None, stops: tuple[int, ...] = ()
 ) -> list[Generation]:
-    """Greedily, by the native backend in float64; plainly, or with chains of the head."""
+    """Decode greedily by the native backend in float64, with chains of the head if given."""
     target = NativeTarget.from_state(
         model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager"
     )
@@ -40,7 +38,7 @@ def decoded(
 
 
 def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
-    """The answers as samples. later: tokens of each that count as the prompt's."""
+    """Return the answers as samples. later: tokens of each that count as the prompt's."""
     found = []
     for prompt, one in zip(PROMPTS, done, strict=True):
         ids = np.array(prompt + one.tokens, dtype=np.int32)
@@ -48,8 +46,8 @@ def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
     return found
 
 
-def leaning(form: str, answers: list[Sample]) -> RecurrentHead:
-    """A head that is often right: it learns the answers a little."""
+def trained_head(form: str, answers: list[Sample]) -> RecurrentHead:
+    """Return a head that is often right, as it has learned the answers a little."""
     head, target = tiny.head(form), tiny.target()
     objective = tiny.objective(head, target)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
@@ -63,11 +61,11 @@ def leaning(form: str, answers: list[Sample]) -> RecurrentHead:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["by length", "by a stop token"])
 @pytest.mark.parametrize("form", ["recurrent", "without recurrence", "shortlist"])
-def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
+def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
     target = tiny.target()
     stops = (decoded(target, None)[2].tokens[6],) if stopped else ()
     plain = decoded(target, None, stops)
-    head = leaning(form, samples_of(plain))
+    head = trained_head(form, samples_of(plain))
     done = decoded(target, head, stops)
     assert [one.tokens for one in done] == [one.tokens for one in plain]
     assert stopped == any(one.finish == "stop" for one in done)
@@ -77,7 +75,7 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
         (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done
     ]
     rounds, emitted, accepted, tested = map(sum, zip(*chain.counts()))
-    assert accepted > 0, "the test is of no use with a head that is never right"
+    assert accepted > 0, "the head must be right sometimes"
     figures = chain()
     assert figures["block_efficiency"] == pytest.approx(emitted / rounds)
     assert figures["acceptance"] == pytest.approx(accepted / tested)
@@ -90,8 +88,9 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
 
 
 def test_perfect_and_useless_drafts_have_their_closed_forms():
-    """16 tokens behind a prompt of 4: ended by their number, and by a stop token while 30 might
-    have come.
+    """Walk 16 tokens after a prompt of 4.
+
+    The answer ends at the limit, or at a stop token before a limit of 30.
     """
     perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
     assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)
@@ -103,7 +102,7 @@ def test_perfect_and_useless_drafts_have_their_closed_forms():
     assert walk(np.zeros(5, dtype=int), 4, DRAFT, 5) == (1, 1, 0, 0)
 
 
-def test_accuracies_are_ranks_among_whole_logits():
+def test_accuracies_are_ranks_among_all_logits():
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
     figures = HeadAccuracy(
         PREDICTIONS, head, TargetStates(target), documents, tiny.HEADS, 4, tiny.ROW, CPU
@@ -134,8 +133,8 @@ def test_accuracies_are_ranks_among_whole_logits():
             )
 
 
-def test_the_last_score_chooses():
-    looks = CombinedEvaluation(
+def test_the_last_score_selects_the_checkpoint():
+    evaluate = combine(
         [lambda: {"a": 1.0, "score": 1.0}, lambda: {"b": 2.0}, lambda: {"score": 3.0}]
     )
-    assert looks() == {"a": 1.0, "b": 2.0, "score": 3.0}
+    assert evaluate() == {"a": 1.0, "b": 2.0, "score": 3.0}

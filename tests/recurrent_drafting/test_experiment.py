@@ -1,6 +1,4 @@
-"""+experiment=redrafter_quickstart: the head's row stands in one table with the quickstart's
-drafter.
-"""
+"""+experiment=redrafter_quickstart: the head's row joins the table of the quickstart's drafter."""
 
 import os
 from typing import Any
@@ -12,8 +10,8 @@ from jobs.schemas import schema_of
 from jobs.stages import compose_stage
 
 
-def seen(job: str, experiment: str, *given: str) -> dict[str, dict[str, Any]]:
-    """What each stage of an experiment sees."""
+def stage_inputs(job: str, experiment: str, *given: str) -> dict[str, dict[str, Any]]:
+    """Return the inputs of each stage of an experiment."""
     schema = schema_of(job)
     composed = compose_job(job, schema, [f"+experiment={experiment}", *given])
     config = typed(composed, schema)
@@ -21,21 +19,19 @@ def seen(job: str, experiment: str, *given: str) -> dict[str, dict[str, Any]]:
     return {stage.name: plain(typed(stage.members[0], stage.schema)) for stage in stages}
 
 
-def test_its_first_stage_is_the_quickstarts_own():
-    """So that what ./scripts/quickstart.sh has trained is passed over, and no other configuration
-    is found in its folder.
-    """
-    stages = seen("recurrent_drafting.train", "redrafter_quickstart")
+def test_its_first_stage_is_the_quickstarts():
+    """Reuse the drafter of ./scripts/quickstart.sh, whose folder has the same configuration."""
+    stages = stage_inputs("recurrent_drafting.train", "redrafter_quickstart")
     assert [*stages] == ["distill.train", "recurrent_drafting.train", "eval.run"]
     asked = stages["distill.train"]
-    quickstart = seen("distill.train", "quickstart")["distill.train"]
+    quickstart = stage_inputs("distill.train", "quickstart")["distill.train"]
     assert os.path.normpath(asked["output_dir"]) == quickstart["output_dir"]
     assert asked | {"output_dir": quickstart["output_dir"]} == quickstart
 
 
 def test_its_last_stage_measures_the_head_beside_the_quickstarts_drafter():
     given = "output_dir=runs/here"
-    drafters = seen("recurrent_drafting.train", "redrafter_quickstart", given)["eval.run"][
+    drafters = stage_inputs("recurrent_drafting.train", "redrafter_quickstart", given)["eval.run"][
         "drafters"
     ]
     check_entries(drafters)

@@ -30,11 +30,11 @@ def config_of(*arguments: str) -> GenerateConfig:
         return typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
 
 
-def test_all_published_flags_are_here():
+def test_all_published_flags_exist():
     assert {flag.name for flag in FLAGS} == set(PUBLISHED)
 
 
-def test_without_flags_the_defaults_are_those_that_the_help_tells():
+def test_defaults_are_those_of_the_help():
     cfg = config_of()
     assert (cfg.beam_width, cfg.beam_length, cfg.temperature, cfg.seed, cfg.batch_size) == (
         10,
@@ -87,7 +87,7 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--use_gpu=-1", "target.device", "cpu"),
         ("--autoregression", "drafter", {"use": "none"}),
         ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
-        ("--rng_seed 5 seed=6", "seed", 6),  # an override has the last word
+        ("--rng_seed 5 seed=6", "seed", 6),  # an override takes precedence
         ("drafter=runs/head", "drafter", {"use": "runs/head"}),
         (
             "drafter={use:budget_tree,folder:runs/a}",
@@ -109,7 +109,7 @@ def test_a_flag_sets_its_key(words: str, key: str, value: object):
     assert node == value
 
 
-def test_a_text_may_hold_what_hydra_would_read_as_its_own():
+def test_texts_with_hydra_syntax_are_quoted():
     for odd in ("/a b/{it's,x=1}/\\end", "ends\\", "\\'", "a,b"):
         assert config_of("--hf_llm", odd).target.path == odd
         assert config_of("--hf_drafter", odd).drafter == {"use": odd}
@@ -119,11 +119,11 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--beam_witdh 3", "unknown flag '--beam_witdh'; the nearest is --beam_width"),
-        ("-beam_width 3", "unknown flag '-beam_width'; the nearest is --beam_width"),
-        ("--verify coupled", "'--verify' is a setting, not a flag: use verify=VALUE"),
-        ("--target.path=runs/a", "is a setting, not a flag: use target.path=runs/a"),
-        ("--nobeam_width", "unknown flag '--nobeam_width'; the nearest is --beam_width"),
+        ("--beam_witdh 3", "flag '--beam_witdh' is unknown. The nearest is --beam_width"),
+        ("-beam_width 3", "flag '-beam_width' is unknown. The nearest is --beam_width"),
+        ("--verify coupled", "'--verify' is a setting, not a flag. Use verify=VALUE"),
+        ("--target.path=runs/a", "is a setting, not a flag. Use target.path=runs/a"),
+        ("--nobeam_width", "flag '--nobeam_width' is unknown. The nearest is --beam_width"),
         ("--beam_width", "--beam_width has no value, expected a number, such as --beam_width 10"),
         ("--beam_width --greedy_search", "--beam_width has no value"),
         ("--beam_width ten", "--beam_width is 'ten', expected a number"),
@@ -132,7 +132,7 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
         ("--hf_llm=", "--hf_llm is '', expected text"),
         (
             "--max_num_prompts 0",
-            r"--max_num_prompts is 0, .* expected 1 or more, or a negative number \(all\)",
+            r"--max_num_prompts is 0, expected 1 or more, or a negative number \(all\)",
         ),
         (
             "--max_prompt_length=0",
@@ -140,7 +140,7 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
         ),
     ],
 )
-def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
+def test_invalid_values_of_flags_are_refused(words: str, message: str):
     with pytest.raises(UserError, match=message):
         to_overrides(words.split())
 
@@ -164,7 +164,7 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
         ("max_prompt_tokens=-1", "max_prompt_tokens is -1, expected 0"),
     ],
 )
-def test_a_value_that_nothing_can_be_decoded_by_is_refused(words: str, message: str):
+def test_values_without_output_are_refused(words: str, message: str):
     with pytest.raises(UserError, match=message):
         check(config_of(*words.split()))
 

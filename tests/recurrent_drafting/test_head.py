@@ -1,13 +1,10 @@
-"""The head against a straight transcription of its equations, in every form, and the published
-parameter counts.
-"""
+"""The head against a transcription of its equations in every form, and published sizes."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.errors import UserError
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.kind import KIND
 from tests.support import tiny_heads as tiny
@@ -17,9 +14,9 @@ from training.heads.measure import measure
 def transcribed(
     weights: dict[str, Tensor], config: HeadConfig, hidden: Tensor, embedded: Tensor
 ) -> Tensor:
-    """Logits after each of the embedded tokens [rows, tokens, V], term by term:
+    """Return the logits after each of the embedded tokens [rows, tokens, V], term by term.
 
-    s_0 = 0; s_i = SiLU(W_w e + W_u s + b_u), or s + e; z = [h; s], projected where there is a
+    s_0 = 0; s_i = SiLU(W_w e + W_u s + b_u), or s + e; z = [h; s], projected in forms with a
     projection; z <- z + SiLU(A z + a); W z.
     """
     state, found = torch.zeros_like(hidden), []
@@ -45,8 +42,8 @@ def transcribed(
     return torch.stack(found, dim=1)
 
 
-def rolled(head: RecurrentHead, hidden: Tensor, embedded: Tensor) -> Tensor:
-    """The same by the head: the context once, then a state a token."""
+def unrolled(head: RecurrentHead, hidden: Tensor, embedded: Tensor) -> Tensor:
+    """Return the same logits by the head, with one context and a state per token."""
     context, state = head.context(hidden), head.start(embedded[:, 0])
     logits = [head.logits(head.features(context, state))]
     for index in range(1, embedded.shape[1]):
@@ -62,7 +59,7 @@ def given(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", tiny.FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_are_those_of_the_equations(form: str, dtype: torch.dtype):
+def test_logits_equal_the_equations(form: str, dtype: torch.dtype):
     head = tiny.head(form, dtype)
     hidden, embedded = given(dtype)
     weights = dict(head.state_dict())
@@ -70,7 +67,7 @@ def test_logits_are_those_of_the_equations(form: str, dtype: torch.dtype):
         {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
     )
     torch.testing.assert_close(
-        rolled(head, hidden, embedded),
+        unrolled(head, hidden, embedded),
         transcribed(weights, head.config, hidden, embedded),
         **limits,
     )
@@ -78,14 +75,12 @@ def test_logits_are_those_of_the_equations(form: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("form", ["recurrent", "without recurrence"])
 def test_the_transcription_rejects_another_head(form: str):
-    """The control: a recurrence without its SiLU, as some published readers had it, and a state
-    that starts at the embedding.
-    """
+    """The control: a doubled first embedding, and another bias of the recurrence."""
     head = tiny.head(form)
     hidden, embedded = given(torch.float64)
     other = torch.cat([embedded[:, :1] * 2, embedded[:, 1:]], dim=1)
     expected = transcribed(dict(head.state_dict()), head.config, hidden, embedded)
-    assert not torch.allclose(rolled(head, hidden, other), expected)
+    assert not torch.allclose(unrolled(head, hidden, other), expected)
     weights = {
         name: tensor * (0.9 if name == "rnn_u.bias" else 1)
         for name, tensor in head.state_dict().items()
@@ -137,17 +132,3 @@ def test_parameters_are_those_of_the_published_table(hidden: int, blocks: int, m
 def test_parameters_by_part_add_up_in_every_form(form: str):
     head = tiny.head(form)
     assert measure(KIND, head.config, 5, torch.float32).parameters == head.num_parameters
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"hidden_size": 0}, "hidden_size of a recurrent head is 0, expected 1 or more"),
-        ({"num_draft_layers": -1}, "num_draft_layers is -1, expected 0 or more"),
-        ({"draft_vocab_size": 62}, "draft_vocab_size is 62, expected 0 .all tokens. to 61"),
-    ],
-)
-def test_shapes_that_cannot_be_are_named(wrong: dict[str, int], words: str):
-    sizes = {"vocab_size": 61, "hidden_size": 16, "exit_dim": 32}
-    with pytest.raises(UserError, match=words):
-        HeadConfig(**(sizes | wrong))

@@ -1,6 +1,4 @@
-"""`recurrent_drafting.train` end to end on a random target: the folder it leaves, resume, ranks,
-dry runs, bad input.
-"""
+"""`recurrent_drafting.train` on a random target: its folder, resume, ranks, dry runs, bad input."""
 
 import json
 import os
@@ -90,7 +88,7 @@ def test_the_head_folder_is_complete_and_loads(finished: Path, tiny_target: Path
         assert (folder / name).read_bytes() == (tiny_target / name).read_bytes()
 
 
-def test_the_run_folder_tells_what_was_done(finished: Path):
+def test_the_run_folder_records_the_run(finished: Path):
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["finished"] is True
     assert all(len(digest) == 64 for digest in manifest["inputs"].values())
@@ -107,7 +105,7 @@ def test_the_run_folder_tells_what_was_done(finished: Path):
     } <= looks[0].keys()
 
 
-def test_a_finished_run_is_passed_over(
+def test_a_finished_run_is_skipped(
     finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ):
     before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
@@ -148,7 +146,7 @@ def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Pa
         ],
     ],
 )
-def test_every_extension_trains_and_is_told(
+def test_every_extension_trains_and_is_described(
     overrides: list[str], tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(
@@ -168,7 +166,7 @@ def test_every_extension_trains_and_is_told(
 @pytest.mark.parametrize(
     ("cache", "loss"), [("none", "own_tokens=0.5"), ("disk", "name=continuations")]
 )
-def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
+def test_a_killed_run_resumes_equal_to_an_uninterrupted_one(
     cache: str, loss: str, tiny_target: Path, tmp_path: Path
 ):
     more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", f"loss.{loss}"]
@@ -187,7 +185,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
     ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert process.wait() == -signal.SIGKILL, "the run ended before the kill"
     assert not (tmp_path / "killed" / "drafter").exists()
     run(configured(tiny_target, tmp_path / "killed", *more, "threads=1"))
     run(configured(tiny_target, tmp_path / "straight", *more, "threads=1"))
@@ -199,7 +197,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
 
 
 @pytest.mark.long
-def test_ranks_make_the_same_head(finished: Path, tiny_target: Path, tmp_path: Path):
+def test_ranks_train_the_same_head(finished: Path, tiny_target: Path, tmp_path: Path):
     same_in_ranks("ddp", finished, tiny_target, tmp_path)
 
 
@@ -208,7 +206,7 @@ def test_ranks_make_the_same_head(finished: Path, tiny_target: Path, tmp_path: P
     "kind",
     [*(pytest.param(f"zero{n}", marks=pytest.mark.exhaustive) for n in (1, 2)), "zero3", "fsdp"],
 )
-def test_ranks_of_every_kind_make_the_same_head(
+def test_ranks_of_every_kind_train_the_same_head(
     kind: str, finished: Path, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
     if kind.startswith("zero"):
@@ -220,12 +218,10 @@ def test_ranks_of_every_kind_make_the_same_head(
 @pytest.mark.parametrize(
     ("kind", "loss"), [("ddp", "continuations"), ("fsdp", "forward_kl"), ("zero3", "lk")]
 )
-def test_ranks_train_on_what_the_target_says_as_one_process_does(
+def test_ranks_distil_the_target_as_one_process_does(
     kind: str, loss: str, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
-    """Each rank has the target continue its own positions, or asks it for its
-    distributions there.
-    """
+    """Each rank computes the target's continuations or distributions at its positions."""
     if kind.startswith("zero"):
         request.getfixturevalue("deepspeed")
     more = f"loss.name={loss}"
@@ -264,12 +260,12 @@ def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Pa
     manifest.write_text(manifest.read_text().replace('"finished": true', '"finished": false'))
     (target / "generation_config.json").write_text("{}")
     with pytest.raises(
-        UserError, match="was begun with another target: .* a head only works with its target"
+        UserError, match="was started with another target: .* A head only works with its target"
     ):
         run(configured(target, tmp_path / "run"))
 
 
-def test_a_head_goes_on_from_a_folder_of_the_same_target_only(
+def test_a_head_continues_only_from_a_folder_of_the_same_target(
     finished: Path, tiny_target: Path, tmp_path: Path
 ):
     run(
@@ -278,7 +274,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(
         )
     )
     first = records(tmp_path / "on")[0]["loss"]
-    assert first < records(finished)[0]["loss"], "it begins where the other ended"
+    assert first < records(finished)[0]["loss"], "it starts where the other run ended"
     other = tmp_path / "other"
     shutil.copytree(tiny_target, other)
     (other / "generation_config.json").write_text("{}")
@@ -328,7 +324,7 @@ def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path:
     assert "held_out_accuracy/redrafter0_top1" in records(tmp_path / "run")[-1]
 
 
-def test_a_head_given_as_a_language_model_is_told_as_what_it_is(finished: Path, tmp_path: Path):
+def test_a_head_given_as_a_language_model_is_named_as_a_head(finished: Path, tmp_path: Path):
     head = finished / "drafter"
     with pytest.raises(
         UserError, match="is not a known language model.* a recurrent head. Draft with it as"
@@ -339,7 +335,7 @@ def test_a_head_given_as_a_language_model_is_told_as_what_it_is(finished: Path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_kept_states_are_in_the_dry_runs_memory(
+def test_stored_states_count_in_the_dry_runs_memory(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     # 6,144 tokens, 60 % of them
@@ -352,8 +348,8 @@ def test_kept_states_are_in_the_dry_runs_memory(
                 tiny_target, tmp_path / expected, "dry_run=true", "states.cache=memory", *more
             )
         )
-        told = re.search(r"states, at most (\d+)", capsys.readouterr().out)
-        assert told is not None and int(told[1]) <= int(expected)
+        printed = re.search(r"states, at most (\d+)", capsys.readouterr().out)
+        assert printed is not None and int(printed[1]) <= int(expected)
 
 
 def test_prompts_without_room_for_an_answer_are_counted(
@@ -367,7 +363,7 @@ def test_prompts_without_room_for_an_answer_are_counted(
         f"held-out prompts: 2 of {path} left out, longer than 240 tokens" in capsys.readouterr().out
     )
     assert "held_out_block_efficiency" in records(tmp_path / "run")[-1], (
-        "the two others are drafted for"
+        "the two others are decoded"
     )
 
 
@@ -388,7 +384,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
     [
         (
             "loss.name=reverse_kl",
-            "loss.name is 'reverse_kl'; expected one of cross_entropy, continuations, forward_kl, ",
+            "loss.name is reverse_kl, expected one of cross_entropy, continuations, forward_kl, ",
         ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
@@ -396,31 +392,31 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
             "loss.temperature=2",
             "loss.temperature is 2.0, expected more than 0, and 1 for losses on tokens",
         ),
-        ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
+        ("states.cache=tape", "states.cache is tape, expected one of none, memory, disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
-        ("head.warm_start=cold", "head.warm_start is 'cold'"),
+        ("head.warm_start=cold", "head.warm_start is cold"),
         ("data.max_length=4096", "data.max_length is 4096, but the context of .* is 512 tokens"),
     ],
 )
-def test_values_that_cannot_be_are_named(
-    override: str, words: str, tiny_target: Path, tmp_path: Path
-):
+def test_invalid_values_are_named(override: str, words: str, tiny_target: Path, tmp_path: Path):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path, override))
 
 
-def test_a_target_in_shares_does_not_go_on(tiny_target: Path, tmp_path: Path):
+def test_a_sharded_target_computes_no_continuations(tiny_target: Path, tmp_path: Path):
     shares = ["parallel=fsdp", "parallel.processes=2", "loss.name=continuations"]
     with pytest.raises(
         UserError,
-        match="loss.name is continuations with parallel.kind=fsdp, expected ddp, zero1 or",
+        match="loss.name is continuations, expected one of .* with parallel.kind=fsdp",
     ):
         run(configured(tiny_target, tmp_path, *shares))
 
 
-def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path: Path):
-    """Beside its forward the lm_head once a supervised token; or, behind each position, five
-    forwards and an lm_head more.
+def test_the_targets_operations_for_a_loss_are_counted(tiny_target: Path, tmp_path: Path):
+    """Count the target's operations that a loss adds to its forward.
+
+    Distribution losses add the lm_head per supervised token; continuations add five forwards and
+    another lm_head per position.
     """
     target = AutoConfig.from_pretrained(tiny_target)
     flops = {
@@ -451,23 +447,25 @@ def test_a_dry_run_writes_an_untrained_head_that_loads(
     assert any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
 
 
-def test_a_dry_run_tells_the_price_of_states_on_the_disk(
+def test_a_dry_run_prints_the_size_of_states_on_disk(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     given = ("dry_run=true", "states.cache=disk", "loop.max_steps=0", "loop.max_epochs=3")
     run(configured(tiny_target, tmp_path / "known", *given, "assumed_tokens=5000000000"))
-    told = re.search(r"states: about ([\d,.]+) GB on disk in runs/states", capsys.readouterr().out)
-    assert told is not None
+    printed = re.search(
+        r"states: about ([\d,.]+) GB on disk in runs/states", capsys.readouterr().out
+    )
+    assert printed is not None
     # one epoch, float32
     states = 5e9 * 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4
-    assert float(told[1].replace(",", "")) * 1e9 == pytest.approx(states, rel=0.5)
+    assert float(printed[1].replace(",", "")) * 1e9 == pytest.approx(states, rel=0.5)
     run(configured(tiny_target, tmp_path / "unknown", *given))
-    assert "states: about" not in capsys.readouterr().out, "the data alone tells"
+    assert "states: about" not in capsys.readouterr().out, "it depends on the data"
 
 
 @pytest.mark.long
-def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: Path):
-    """By the shell wrapper, which takes that experiment by itself."""
+def test_the_published_recipe_prints_its_cost_without_weights_or_data(tmp_path: Path):
+    """Run the shell wrapper, which selects that experiment by default."""
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     given = [str(wrapper), "dry_run=true", f"output_dir={tmp_path}"]
     done = subprocess.run(
@@ -496,12 +494,12 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
     assert read_head_config(folder).hidden_size == 4096
     stored = (folder / "model.safetensors").stat()
     assert 1.71e9 < stored.st_size < 1.73e9
-    assert stored.st_blocks * 512 < 10**6, "the zeros take no room"
+    assert stored.st_blocks * 512 < 10**6, "zeros take no disk space"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--help"], ["+experiment=redrafter_quickstart", "--help"]])
-def test_the_wrapper_hands_every_argument_on(arguments: list[str]):
+def test_the_wrapper_passes_every_argument(arguments: list[str]):
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(

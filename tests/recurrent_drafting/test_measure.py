@@ -1,6 +1,4 @@
-"""What a dry run counts of a head on the meta device, against closed forms and a real backward
-pass.
-"""
+"""The head's statistics for dry runs against closed forms and a real backward pass."""
 
 from typing import Any
 
@@ -18,8 +16,10 @@ from training.heads.positions import positions
 
 
 def flops(config: HeadConfig, heads: int) -> float:
-    """Of the forward pass over one draft: the first linear map of the hidden state once, then a
-    state's, the blocks and the output layer for every prediction.
+    """Return the FLOPs of the forward pass over one draft.
+
+    The first linear map of the hidden state runs once; that of the state, the blocks and the output
+    layer run for every prediction.
     """
     H, E = config.hidden_size, config.exit_dim
     context = H * E if config.projects or config.num_draft_layers else 0
@@ -30,14 +30,14 @@ def flops(config: HeadConfig, heads: int) -> float:
 
 
 @pytest.mark.parametrize("form", tiny.FORMS)
-def test_operations_are_those_of_the_closed_form(form: str):
+def test_flops_equal_the_closed_form(form: str):
     config = tiny.head(form).config
     for heads in (2, 5):
         assert measure(KIND, config, heads, torch.float32).flops == flops(config, heads)
     assert measure(KIND, config, 2, torch.float32).flops != flops(config, 3)  # the control
 
 
-def test_parts_are_the_published_ones():
+def test_parameters_by_part_equal_the_published_ones():
     config = HeadConfig(32000, 4096, 8192, num_draft_layers=2)
     parts = measure(KIND, config, 5, torch.bfloat16).parts
     assert {name: round(count / 1e6, 1) for name, count in parts.items()} == {
@@ -48,11 +48,11 @@ def test_parts_are_the_published_ones():
 
 
 @pytest.mark.parametrize("form", ["recurrent", "projected"])
-def test_kept_bytes_are_those_of_a_real_backward_pass(form: str):
-    """In proportion to the drafts; the weights are not among them."""
+def test_kept_bytes_equal_a_real_backward_pass(form: str):
+    """Compare bytes per draft, without the weights."""
     head, states = tiny.head(form), TargetStates(tiny.target())
     batch = tiny.packed(tiny.samples())
-    where = positions(batch, tiny.HEADS, judged=False)
+    where = positions(batch, tiny.HEADS, uses_teacher=False)
     states_PC = states(batch, where)
     weights = {parameter.untyped_storage().data_ptr() for parameter in head.parameters()}
     kept: dict[int, Any] = {}
@@ -67,7 +67,7 @@ def test_kept_bytes_are_those_of_a_real_backward_pass(form: str):
         features_NE = KIND.features(head, states, batch, where, states_PC)
     found = sum(storage.nbytes() for storage in kept.values()) + 2 * features_NE.nbytes
     expected = measure(KIND, head.config, tiny.HEADS, torch.float64).kept
-    # some drafts end before they have made all their predictions
+    # some drafts end before their last prediction
     assert 0.5 < found / (len(where.drafts_M) * expected) < 1.0
-    # the control: without the features and their gradient it is less than what is kept
+    # the control: without the features and their gradient the estimate is too low
     assert found - 2 * features_NE.nbytes < 0.9 * found

@@ -1,5 +1,6 @@
-"""The objective against a plain loop over documents, positions and heads; packing, training-time
-test, memory, and waiting for the device.
+"""The objective against a plain loop over documents, positions and heads.
+
+Also packing, training-time test, memory, and waits for the device.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,8 @@ from training.objectives import hidden_states
 
 
 @cache
-def said(number: int, t: int) -> list[int]:
-    """What the tiny target goes on with behind position t of a document, greedily, every token by a
-    forward of its own.
-    """
+def continue_plainly(number: int, t: int) -> list[int]:
+    """Continue a document greedily after position t by the tiny target, one forward per token."""
     target, ids = tiny.target(), tiny.samples()[number].ids[: t + 1].tolist()
     for _ in range(tiny.HEADS + 1):
         one = Sample(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
@@ -50,10 +49,13 @@ def said(number: int, t: int) -> list[int]:
     return ids[t + 1 :]
 
 
-def plainly(
+def predict_plainly(
     head: RecurrentHead, target: Any, documents: list[Sample], loss: HeadLossConfig
 ) -> tuple[Tensor, list[int]]:
-    """(weighted loss, predictions of each head), one document, position and head at a time."""
+    """Return the weighted loss and the predictions of each head.
+
+    Each document, position and head is computed alone.
+    """
     total, counts = torch.zeros((), dtype=torch.float64), [0] * loss.predict_n_tokens
     table, lm_head = target.get_input_embeddings().weight, target.lm_head.weight
     for number, document in enumerate(documents):
@@ -62,7 +64,7 @@ def plainly(
         for t in range(len(ids)):
             own, behind = bool(loss.own_tokens), ids[t + 1 :].tolist()
             if loss.name == "continuations" and document.mask[t + 2 :].any():
-                behind = said(number, t)
+                behind = continue_plainly(number, t)
             state, taken = None, -1
             for i in range(loss.predict_n_tokens):
                 if t + 2 + i >= len(ids):
@@ -108,11 +110,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("form", "given"), CASES)
-def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(form: str, given: dict[str, Any]):
+def test_the_loss_and_its_gradient_equal_a_plain_loops(form: str, given: dict[str, Any]):
     target, head, documents = tiny.target(), tiny.head(form), tiny.samples()
     objective = tiny.objective(head, target, **given)
     loss, sums = objective(tiny.packed(documents))
-    expected, counts = plainly(head, target, documents, objective.loss)
+    expected, counts = predict_plainly(head, target, documents, objective.loss)
     torch.testing.assert_close(loss, expected)
     names = dict(head.named_parameters())
     ours = torch.autograd.grad(loss, list(names.values()))
@@ -125,8 +127,9 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(form: str, given: d
 
 
 def test_nothing_is_predicted_across_documents():
-    """Packed rows give the loss of documents apart; the control forgets where documents end, and
-    does not.
+    """Packed rows give the loss of separate documents.
+
+    The control forgets where documents end, and gives another loss.
     """
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
     objective = tiny.objective(head, target)
@@ -134,15 +137,15 @@ def test_nothing_is_predicted_across_documents():
     apart = sum(objective(collate([one], [[0]], tiny.ROW))[0] for one in documents)
     torch.testing.assert_close(together, apart)
     merged = tiny.packed(documents)
-    merged.send()  # so that attention still knows
+    merged.send()  # attention still separates documents
     merged.host.documents_RT[:] = (merged.host.documents_RT > 0).astype(np.int64)
     assert abs(float((objective(merged)[0] - apart).detach())) > 1e-3
 
 
-def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
+def test_positions_are_those_of_supervised_tokens():
     documents = tiny.samples()
     batch = tiny.packed(documents)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     wanted = [
         sum(int(one.mask[t + 2 + i]) for one in documents for t in range(len(one.ids) - 2 - i))
         for i in range(tiny.HEADS)
@@ -157,7 +160,7 @@ def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
     assert sum(where.kept_R) == len(where.kept_P)
     documents_F = batch.documents_RT.flatten()
     assert torch.equal(documents_F[flat], documents_F[flat + 2 + where.head_N])
-    few = positions(batch, tiny.HEADS, judged=False)
+    few = positions(batch, tiny.HEADS, uses_teacher=False)
     assert len(few.kept_P) == len(few.drafts_M) < len(where.kept_P)
 
 
@@ -173,11 +176,10 @@ def test_own_tokens_are_a_share_that_changes_from_step_to_step():
 
 
 @pytest.mark.parametrize("form", ["recurrent", "projected", "shortlist"])
-def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(
-    form: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Each draft goes on as it does where all take their own tokens, or none; and no other draft's
-    logits are made.
+def test_own_tokens_are_computed_only_for_their_drafts(form: str, monkeypatch: pytest.MonkeyPatch):
+    """A draft continues as if all drafts took own tokens, or none.
+
+    No logits are computed for drafts without own tokens.
     """
     states, head, batch = TargetStates(tiny.target()), tiny.head(form), tiny.packed(tiny.samples())
     made: list[int] = []
@@ -194,13 +196,13 @@ def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(
     none_NE, all_NE, some_NE = found
     own_N1 = torch.isin(where.draft_N, where.own_O)[:, None]
     torch.testing.assert_close(some_NE, torch.where(own_N1, all_NE, none_NE))
-    assert not torch.allclose(all_NE, none_NE), "tokens that change nothing prove nothing"
+    assert not torch.allclose(all_NE, none_NE), "own tokens must change the loss"
     drafts, few = len(where.drafts_M), len(where.own_O)
     assert 0 < few < drafts
     assert made == [drafts] * (tiny.HEADS - 1) + [few] * (tiny.HEADS - 1)
 
 
-def test_own_tokens_are_another_loss_between_all_and_none():
+def test_a_share_of_own_tokens_gives_another_loss_than_all_or_none():
     target, head, batch = tiny.target(), tiny.head(), tiny.packed(tiny.samples())
     losses = [
         float(tiny.objective(head, target, own_tokens=share)(batch)[0].detach())
@@ -209,7 +211,7 @@ def test_own_tokens_are_another_loss_between_all_and_none():
     assert len({round(loss, 6) for loss in losses}) == 3
 
 
-def test_the_target_gets_no_gradient_and_is_no_part_of_the_objective():
+def test_the_target_gets_no_gradient_and_is_outside_the_objective():
     target, head = tiny.target(), tiny.head()
     objective = tiny.objective(head, target, name="lk")
     assert {id(parameter) for parameter in objective.parameters()} == {
@@ -244,18 +246,19 @@ LOSSES = [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}]
 
 
 def micro_batch(objective: HeadObjective, device: str = "cpu") -> None:
-    """From samples to gradients, as the loop does it."""
+    """Run a micro-batch from samples to gradients, as the loop does."""
     documents = tiny.samples(3)
     rows = best_fit([len(one.ids) for one in documents], tiny.ROW)
     objective(collate(documents, rows, tiny.ROW, device))[0].backward()
 
 
 @pytest.mark.parametrize("given", LOSSES)
-def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
+def test_a_micro_batch_never_waits_and_is_copied_once(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """From the samples on. No value, and no result of a size that the host must ask for; a batch
-    out of pageable memory is seen, and `item` is.
+    """Read no value, and create no tensor of a size that only the device knows.
+
+    The controls, a batch in pageable memory and `item`, are detected.
     """
     objective, sent, copies = (
         tiny.objective(tiny.head(), tiny.target(), **given),
@@ -294,17 +297,18 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 @pytest.mark.parametrize("given", LOSSES)
-def test_sync_debug_mode_finds_no_wait_in_a_micro_batch(given: dict[str, Any]):
+def test_a_micro_batch_never_waits_in_sync_debug_mode(given: dict[str, Any]):
     target, head = tiny.target().to("cuda"), tiny.head().to("cuda")
     objective = tiny.objective(head, target, **given)
-    micro_batch(objective, "cuda")  # libraries make their workspaces
+    micro_batch(objective, "cuda")  # libraries allocate their workspaces
     with devices.no_waiting(torch.device("cuda")):
         micro_batch(objective, "cuda")
 
 
-def test_no_tensor_of_heads_and_vocabulary_is_there():
-    """Peak memory of a step beside one [heads, rows, tokens, vocabulary] tensor in float32, which
-    the control holds.
+def test_no_tensor_spans_heads_and_vocabulary():
+    """Bound the peak memory of a step by less than one [heads, rows, tokens, vocabulary] tensor.
+
+    The control holds such a tensor in float32.
     """
     vocabulary, rows, length, heads = 8192, 4, 128, 5
     torch.manual_seed(0)
@@ -335,7 +339,7 @@ def test_no_tensor_of_heads_and_vocabulary_is_there():
     )
     whole = heads * rows * length * vocabulary * 4
 
-    def published() -> Tensor:
+    def eager_loss() -> Tensor:
         hidden, ids = hidden_states(model, batch), batch.ids_RT
         logits, state = [], torch.zeros_like(hidden)
         for i in range(heads):
@@ -343,7 +347,7 @@ def test_no_tensor_of_heads_and_vocabulary_is_there():
             logits.append(made.logits(made.features(made.context(hidden), state)))
         return torch.stack(logits).logsumexp(-1).sum()
 
-    objective(batch)[0].backward()  # buffers that stay
-    assert peak_bytes(lambda: published().backward()) > whole  # the control
+    objective(batch)[0].backward()  # buffers that are kept
+    assert peak_bytes(lambda: eager_loss().backward()) > whole  # the control
     chunk = 1024 * vocabulary * 4
     assert peak_bytes(lambda: objective(batch)[0].backward()) < 5 * chunk + whole / 8

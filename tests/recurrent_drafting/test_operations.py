@@ -1,6 +1,4 @@
-"""Drafting, verification and the commit launch few kernels outside the two models, and wait for the
-device seldom.
-"""
+"""Drafting, verification and the commit launch few kernels outside the two models."""
 
 from typing import Any
 
@@ -17,7 +15,7 @@ from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
-MOST = 150  # published: about 1,300 of 3,900
+MOST = 150  # the published code: about 1,300 of 3,900
 WIDTH, LENGTH = 8, 5
 
 
@@ -30,8 +28,9 @@ def opened(
     dtype: torch.dtype = torch.float64,
     **warper: Any,
 ) -> tuple[Batch, Operations]:
-    """A batch after some rounds, and a counter that leaves its models out. dtype: of the head; its
-    target has float64.
+    """Return a batch after some rounds, and a counter of operations outside its models.
+
+    dtype: that of the head; the target has float64.
     """
     target = native_of(hf_model("llama", layers=layers))
     drafter = RecurrentDrafter(
@@ -52,8 +51,8 @@ def opened(
     return batch, operations
 
 
-def most_of(batch: Batch, operations: Operations, rounds: int = 6) -> int:
-    """The most operations of any of the next rounds."""
+def max_operations(batch: Batch, operations: Operations, rounds: int = 6) -> int:
+    """Return the largest number of operations in any of the next rounds."""
     most = 0
     with torch.inference_mode():
         for _ in range(rounds):
@@ -67,14 +66,14 @@ def most_of(batch: Batch, operations: Operations, rounds: int = 6) -> int:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_greedy_round_has_few_operations_outside_the_models(rows: int) -> None:
     batch, operations = opened("greedy", rows=rows)
-    most = most_of(batch, operations)
+    most = max_operations(batch, operations)
     assert 20 < most <= MOST, operations.counts
 
 
-def test_they_do_not_grow_with_the_target_and_hardly_with_the_length() -> None:
-    deep = most_of(*opened("greedy", layers=6))
-    shallow = most_of(*opened("greedy", layers=2))
-    longer = most_of(*opened("greedy", length=LENGTH + 3))
+def test_operations_do_not_grow_with_the_target_and_little_with_the_length() -> None:
+    deep = max_operations(*opened("greedy", layers=6))
+    shallow = max_operations(*opened("greedy", layers=2))
+    longer = max_operations(*opened("greedy", length=LENGTH + 3))
     assert deep == shallow
     assert shallow < longer <= MOST
 
@@ -93,7 +92,7 @@ TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
         ("token", "sampled", LENGTH, {"temperature": 0.7, "min_p": 0.1}),
     ],
 )
-def test_a_sampled_round_as_well(
+def test_a_sampled_round_has_few_operations_outside_the_models(
     rule: str,
     children: str,
     length: int,
@@ -101,19 +100,18 @@ def test_a_sampled_round_as_well(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Token verification as it is where the host runs ahead; of several rows, which have a few
-    operations more than one.
-    """
+    """Verify as on a GPU, with four rows, which need a few more operations than one."""
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     batch, operations = opened(
         rule, children=children, rows=4, length=length, dtype=dtype, **warper
     )
-    assert most_of(batch, operations) <= MOST, operations.counts
+    assert max_operations(batch, operations) <= MOST, operations.counts
 
 
-def test_a_cache_commit_moves_the_accepted_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the accepted nodes and the tip of each row, in their slots; nothing where the path
-    lies in place.
+def test_a_cache_commit_moves_only_accepted_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move at most each row's accepted nodes and tip, in their slots.
+
+    A path that is in place already moves nothing.
     """
     batch, _ = opened("greedy", rows=4)
     moved: list[tuple[int, int]] = []
@@ -134,11 +132,11 @@ def test_a_cache_commit_moves_the_accepted_rows_alone(monkeypatch: pytest.Monkey
             for width, changed in moved[moves:]:
                 assert width == 1 + max(accepted)
                 assert changed <= sum(accepted)
-    assert moved, "no branch beside the first was ever accepted"
+    assert moved, "no branch other than the first was ever accepted"
 
 
-def test_the_counter_sees_what_it_should() -> None:
-    """The control: operations outside the models are counted, those inside and views are not."""
+def test_control_the_counter_counts_operations_outside_models() -> None:
+    """The control: operations outside the models count; those inside and views do not."""
     head = random_head(native_of(hf_model("llama", layers=1)))
     operations = Operations()
     operations.inside(head, "start")

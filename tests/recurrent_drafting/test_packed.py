@@ -1,4 +1,4 @@
-"""The head that drafts on a CPU gives the numbers of the head that was trained."""
+"""The packed head computes the same logits as the trained head."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ SHAPES = {
 }
 
 
-def made(config: HeadConfig, dtype: torch.dtype = torch.float32) -> RecurrentHead:
+def random_head(config: HeadConfig, dtype: torch.dtype = torch.float32) -> RecurrentHead:
     torch.manual_seed(0)
     return RecurrentHead(config).to(dtype).requires_grad_(False).eval()
 
 
 def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Tensor:
-    """After two tokens, of three rows of four beams, in the strides that a search has."""
+    """Return the logits of three rows of four beams after two tokens, strided as in a search."""
     generator = torch.Generator().manual_seed(1)
     hidden_BH, first_BH = (torch.randn(3, H, generator=generator).to(dtype) for _ in range(2))
     second_BWH = torch.randn(3, 4, H, generator=generator).to(dtype)
@@ -35,21 +35,19 @@ def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_plain_and_packed_products_give_the_heads_logits(name: str) -> None:
-    head = made(SHAPES[name], torch.float64)
+def test_plain_and_packed_products_equal_the_trained_head(name: str) -> None:
+    head = random_head(SHAPES[name], torch.float64)
     expected = logits_of(head, torch.float64)
     assert torch.allclose(
         logits_of(PackedHead(head, packed=False), torch.float64), expected, atol=1e-12
     )
-    single = made(SHAPES[name])
+    single = random_head(SHAPES[name])
     assert can_pack(torch.device("cpu"), torch.float32)
     packed = logits_of(PackedHead(single), torch.float32)
     assert torch.allclose(packed.double(), expected, atol=1e-4)
-    assert not torch.allclose(packed[0], packed[1], atol=1e-2), (
-        "logits that say nothing prove nothing"
-    )
+    assert not torch.allclose(packed[0], packed[1], atol=1e-2), "logits must differ between rows"
 
 
-def test_what_can_be_packed_is() -> None:
-    assert isinstance(for_drafting(made(SHAPES["published"])), PackedHead)
-    assert isinstance(for_drafting(made(SHAPES["published"], torch.float64)), RecurrentHead)
+def test_heads_are_packed_where_possible() -> None:
+    assert isinstance(for_drafting(random_head(SHAPES["published"])), PackedHead)
+    assert isinstance(for_drafting(random_head(SHAPES["published"], torch.float64)), RecurrentHead)

@@ -1,6 +1,4 @@
-"""How much a row drafts: beams as wide as pays, rows that hang on no neighbour, and the room that
-fixed trees get where the host runs ahead.
-"""
+"""The size of a row's draft: number of beams, independence of neighbors, and room for trees."""
 
 from dataclasses import replace
 
@@ -14,13 +12,13 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.recorded import RecordedPicks
+from recurrent_drafting.recorded import RecordedBeams
 from tests.decoding.rows import AllBeams, random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from tests.support.toy_heads import knowing_head, markov
 
 WIDTH = 8
-FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing
+FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost nearly nothing
 FLAT, STEEP = (
     RoundCosts(0.1, FORWARDS, t_draft_by_frontier_ms=((1, 0.1), (WIDTH, most)))
     for most in (0.11, 4.0)
@@ -28,7 +26,7 @@ FLAT, STEEP = (
 
 
 def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
-    """Beams that a step starts from after the first, on a text that nobody can be sure of."""
+    """Return the mean number of beams that steps after the first start from, on random text."""
     target = markov()
     drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, children=children, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
@@ -36,7 +34,7 @@ def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
     (done,) = decode(target, drafter, [[1, 2, 3]], settings)
     if rule != "token":
         assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
-    assert done.draft_steps > done.rounds, "a round of one step starts from the tip alone"
+    assert done.draft_steps > done.rounds, "a round of one step starts from the tip"
     return (done.draft_frontiers - done.rounds) / (done.draft_steps - done.rounds)
 
 
@@ -47,7 +45,7 @@ def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
 def test_a_step_starts_from_as_many_beams_as_pay(
     rule: str, children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read step by step, or chosen before the round where the host runs ahead."""
+    """Read each step's chances, or plan before the round where the host runs ahead."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     wide, narrow = mean_beams(FLAT, rule, children), mean_beams(STEEP, rule, children)
     assert 1 <= narrow < 2 < 4 < wide <= WIDTH
@@ -55,8 +53,9 @@ def test_a_step_starts_from_as_many_beams_as_pay(
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None:
-    """All of them where a forward over many tokens costs as one, a chain where it does not;
-    whatever the text. The output is the target's own.
+    """Search all beams where a wide forward costs no more, and a chain where it does.
+
+    The text does not matter, and the output is the target's.
     """
     target = markov()
     dear = RoundCosts(
@@ -80,8 +79,8 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None
         assert (done.draft_frontiers > done.draft_steps) == (width > 1)
 
 
-def test_widths_that_are_timed_end_at_the_most() -> None:
-    assert [plans.ladder(most) for most in (1, 2, 6, 8)] == [
+def test_timed_widths_end_at_the_widest_forward() -> None:
+    assert [plans.list_widths(most) for most in (1, 2, 6, 8)] == [
         (1,),
         (1, 2),
         (1, 2, 4, 6),
@@ -90,11 +89,12 @@ def test_widths_that_are_timed_end_at_the_most() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 6])
-def test_a_shorter_budget_is_served_by_the_recorded_draft(
+def test_a_recorded_draft_serves_shorter_budgets(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row by row the beams of the step where it ends; nothing is recorded anew, and a longer one is
-    recorded once.
+    """Read each row's beams at the step where its budget ends.
+
+    Only a longer draft is recorded anew, once.
     """
     target = native_of(hf_model("llama", layers=2))
     head, tips, hidden_BH = (
@@ -106,11 +106,11 @@ def test_a_shorter_budget_is_served_by_the_recorded_draft(
     monkeypatch.setattr(
         devices, "capture", lambda body, device, memory: captured.append(body) or body
     )
-    recorded = RecordedPicks(head, width, target.embed, target.device)
+    recorded = RecordedBeams(head, width, target.embed, target.device)
     with torch.inference_mode():
         for depths, records in (([4, 4], 1), ([2, 3], 1), ([1, 0], 1), ([5, 2], 2), ([4, 5], 2)):
             found = recorded(tips, hidden_BH, depths, 1.0, None)
-            fresh = RecordedPicks(head, width, target.embed, target.device)(
+            fresh = RecordedBeams(head, width, target.embed, target.device)(
                 tips, hidden_BH, depths, 1.0, None
             )
             assert len(captured) - 1 == records, "the fresh one records always"
@@ -122,14 +122,14 @@ def test_a_shorter_budget_is_served_by_the_recorded_draft(
             )  # type: ignore[union-attr, arg-type]
 
 
-def test_room_is_what_the_last_trees_needed() -> None:
+def test_room_is_the_size_of_the_last_trees() -> None:
     room = plans.Room()
-    assert room.nodes(40) == 40, "of the first tree nothing is known"
+    assert room.nodes(40) == 40, "the first tree has no predecessor"
     room.learn(22)
     assert room.nodes(40) == 22
-    room.learn(30)  # more than there was room for: the next round has it
+    room.learn(30)  # a larger tree gets its room in the next round
     assert room.nodes(40) == 30
-    assert room.nodes(24) == 18, "of a shorter draft the same share"
+    assert room.nodes(24) == 18, "a shorter draft gets the same share"
     assert room.nodes(0) == 0
     room.learn(0)  # nothing was drafted
     for _ in range(plans.Room.ROUNDS):
@@ -149,7 +149,7 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     trees: dict[int, list[list[list[int]]]] = {}
 
-    class Watched(RecurrentDrafter):
+    class Recording(RecurrentDrafter):
         def propose(self, *arguments: object) -> Proposal:
             proposal = super().propose(*arguments)  # type: ignore[arg-type]
             assert proposal.parents_BN is not None or not max(proposal.counts_B)
@@ -164,18 +164,19 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(
         trees[least] = []
         monkeypatch.setattr(plans.Room, "nodes", lambda self, most, least=least: min(most, least))
         drafted = decode(
-            target, Watched(head=random_head(target, 3.0), beam_width=8), prompts, settings
+            target, Recording(head=random_head(target, 3.0), beam_width=8), prompts, settings
         )
         assert [g.tokens for g in drafted] == expected
-    whole, cut = trees[32][0], trees[5][0]  # the first round's have the same text before them
-    assert [row[:5] for row in whole] == cut
-    assert any(len(row) > 5 for row in whole)
+    full, cut = trees[32][0], trees[5][0]  # both first rounds follow the same text
+    assert [row[:5] for row in full] == cut
+    assert any(len(row) > 5 for row in full)
 
 
 @pytest.mark.parametrize("better", [1, 4])
-def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
-    """By their parts alone four beams are worth it; whole rounds of four and of one are measured,
-    and the better ones stand.
+def test_beams_are_chosen_by_complete_rounds(better: int) -> None:
+    """Choose one or four beams by complete rounds, which are measured.
+
+    By the costs of the parts alone, four would be chosen.
     """
     target = markov()
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
@@ -198,25 +199,26 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
     assert len(found.t_target_ms) == 13, "forwards as wide as the tree are timed"
 
 
-def test_a_width_promises_by_its_costs() -> None:
-    """A chain where trees are dear, a tree where they cost nothing."""
+def test_the_rate_of_a_width_depends_on_costs() -> None:
+    """Prefer a chain where trees are expensive, and a tree where they are free."""
     for costs, wide in ((FLAT, True), (STEEP, False)):
         assert (plans.width_rate(costs, WIDTH) > plans.width_rate(costs, 1)) == wide
 
 
 CHEAP = RoundCosts(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
 CHAIN = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
-DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4, 1.6, 1.8))
+EXPENSIVE = RoundCosts(0.3, (1.0, 1.2, 1.4, 1.6, 1.8))
 
 
-def lengths(costs: RoundCosts, passes: float, rounds: int = 300) -> list[int]:
-    """Of a chain whose tokens pass so often, in order: as many of each draft as that share says,
-    carried over.
+def lengths(costs: RoundCosts, acceptance: float, rounds: int = 300) -> list[int]:
+    """Return the draft lengths of a chain with a given acceptance rate.
+
+    The number of accepted tokens is the expected one, with fractions carried over.
     """
-    plan, found, owed = plans.plan_of(costs, 1, ahead=False), [], 0.0
+    plan, found, owed = plans.make_plan(costs, 1, ahead=False), [], 0.0
     for _ in range(rounds):
         depth = plan.begin(4)
-        owed += sum(passes**step for step in range(1, depth + 1))
+        owed += sum(acceptance**step for step in range(1, depth + 1))
         accepted = min(int(owed), depth)
         owed -= accepted
         plan.learn(None, accepted)
@@ -224,32 +226,33 @@ def lengths(costs: RoundCosts, passes: float, rounds: int = 300) -> list[int]:
     return found
 
 
-def test_a_chain_is_as_long_as_its_past_makes_worth_it() -> None:
-    """The length that the formula has best for its share of passes: the whole budget, some of it,
-    or hardly a draft.
-    """
+def test_a_chains_length_follows_its_acceptance_rate() -> None:
+    """Choose the best length for the acceptance rate, from the full budget to hardly any."""
 
-    def best(costs: RoundCosts, passes: float) -> int:
+    def best(costs: RoundCosts, acceptance: float) -> int:
         rates = [1 / costs.plain_ms] + [
-            sum(passes**step for step in range(n + 1)) / costs.drafted_ms(n * costs.t_draft_ms, n)
+            sum(acceptance**step for step in range(n + 1))
+            / costs.drafted_ms(n * costs.t_draft_ms, n)
             for n in range(1, 5)
         ]
         return rates.index(max(rates))
 
-    for costs, passes in ((CHAIN, 0.99), (CHAIN, 0.5), (DEAR, 0.99)):
-        last = lengths(costs, passes)[-50:]
-        assert abs(sum(last) / len(last) - best(costs, passes)) <= 0.5, (passes, last)
-    never = lengths(DEAR, 0.0)
-    assert never[0] > 0 and 0 < sum(never[50:]) < 25, "it gives up, and tries again some day"
+    for costs, acceptance in ((CHAIN, 0.99), (CHAIN, 0.5), (EXPENSIVE, 0.99)):
+        last = lengths(costs, acceptance)[-50:]
+        assert abs(sum(last) / len(last) - best(costs, acceptance)) <= 0.5, (acceptance, last)
+    never = lengths(EXPENSIVE, 0.0)
+    assert never[0] > 0 and 0 < sum(never[50:]) < 25, "it gives up and retries later"
 
 
-def test_rows_of_a_batch_try_again_together() -> None:
-    """Whenever a row that gave up drafts again, it is a round to which all rows come."""
-    tries = [
-        round_ for round_, depth in enumerate(lengths(replace(DEAR, rows=4), 0.0, 600)) if depth
+def test_rows_of_a_batch_retry_together() -> None:
+    """Rows that gave up draft again in the same rounds."""
+    retries = [
+        round_
+        for round_, depth in enumerate(lengths(replace(EXPENSIVE, rows=4), 0.0, 600))
+        if depth
     ]
-    given_up = next(at for at in range(len(tries)) if tries[at] != at)
-    assert given_up < len(tries) and all(round_ % 16 == 0 for round_ in tries[given_up:])
+    given_up = next(at for at in range(len(retries)) if retries[at] != at)
+    assert given_up < len(retries) and all(round_ % 16 == 0 for round_ in retries[given_up:])
 
 
 def test_a_long_draft_is_timed_at_a_few_widths() -> None:

@@ -1,6 +1,4 @@
-"""Beams packed by their back pointers are the set of the beams' prefixes, each once,
-parents first.
-"""
+"""Packed beams are the set of the beams' prefixes, each once, parents first."""
 
 import pytest
 import torch
@@ -8,16 +6,14 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import NO_NODE
-from recurrent_drafting.drafts import nodes_of
-from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
+from recurrent_drafting.drafts import count_nodes
+from recurrent_drafting.prefix_tree import Tree, edges, mask_survivors, pack
 
 
 def random_beams(
     rows: int, length: int, width: int, symbols: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and back pointers (B, L, W) of steps that choose different (beam, token) pairs at
-    random.
-    """
+    """Return random tokens and back pointers (B, L, W); no step chooses a pair twice."""
     generator = torch.Generator().manual_seed(seed)
     tokens, parents = [], []
     for step in range(length):
@@ -31,7 +27,7 @@ def random_beams(
 
 
 def prefixes_of(tokens_LW: Tensor, parents_LW: Tensor, depth: int) -> set[tuple[int, ...]]:
-    """The beginnings of the beams of a row's last step, read back beam by beam."""
+    """Return the prefixes of the beams of a row's last step, read beam by beam."""
     found = set()
     for beam in range(tokens_LW.shape[1]):
         path: list[int] = []
@@ -43,7 +39,7 @@ def prefixes_of(tokens_LW: Tensor, parents_LW: Tensor, depth: int) -> set[tuple[
 
 
 def paths_of(tree: Tree, row: int) -> list[tuple[int, ...]]:
-    """The path of every counted node; asserts that parents come first."""
+    """Return the path of every counted node; assert that parents come first."""
     paths: list[tuple[int, ...]] = []
     for node in range(int(tree.counts_B[row])):
         parent = int(tree.parents_BM[row, node])
@@ -62,42 +58,46 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
         tree = pack(
             tokens_BLW.flatten(1),
             edges(parents_BLW),
-            surviving(parents_BLW, torch.tensor(depths_B)),
+            mask_survivors(parents_BLW, torch.tensor(depths_B)),
         )
         for row, depth in enumerate(depths_B):
             paths = paths_of(tree, row)
             expected = prefixes_of(tokens_BLW[row], parents_BLW[row], depth) if depth else set()
-            assert len(paths) == len(set(paths)), "a prefix stands in the tree twice"
+            assert len(paths) == len(set(paths)), "a prefix is in the tree twice"
             assert set(paths) == expected
             padding = slice(int(tree.counts_B[row]), None)
             assert not tree.tokens_BM[row, padding].any()
             assert (tree.parents_BM[row, padding] == NO_NODE).all()
 
 
-def test_beams_of_one_beginning_share_it() -> None:
-    """Published: 30 to 60 % of the tokens go; without sharing none would."""
+def test_beams_share_prefixes() -> None:
+    """Sharing removes 30 to 60 % of the tokens, as published."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 9, seed=0)
     tree = pack(
-        tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([5]))
+        tokens_BLW.flatten(1), edges(parents_BLW), mask_survivors(parents_BLW, torch.tensor([5]))
     )
     assert 8 < int(tree.counts_B[0]) < 0.9 * 40
 
 
 def test_a_pair_chosen_twice_would_break_it() -> None:
-    """The control: what the back pointers rely on is that no step chooses a pair twice."""
+    """The control: packing relies on each step choosing a pair at most once."""
     tokens_BLW, parents_BLW = random_beams(1, 3, 4, 6, seed=1)
     tokens_BLW[0, 0, 1], parents_BLW[0, 2] = tokens_BLW[0, 0, 0], torch.arange(4)
     parents_BLW[0, 1] = torch.arange(4)
     paths = paths_of(
-        pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([3]))),
+        pack(
+            tokens_BLW.flatten(1),
+            edges(parents_BLW),
+            mask_survivors(parents_BLW, torch.tensor([3])),
+        ),
         0,
     )
     assert len(paths) > len(set(paths))
 
 
-def test_places_tell_where_each_node_went() -> None:
+def test_places_map_nodes_to_kept_nodes() -> None:
     tokens_BLW, parents_BLW = random_beams(2, 4, 5, 7, seed=2)
-    keep_BM = surviving(parents_BLW, torch.tensor([4, 2]))
+    keep_BM = mask_survivors(parents_BLW, torch.tensor([4, 2]))
     tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), keep_BM)
     M = keep_BM.shape[1]
     for row in range(2):
@@ -108,12 +108,12 @@ def test_places_tell_where_each_node_went() -> None:
                 assert tree.tokens_BM[row, place] == tokens_BLW[row].flatten()[node]
 
 
-def test_beside_a_gpu_few_widths_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_verifies_few_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert nodes_of([9, 4], 40, device) == 9, "where the host waits anyway, no node is added"
+    assert count_nodes([9, 4], 40, device) == 9, "a CPU adds no nodes"
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
-    widths = [nodes_of([count, 1], 40, device) for count in range(1, 41)]
+    widths = [count_nodes([count, 1], 40, device) for count in range(1, 41)]
     assert all(width >= count for count, width in enumerate(widths, 1))
     assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], (
-        "with the tip 8, 16 ..., and no more than there are"
+        "with the tip 8, 16, ..., up to all nodes"
     )

@@ -175,5 +175,6 @@ def test_an_error_of_the_command_line_is_one_line(tiny_target: Path):
     )
     assert done.returncode == 2
     assert (
-        done.stderr == "error: unknown flag '--hf_lm'; the nearest is --hf_llm (--help lists all)\n"
+        done.stderr
+        == "error: flag '--hf_lm' is unknown. The nearest is --hf_llm; --help lists all.\n"
     )

@@ -16,7 +16,7 @@ from training.models.build import build_llama
 from training.objectives import freeze
 
 VOCABULARY, HIDDEN, HEADS, ROW = 61, 16, 4, 40
-# name -> what differs from two recurrent blocks of twice the hidden size
+# name -> differences from two recurrent blocks of twice the hidden size
 FORMS: dict[str, dict[str, Any]] = {
     "recurrent": {},
     "without recurrence": {"rnn": False},
@@ -55,7 +55,7 @@ def head(form: str = "recurrent", dtype: torch.dtype = torch.float64) -> Recurre
 
 
 def samples(count: int = 9, seed: int = 0) -> list[Sample]:
-    """Documents of 2 to 24 tokens with random masks; some are too short for any prediction."""
+    """Return documents of 2 to 24 tokens with random masks; some are too short to predict."""
     random = np.random.default_rng(seed)
     found = []
     for number in range(count):

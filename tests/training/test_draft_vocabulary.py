@@ -1,4 +1,4 @@
-"""Draft vocabularies: which tokens, in whose order, and the published forms of the same."""
+"""Draft vocabularies: the choice of tokens, their order, and the refusal of invalid ones."""
 
 from pathlib import Path
 
@@ -8,14 +8,7 @@ import torch
 
 from decoding.errors import UserError
 from training.data.packing import Sample
-from training.heads.draft_vocabulary import (
-    check_tokens,
-    choose_tokens,
-    from_d2t,
-    index_tokens,
-    to_d2t,
-    to_t2d,
-)
+from training.heads.draft_vocabulary import check_tokens, choose_tokens, index_tokens
 
 V = 64
 IDS = torch.tensor([2, 3, 9, 60])
@@ -25,24 +18,22 @@ def test_the_most_frequent_answer_tokens_are_chosen(capsys: pytest.CaptureFixtur
     ids = np.array([50, 9, 9, 9, 4, 4, 60, 60, 3, 2], dtype=np.int32)
     mask = np.array([False, True, True, True, True, True, False, True, True, True])
     chosen = choose_tokens([Sample(ids, mask)], V, 4, show=True)
-    assert chosen.tolist() == [2, 3, 4, 9], "50 and one 60 are no answers; the smaller of equals"
+    assert chosen.tolist() == [2, 3, 4, 9], (
+        "50 and one 60 are not in answers; ties go to smaller ids"
+    )
     assert "4 of 64 tokens, 87.50% of the training answers' tokens" in capsys.readouterr().out
 
 
-def test_published_forms_say_the_same():
-    """EAGLE-3: a drafted index plus its offset is the target's token; `t2d` marks these tokens."""
-    assert (torch.arange(4) + to_d2t(IDS)).tolist() == IDS.tolist()
-    assert torch.equal(from_d2t(to_d2t(IDS)), IDS)
-    assert to_t2d(IDS, V).nonzero().flatten().tolist() == IDS.tolist()
+def test_indices_of_target_tokens_invert_the_draft_vocabulary():
     indices = index_tokens(IDS, V)
-    assert indices[IDS].tolist() == [0, 1, 2, 3] and int((indices >= 0).sum()) == 4
-    assert torch.equal(to_t2d(IDS, V), indices >= 0)
-    # the control: offsets are not ids
-    assert not torch.equal(to_d2t(IDS), IDS)
+    assert indices[IDS].tolist() == [0, 1, 2, 3]
+    assert int((indices >= 0).sum()) == 4
+    # the control: token ids are not indices
+    assert indices[IDS].tolist() != IDS.tolist()
 
 
 @pytest.mark.parametrize("wrong", [IDS.flip(0), IDS + 10, IDS - 3, IDS.int(), torch.tensor([1, 1])])
-def test_what_is_no_draft_vocabulary_is_refused(wrong: torch.Tensor):
+def test_an_invalid_draft_vocabulary_is_refused(wrong: torch.Tensor):
     check_tokens(Path("model.safetensors"), "token_ids_V", IDS, V)
     with pytest.raises(UserError, match="token_ids_V is not a rising list .* below 64"):
         check_tokens(Path("model.safetensors"), "token_ids_V", wrong, V)

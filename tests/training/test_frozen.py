@@ -1,6 +1,4 @@
-"""A target in shares is read row by row: what it computes is what the whole one does, and no rank
-ever holds a whole one.
-"""
+"""A sharded target is read row by row, equals the complete one, and is never held complete."""
 
 import json
 import os
@@ -25,12 +23,13 @@ from training.models.frozen import load_frozen
 from training.objectives import freeze, hidden_states
 from training.parallel.strategy import Parallel
 
-VOCABULARY = 67  # no multiple of the number of ranks
+VOCABULARY = 67  # not a multiple of the number of ranks
 
 
 def write_target(folder: Path, tied: bool) -> None:
-    """A model in bfloat16 that is loaded in float32: every value that is read then takes memory of
-    its own.
+    """Write a model in bfloat16, which is loaded in float32.
+
+    So every value that is read takes new memory.
     """
     torch.manual_seed(0)
     shape = StudentConfig(
@@ -50,8 +49,9 @@ def states(model: Any) -> torch.Tensor:
 
 
 def as_rank(folder: str, out: str, kind: str) -> None:
-    """One rank: what it holds, the most it held at once on the way, and what the model computes;
-    then the same read whole and cut.
+    """Load the target as one rank; report its memory, its peak and its outputs.
+
+    The control loads the complete target and shards it afterwards.
     """
     torch.set_num_threads(1)
     parallel = Parallel(ParallelConfig(kind=kind), "cpu")
@@ -80,7 +80,7 @@ def as_rank(folder: str, out: str, kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "tied"), [("fsdp", False), ("zero3", True)])
-def test_no_rank_holds_a_whole_target(
+def test_no_rank_holds_a_complete_target(
     kind: str, tied: bool, tmp_path: Path, request: pytest.FixtureRequest
 ):
     if kind == "zero3":
@@ -126,15 +126,15 @@ def test_no_rank_holds_a_whole_target(
         share = (all_bytes - (0 if tied else head)) / 2 + head
         assert seen["rows"]["held"] == pytest.approx(share, rel=0.02)
         assert seen["rows"]["peak"] < 1.05 * (share + mapped), (
-            "its share, and the file that it reads"
+            "its shard and the file that it reads"
         )
-        assert seen["whole"]["peak"] > all_bytes, "the control: read whole, and cut then"
+        assert seen["whole"]["peak"] > all_bytes, "the control: loaded complete, then sharded"
 
 
 def test_a_file_that_does_not_fit_its_configuration_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without shares: two ranks would say the same twice."""
+    """Load without shards, as two ranks would report the same error twice."""
     write_target(tmp_path, False)
     path = next(
         path for path in tmp_path.glob("*.safetensors") if "model.norm.weight" in load_file(path)
@@ -150,7 +150,7 @@ def test_a_file_that_does_not_fit_its_configuration_is_named(
         load_frozen(tmp_path, torch.float32, parallel)
 
 
-def test_a_target_whose_files_name_its_weights_otherwise_is_read_whole(
+def test_a_target_with_other_tensor_names_is_loaded_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     write_target(tmp_path, False)

@@ -1,6 +1,4 @@
-"""Losses against a teacher and losses of several heads: against eager twins, in value, gradient and
-memory.
-"""
+"""Losses of several heads and against a teacher equal their eager twins, in bounded memory."""
 
 from collections.abc import Callable
 
@@ -23,7 +21,7 @@ from training.losses.soft import Teacher, TeacherRows, eager_soft, kl_rows, lk_h
 N, E, G, V, K = 37, 6, 5, 23, 3
 SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}
 LISTED = torch.tensor([0, 2, 3, 7, 8, 11, 19, 22])
-# up to three rows share a position of the teacher, and some positions judge none
+# up to three rows share a position of the teacher; some positions have no row
 JUDGES = torch.arange(N) // 3 + torch.arange(N) // 11
 
 
@@ -61,11 +59,11 @@ def test_soft_losses_by_head_equal_their_eager_twins(
     each = eager_soft(name, features @ weight.T / temperature, log_p)
     twin = (each * 0.8**head).sum()
     torch.testing.assert_close(loss, twin)
-    for ours, theirs in zip(
+    for chunked, theirs in zip(
         torch.autograd.grad(loss * 0.3, (features, weight)),
         torch.autograd.grad(twin * 0.3, (features, weight)),
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(chunked, theirs)
     q = torch.softmax(features @ weight.T / temperature, dim=-1)
     alpha = torch.minimum(log_p.exp(), q).sum(dim=-1).detach()
     for i in range(K):
@@ -77,7 +75,7 @@ def test_soft_losses_by_head_equal_their_eager_twins(
 def test_gradients_against_finite_differences(name: str):
     features, weight, teacher, teacher_weight, head = inputs()
     against = shared(Teacher(teacher, teacher_weight))
-    # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
+    # lambda gets no gradient, so the result is not the value's gradient; eta 0 is KL
     if name == "lk_hybrid":
         assert torch.autograd.gradcheck(
             lambda f, w: chunked_by_head(
@@ -107,7 +105,7 @@ def test_gradcheck_rejects_a_wrong_gradient():
         )
 
 
-def test_a_drafter_that_is_its_teacher_loses_nothing():
+def test_a_drafter_equal_to_its_teacher_has_zero_loss():
     teacher, weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
     head = torch.zeros(N, dtype=torch.long)
     for rows in SOFT.values():
@@ -118,7 +116,7 @@ def test_a_drafter_that_is_its_teacher_loses_nothing():
         assert abs(float(sums[0]) - N) < 1e-9
 
 
-def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
+def test_labels_outside_the_shortlist_have_no_loss_and_count_as_wrong():
     features, weight, *_, head = inputs()
     labels = torch.randint(0, V, (N,))
     outside = labels % 3 == 0
@@ -134,18 +132,16 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
     kept = ~outside
     twin = F.cross_entropy(features[kept] @ weight.T, labels[kept], reduction="sum")
     torch.testing.assert_close(loss, twin)
-    for ours, theirs in zip(
+    for chunked, theirs in zip(
         torch.autograd.grad(loss, (features, weight)), torch.autograd.grad(twin, (features, weight))
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(chunked, theirs)
     right = (features @ weight.T).argmax(dim=-1) == labels
     assert float(sums[:K].sum()) == float((right & kept).sum())
 
 
-def test_the_teacher_judges_each_position_once():
-    """Its products are over the positions that a chunk's rows are held against, not
-    over the rows.
-    """
+def test_the_teacher_computes_each_position_once():
+    """Compute the teacher's products per position of a chunk, not per row."""
     *_, teacher, teacher_weight, _ = inputs()
     made: list[int] = []
 
@@ -155,9 +151,9 @@ def test_the_teacher_judges_each_position_once():
             return super().at(start, end)
 
     rows = shared(Counted(teacher, teacher_weight))
-    whole = Teacher(teacher, teacher_weight).at(0, N)
+    eager = Teacher(teacher, teacher_weight).at(0, N)
     for start in range(0, N, 10):
-        for found, expected in zip(rows(start, min(N, start + 10)), whole):
+        for found, expected in zip(rows(start, min(N, start + 10)), eager):
             torch.testing.assert_close(found, expected[JUDGES[start : start + 10]])
     assert sum(made) < N / 1.5
 
@@ -175,23 +171,21 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     assert chunked_argmax(features, weight).tolist() == []
 
 
-def test_argmax_in_chunks_is_the_argmax():
+def test_chunked_argmax_equals_the_argmax():
     features, weight, *_ = inputs()
     assert torch.equal(
         chunked_argmax(features, weight, chunk=10), (features @ weight.T).argmax(dim=-1)
     )
 
 
-def test_memory_of_all_heads_is_that_of_a_chunk():
-    """Whole logits of the predictions must never be there: against the peak of an eager loss of the
-    same rows.
-    """
+def test_memory_of_all_heads_is_a_chunks():
+    """Never hold all logits: compare with the peak of an eager loss over the same rows."""
     rows, vocabulary, heads = 2048, 4096, 5
     features = torch.randn(rows, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     labels, head = torch.randint(0, vocabulary, (rows,)), torch.arange(rows) % heads
 
-    def ours() -> Tensor:
+    def chunked() -> Tensor:
         return chunked_by_head(
             features,
             Outputs([weight]),
@@ -202,17 +196,18 @@ def test_memory_of_all_heads_is_that_of_a_chunk():
             chunk=64,
         )[0]
 
-    def whole() -> Tensor:
+    def eager() -> Tensor:
         return F.cross_entropy(features @ weight.T, labels, reduction="sum")
 
     size = rows * vocabulary * 4
-    assert peak_bytes(lambda: ours().backward()) < size / 4
-    assert peak_bytes(lambda: whole().backward()) > size  # the control
+    assert peak_bytes(lambda: chunked().backward()) < size / 4
+    assert peak_bytes(lambda: eager().backward()) > size  # the control
 
 
 def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:
-    """Rows of K output layers, in every chunk those of one layer together: features, layers, head
-    of each row.
+    """Return features, layers and head of each row, for K output layers.
+
+    The rows of one layer are contiguous in every chunk.
     """
     features, *_, head = inputs()
     order = np.lexsort((head.numpy(), np.arange(N) // chunk))
@@ -225,7 +220,7 @@ def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:
 
 @pytest.mark.parametrize("name", SOFT)
 @pytest.mark.parametrize("chunk", [10, 1000])
-def test_every_head_may_have_an_output_layer(name: str, chunk: int):
+def test_every_head_can_have_an_output_layer(name: str, chunk: int):
     features, outputs, head = grouped(chunk)
     *_, teacher, teacher_weight, _ = inputs()
     against = shared(Teacher(teacher, teacher_weight))
@@ -235,9 +230,11 @@ def test_every_head_may_have_an_output_layer(name: str, chunk: int):
     each = eager_soft(name, logits, F.log_softmax(teacher[JUDGES] @ teacher_weight.T, dim=-1))
     twin = (each * 0.8**head).sum()
     torch.testing.assert_close(loss, twin)
-    trained = (features, *outputs.weights[1:])  # the first is frozen
-    for ours, theirs in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(twin, trained)):
-        torch.testing.assert_close(ours, theirs)
+    trained = (features, *outputs.weights[1:])  # the first layer is frozen
+    for chunked, theirs in zip(
+        torch.autograd.grad(loss, trained), torch.autograd.grad(twin, trained)
+    ):
+        torch.testing.assert_close(chunked, theirs)
     for i in range(K):
         torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
     # the control: all rows through one layer
@@ -246,25 +243,25 @@ def test_every_head_may_have_an_output_layer(name: str, chunk: int):
     assert not torch.allclose(loss, other)
 
 
-def test_a_teacher_judges_rows_whose_places_rise_from_chunk_to_chunk():
+def test_the_teacher_serves_positions_that_rise_from_chunk_to_chunk():
     *_, teacher, teacher_weight, head = inputs()
     order = torch.from_numpy(np.lexsort((head.numpy(), np.arange(N) // 10)))
     judges = JUDGES[order]
     rows = Teacher(teacher, teacher_weight).shared(judges, judges.numpy())
-    whole = Teacher(teacher, teacher_weight).at(0, N)
+    eager = Teacher(teacher, teacher_weight).at(0, N)
     for start in range(0, N, 10):
-        for found, expected in zip(rows(start, min(N, start + 10)), whole):
+        for found, expected in zip(rows(start, min(N, start + 10)), eager):
             torch.testing.assert_close(found, expected[judges[start : start + 10]])
 
 
-def test_memory_of_heads_with_a_layer_each_is_that_of_a_chunk_and_their_gradients():
+def test_memory_of_several_output_layers_is_a_chunks_and_their_gradients():
     rows, vocabulary, heads = 2048, 4096, 4
     features = torch.randn(rows, 8, requires_grad=True)
     weights = [torch.randn(vocabulary, 8, requires_grad=True) for _ in range(heads)]
     layers = np.sort(np.arange(rows).reshape(-1, 64) % heads, axis=1).ravel()
     labels, head = torch.randint(0, vocabulary, (rows,)), torch.from_numpy(layers)
 
-    def ours() -> Tensor:
+    def chunked() -> Tensor:
         outputs = Outputs(weights, layers)
         return chunked_by_head(
             features,
@@ -276,7 +273,7 @@ def test_memory_of_heads_with_a_layer_each_is_that_of_a_chunk_and_their_gradient
             chunk=64,
         )[0]
 
-    def whole() -> Tensor:
+    def eager() -> Tensor:
         return sum(
             (
                 F.cross_entropy(features[head == i] @ weights[i].T, labels[head == i])
@@ -286,5 +283,5 @@ def test_memory_of_heads_with_a_layer_each_is_that_of_a_chunk_and_their_gradient
         )
 
     size = rows * vocabulary * 4
-    assert peak_bytes(lambda: ours().backward()) < size / 3
-    assert peak_bytes(lambda: whole().backward()) > size  # the control
+    assert peak_bytes(lambda: chunked().backward()) < size / 3
+    assert peak_bytes(lambda: eager().backward()) > size  # the control

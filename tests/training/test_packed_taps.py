@@ -1,7 +1,6 @@
-"""What a head is trained on is what it drafts from: the hidden states of the packed target of
-training are those of the target that decodes, at every layer.
+"""Hidden states of the packed target in training equal those of the decoding target.
 
-Shapes: R rows, T tokens, N tokens of a document, C hidden size.
+Shapes: C hidden size, N tokens of a document, R rows, T tokens.
 """
 
 import pytest
@@ -19,7 +18,7 @@ TAPS = tuple(range(SIZES["num_hidden_layers"] + 1))
 
 
 def packed_states(model: torch.nn.Module, batch: PackedBatch) -> tuple[Tensor, ...]:
-    """Hugging Face's hidden states of packed rows, each (R, T, C)."""
+    """Return Hugging Face's hidden states of packed rows, each (R, T, C)."""
     bias = document_mask(batch.documents_RT, model.dtype)
     with torch.inference_mode():
         return model.model(
@@ -31,13 +30,13 @@ def packed_states(model: torch.nn.Module, batch: PackedBatch) -> tuple[Tensor, .
         ).hidden_states
 
 
-def off(left: Tensor, right: Tensor) -> float:
-    """The largest difference, relative to the largest of `right`."""
+def relative_error(left: Tensor, right: Tensor) -> float:
+    """Return the largest difference, relative to the largest value of `right`."""
     return float((left - right).abs().max() / right.abs().max().clamp(1))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_layer_of_a_packed_row_is_what_decoding_reads(name: str) -> None:
+def test_every_layer_of_a_packed_row_equals_decoding(name: str) -> None:
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -54,9 +53,9 @@ def test_every_layer_of_a_packed_row_is_what_decoding_reads(name: str) -> None:
                 native.open(1, ids_1N.shape[1])
                 found = native.features(ids_1N, None, TAPS)[0].chunk(len(TAPS), -1)
             for tap in TAPS:
-                assert off(states[tap][number, start:stop], found[tap]) < 1e-5
-                # the controls: one layer off, and one position
-                assert off(states[tap - 1][number, start:stop], found[tap]) > 1e-2
-                assert off(states[tap][number, start : stop - 1], found[tap][1:]) > 1e-2
+                assert relative_error(states[tap][number, start:stop], found[tap]) < 1e-5
+                # the controls: one layer relative_error, and one position
+                assert relative_error(states[tap - 1][number, start:stop], found[tap]) > 1e-2
+                assert relative_error(states[tap][number, start : stop - 1], found[tap][1:]) > 1e-2
             compared, start = compared + 1, stop
     assert compared == len(samples)

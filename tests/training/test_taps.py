@@ -1,6 +1,4 @@
-"""States of the target at chosen layers: those that transformers gives, stored or not, beside the
-target's own continuations.
-"""
+"""The target's states at chosen layers equal transformers', with and without a store."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ H, LAYERS = tiny.HIDDEN, 2
 
 def batch_of(model: Any) -> tuple[Any, Any]:
     batch = tiny.packed(tiny.samples())
-    return batch, positions(batch, tiny.HEADS, judged=True)
+    return batch, positions(batch, tiny.HEADS, uses_teacher=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -53,21 +51,21 @@ def test_a_head_reads_its_taps_and_the_teacher_the_last_state():
     states = TargetStates(model, taps=(1, 0))
     assert states.layers == (1, 0, LAYERS)
     read_PC, plain_PH = states(batch, where), TargetStates(model)(batch, where)
-    assert torch.equal(states.final(read_PC), plain_PH)
+    assert torch.equal(states.select_final(read_PC), plain_PH)
     torch.testing.assert_close(
-        states.tapped(read_PC), TargetStates(model, taps=(1, 0), final=False)(batch, where)
+        states.select_taps(read_PC), TargetStates(model, taps=(1, 0), final=False)(batch, where)
     )
     embedded = states.embed(batch.ids_RT.flatten()[where.kept_P])
-    torch.testing.assert_close(states.tapped(read_PC)[:, H:], embedded)
+    torch.testing.assert_close(states.select_taps(read_PC)[:, H:], embedded)
     plain = TargetStates(model)
     assert plain.layers == (LAYERS,)
-    assert torch.equal(plain.tapped(plain_PH), plain_PH) and torch.equal(
-        plain.final(plain_PH), plain_PH
+    assert torch.equal(plain.select_taps(plain_PH), plain_PH) and torch.equal(
+        plain.select_final(plain_PH), plain_PH
     )
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path):
+def test_stores_keep_all_layers_and_are_keyed_by_layers(kind: str, tmp_path: Path):
     model, data = tiny.target(), PackedData(tiny.samples(), tiny.ROW, 2, 0)
 
     def store(taps: tuple[int, ...]) -> Any:
@@ -80,7 +78,7 @@ def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path)
         )
 
     batch = collate(data.samples, data.rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     for taps in ((), (0, 1), (1, 0)):
         kept = TargetStates(model, store(taps), taps)
         for _ in range(2):
@@ -88,11 +86,11 @@ def test_stores_keep_all_layers_and_are_keyed_by_them(kind: str, tmp_path: Path)
                 kept(batch, where), TargetStates(model, taps=taps)(batch, where)
             )
     if kind == "disk":
-        assert len(list(tmp_path.iterdir())) == 3, "the order of taps is another layout"
+        assert len(list(tmp_path.iterdir())) == 3, "another order of taps is another layout"
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_what_the_target_goes_on_with_does_not_depend_on_taps(final: bool):
+def test_continuations_do_not_depend_on_taps(final: bool):
     model = tiny.target()
     batch, where = batch_of(model)
     plain_PH, said_PK = TargetStates(model).continue_greedily(batch, where, 3)
@@ -101,9 +99,9 @@ def test_what_the_target_goes_on_with_does_not_depend_on_taps(final: bool):
     assert torch.equal(said_PK, also_PK)
     torch.testing.assert_close(read_PC, states(batch, where))
     if final:
-        torch.testing.assert_close(states.final(read_PC), plain_PH)
+        torch.testing.assert_close(states.select_final(read_PC), plain_PH)
 
 
-def test_a_layer_that_the_target_does_not_have_is_refused():
+def test_a_layer_outside_the_target_is_refused():
     with pytest.raises(UserError, match="reads the target at layer 3, expected 0 .* to 2"):
         TargetStates(tiny.target(), taps=(0, 3))

@@ -1,6 +1,4 @@
-"""Kept states are those that a forward gives: in memory, on disk, after a kill; and the price is
-told first.
-"""
+"""Stored states equal those of a forward, in memory, on disk and after a kill."""
 
 import hashlib
 import shutil
@@ -32,7 +30,7 @@ def data() -> PackedData:
 
 def on_disk(
     root: Path,
-    judged: bool = True,
+    uses_teacher: bool = True,
     show: bool = False,
     tokens: int = 0,
     dtype: torch.dtype = torch.float64,
@@ -42,14 +40,14 @@ def on_disk(
         root,
         target,
         data(),
-        StoreLayout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
-        lambda mask: count_kept(mask, tiny.HEADS, judged),
+        StoreLayout(tiny.HEADS, uses_teacher, tiny.HIDDEN, dtype, tokens),
+        lambda mask: count_kept(mask, tiny.HEADS, uses_teacher),
         show,
     )
 
 
 class Counting(TargetStates):
-    """Counts the rows that the target reads."""
+    """Features that count the rows which the target reads."""
 
     reads = 0
 
@@ -65,31 +63,29 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
     online, kept = TargetStates(target), Counting(target, store)
     for _ in range(2):
         batch = collate(data().samples, rows, tiny.ROW)
-        where = positions(batch, tiny.HEADS, judged=True)
+        where = positions(batch, tiny.HEADS, uses_teacher=True)
         torch.testing.assert_close(kept(batch, where), online(batch, where))
         # a rank without a row among others
         again = collate(data().samples, [[], rows[0]], tiny.ROW)
-        there = positions(again, tiny.HEADS, judged=True)
+        there = positions(again, tiny.HEADS, uses_teacher=True)
         torch.testing.assert_close(kept(again, there), online(again, there))
     assert kept.reads == len(rows)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_the_target_goes_on_with_is_kept_with_its_states(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-):
+def test_continuations_are_stored_with_states(kind: str, dtype: torch.dtype, tmp_path: Path):
     store: Store = (
         MemoryStore(10**6)
         if kind == "memory"
-        else on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+        else on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
     )
     target, rows = tiny.target(dtype), data().rows
     kept = Counting(target, store)
     for _ in range(2):
         for these in (rows, [[], rows[0]]):
             batch = collate(data().samples, these, tiny.ROW)
-            where = positions(batch, tiny.HEADS, judged=False)
+            where = positions(batch, tiny.HEADS, uses_teacher=False)
             found, made = (
                 kept.continue_greedily(batch, where, 3),
                 TargetStates(target).continue_greedily(batch, where, 3),
@@ -100,15 +96,13 @@ def test_what_the_target_goes_on_with_is_kept_with_its_states(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_goes_on_as_it_decodes(name: str):
-    """At every position, in whatever row it stands, what greedy decoding of the text up to there
-    gives.
-    """
+def test_every_family_continues_as_it_decodes(name: str):
+    """At every position of a row, continue as greedy decoding of the text so far does."""
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
     batch = tiny.packed(samples)
-    where = positions(batch, tiny.HEADS, judged=False)
+    where = positions(batch, tiny.HEADS, uses_teacher=False)
     _, said_PK = TargetStates(model).continue_greedily(batch, where, 4)
     said = dict(zip(where.kept_P.tolist(), said_PK.tolist(), strict=True))
     compared = 0
@@ -129,15 +123,13 @@ def test_every_family_goes_on_as_it_decodes(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(name: str):
-    """What the packed target of training says at a position is what the native target says that
-    decodes.
-    """
+def test_every_family_trains_on_the_states_of_decoding(name: str):
+    """The packed target of training has the states of the native target that decodes."""
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
     batch = tiny.packed(samples)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     states_FH = torch.zeros(batch.ids_RT.numel(), model.config.hidden_size)
     states_FH[where.kept_P] = TargetStates(model).read(batch, where)
     kept = set(where.kept_P.tolist())
@@ -155,7 +147,7 @@ def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(nam
                     compared += 1
             start += ids.shape[1]
     assert compared == len(kept) > 40
-    # the control: as one document, the row's second one says something else
+    # the control: as one document, the row's second one has other states
     with torch.inference_mode():
         native.open(1, tiny.ROW)
         whole_TH = native.features(batch.ids_RT[:1])[0]
@@ -163,20 +155,20 @@ def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(nam
     assert (states_FH[second] - whole_TH[second]).abs().max() > 0.1
 
 
-def test_a_store_that_is_full_makes_the_rest_anew():
+def test_a_full_store_recomputes_the_rest():
     target, rows = tiny.target(), data().rows
     kept = Counting(target, MemoryStore(1000))
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     for _ in range(2):
         torch.testing.assert_close(kept(batch, where), TargetStates(target)(batch, where))
     assert kept.reads > len(rows)
 
 
-def test_another_process_finds_the_rows_and_a_damaged_one_is_made_anew(tmp_path: Path):
+def test_another_process_finds_the_rows_and_recomputes_a_damaged_one(tmp_path: Path):
     target, rows = tiny.target(), data().rows
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     TargetStates(target, on_disk(tmp_path))(batch, where)
     second = Counting(target, on_disk(tmp_path))
     second(batch, where)
@@ -189,20 +181,20 @@ def test_another_process_finds_the_rows_and_a_damaged_one_is_made_anew(tmp_path:
     assert third.reads == 1
 
 
-def test_what_would_change_the_states_gets_a_folder_of_its_own(tmp_path: Path):
+def test_everything_that_changes_the_states_changes_the_folder(tmp_path: Path):
     on_disk(tmp_path)
     on_disk(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    on_disk(tmp_path, judged=False)
+    on_disk(tmp_path, uses_teacher=False)
     on_disk(tmp_path, target="another target")
     on_disk(tmp_path, tokens=3)
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -> Path:
-    """Where versions that kept tokens behind the states, by their bytes, had their one file."""
+def earlier_folder(root: Path, uses_teacher: bool, width: int, dtype: torch.dtype) -> Path:
+    """Return the folder of earlier versions, which kept states and tokens in one file."""
     keys = sorted(tuple(row) for row in data().rows)
-    digest = hashlib.sha256(f"hash {tiny.HEADS} {judged} {width} {dtype} {keys}".encode())
+    digest = hashlib.sha256(f"hash {tiny.HEADS} {uses_teacher} {width} {dtype} {keys}".encode())
     for sample in data().samples:
         digest.update(sample.ids.tobytes() + sample.mask.tobytes())
     folder = root / digest.hexdigest()[:16]
@@ -210,64 +202,66 @@ def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -
     return folder
 
 
-def test_a_cache_of_before_is_read_where_it_is_the_same(tmp_path: Path):
+def test_an_equal_cache_of_an_earlier_version_is_read(tmp_path: Path):
     folder, rows = (
-        folder_of_before(tmp_path, True, tiny.HIDDEN, torch.float64),
+        earlier_folder(tmp_path, True, tiny.HIDDEN, torch.float64),
         sorted(map(tuple, data().rows)),
     )
     target, parts, sums = tiny.target(), [], []
     for row in rows:
         batch = collate(data().samples, [row], tiny.ROW)
         parts.append(
-            TargetStates(target)(batch, positions(batch, tiny.HEADS, judged=True)).numpy().tobytes()
+            TargetStates(target)(batch, positions(batch, tiny.HEADS, uses_teacher=True))
+            .numpy()
+            .tobytes()
         )
         sums.append(zlib.crc32(parts[-1]))
     (folder / "states.bin").write_bytes(b"".join(parts))
     (folder / "checksums.bin").write_bytes(np.array(sums, dtype=np.uint32).tobytes())
     kept = Counting(target, on_disk(tmp_path))
     batch = collate(data().samples, rows, tiny.ROW)
-    where = positions(batch, tiny.HEADS, judged=True)
+    where = positions(batch, tiny.HEADS, uses_teacher=True)
     torch.testing.assert_close(kept(batch, where), TargetStates(target)(batch, where))
     assert kept.reads == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_cache_of_before_with_tokens_in_its_states_is_refused(dtype: torch.dtype, tmp_path: Path):
+def test_an_earlier_cache_with_tokens_in_its_states_is_refused(dtype: torch.dtype, tmp_path: Path):
     width = tiny.HIDDEN + 3 * 8 // dtype.itemsize
-    folder = folder_of_before(tmp_path, False, width, dtype)
+    folder = earlier_folder(tmp_path, False, width, dtype)
     count = sum(count_kept(sample.mask, tiny.HEADS, False) for sample in data().samples)
     (folder / "states.bin").write_bytes(bytes(count * width * dtype.itemsize))
     words = (
-        rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* an earlier "
+        rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* An earlier "
         rf"version .* Delete the folder {folder}"
     )
     with pytest.raises(UserError, match=words):
-        on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+        on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
     assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, (
-        "it is left as it was"
+        "the file is unchanged"
     )
     shutil.rmtree(folder)
-    on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+    on_disk(tmp_path, uses_teacher=False, tokens=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_kept_positions_are_counted_by_masks_alone(judged: bool):
+@pytest.mark.parametrize("uses_teacher", [True, False])
+def test_kept_positions_are_counted_by_masks_alone(uses_teacher: bool):
     documents = tiny.samples(40, seed=3)
     documents += [Sample(np.arange(n, dtype=np.int32), np.arange(n) > 0) for n in range(1, 6)]
     documents.append(Sample(np.arange(9, dtype=np.int32), np.zeros(9, dtype=bool)))
     for heads in (1, 2, tiny.HEADS, 30):
         for document in documents:
-            where = positions(collate([document], [[0]], tiny.ROW), heads, judged)
-            assert count_kept(document.mask, heads, judged) == len(where.kept_P)
+            where = positions(collate([document], [[0]], tiny.ROW), heads, uses_teacher)
+            assert count_kept(document.mask, heads, uses_teacher) == len(where.kept_P)
 
 
-def test_the_price_is_told_before_the_room_is_taken(
+def test_the_size_is_printed_before_the_space_is_allocated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     on_disk(tmp_path / "states", show=True)
     said = capsys.readouterr().out
     batch = collate(data().samples, data().rows, tiny.ROW)
-    count = len(positions(batch, tiny.HEADS, judged=True).kept_P)
+    count = len(positions(batch, tiny.HEADS, uses_teacher=True).kept_P)
     assert f"states: {count:,} of {data().tokens:,} positions" in said
     assert "MB on disk in" in said
     assert (
@@ -275,6 +269,6 @@ def test_the_price_is_told_before_the_room_is_taken(
     )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
-        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free: set states.folder"
+        UserError, match=r"full/.* needs .* MB, but 0.0 MB are free. Set states.folder"
     ):
         on_disk(tmp_path / "full")

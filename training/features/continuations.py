@@ -1,15 +1,15 @@
 """Greedy continuations by the target at every position of a text, as labels for distillation.
 
-Cheng et al. 2024 (arXiv 2403.09919) let the target continue greedily at each position of the
-answers, given the text before it, and train the head on these tokens instead of the text's. The
-head then reads and predicts what it will while drafting: the first token after h is the target's
-choice. The published code has none of this.
+Cheng et al. 2024 (arXiv 2403.09919) continue each text greedily by the target at every position of
+the answers, and train the head on these tokens instead of the text's. In training the head then
+reads and predicts the same kind of text as while drafting: the first token after h is the target's
+choice. The published code does not do this.
 
 All positions of a row continue together, one token per forward. Each attends to the text up to its
-position and to its own continuation.
+position and to its continuation.
 
-Shapes: T tokens of a row, M positions, K tokens of each, H hidden size, C channels of all layers
-that are read.
+Shapes: C channels of all layers that are read, H hidden size, K tokens of each, M positions, T
+tokens of a row.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def continue_greedily(
     tokens = [chunked_argmax(states_MC[:, first : first + H], lm_head_VH)]
     positions_1M, bias_11ML = row.positions_RT[:, places_M], bias_11TT[:, :, places_M]
     alone_11MM = torch.full_like(bias_11ML[..., :1], float("-inf")).repeat(1, 1, 1, len(places_M))
-    alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # each sees only its own continuation
+    alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # each attends only to its continuation
     for ahead in range(1, count):
         bias_11ML = torch.cat((bias_11ML, alone_11MM), dim=-1)
         read_MH = read(tokens[-1][None], positions_1M + ahead, bias_11ML)[0]

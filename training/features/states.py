@@ -33,9 +33,10 @@ class ReadPositions(Protocol):
 
 
 def layers_read(taps: Layers, num_layers: int, final: bool) -> Layers:
-    """Return the layers to read of a target with `num_layers` decoder layers; by default the last.
+    """Return the layers to read of a target with `num_layers` decoder layers.
 
-    final: also read the state after the final norm, for the target's own distribution.
+    Without taps it is the last layer. final: add the state after the final norm, from which the
+    target's distribution follows.
     """
     check_layers(taps, num_layers)
     layers = taps or (num_layers,)
@@ -43,7 +44,7 @@ def layers_read(taps: Layers, num_layers: int, final: bool) -> Layers:
 
 
 class TargetStates:
-    """Features of the frozen target; no submodule of an objective, and shared by its copies."""
+    """Features of the frozen target, shared by all copies of an objective."""
 
     def __init__(
         self, target: Any, store: Store | None = None, taps: Layers = (), final: bool = True
@@ -73,8 +74,11 @@ class TargetStates:
     def vocab_size(self) -> int:
         return self._embedding_VH.shape[0]
 
-    def placed(self, device: torch.device) -> None:
-        """Follow the target to its device; a sharded target keeps the embedding unsharded here."""
+    def move_to(self, device: torch.device) -> None:
+        """Use the embedding on the target's device.
+
+        For a sharded target, a complete copy is kept there.
+        """
         weight = self.target.get_input_embeddings().weight
         self._embedding_VH = (
             self._embedding_VH.to(device) if isinstance(weight, DTensor) else weight.detach()
@@ -84,11 +88,11 @@ class TargetStates:
         """Return the target's embeddings of tokens, [..., H]."""
         return F.embedding(ids, self._embedding_VH)
 
-    def tapped(self, states_PC: Tensor) -> Tensor:
-        """Return the channels that the head reads."""
+    def select_taps(self, states_PC: Tensor) -> Tensor:
+        """Return the channels that the head reads, [P, C]."""
         return states_PC[:, : self._taps * self._hidden_size]
 
-    def final(self, states_PC: Tensor) -> Tensor:
+    def select_final(self, states_PC: Tensor) -> Tensor:
         """Return the states after the final norm, [P, H]."""
         first = self.layers.index(self._last) * self._hidden_size
         return states_PC[:, first : first + self._hidden_size]
@@ -133,11 +137,11 @@ class TargetStates:
         for index, (end, kept) in enumerate(zip(ends, where.kept_R, strict=True)):
             kept_P = where.kept_P[end - kept : end] - index * length
             rows.append(
-                self._row(batch, index, kept_P, count) if kept else self._none(kept_P, count)
+                self._row(batch, index, kept_P, count) if kept else self._no_features(kept_P, count)
             )
         return rows
 
-    def _none(self, kept_P: Tensor, count: int) -> RowStates:
+    def _no_features(self, kept_P: Tensor, count: int) -> RowStates:
         """Return the empty features of a rank without a row in this step."""
         states_PC = self._embedding_VH.new_zeros(0, len(self.layers) * self._hidden_size)
         return RowStates(states_PC, kept_P.new_zeros(0, count) if count else None)
@@ -145,12 +149,12 @@ class TargetStates:
     def _row(self, batch: PackedBatch, index: int, kept_P: Tensor, count: int) -> RowStates:
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
-            return found.sent(kept_P.device)
+            return found.copy_to(kept_P.device)
         if count:
-            states_MC, said_MK = continue_greedily(
+            states_MC, tokens_MK = continue_greedily(
                 self.target, batch.row(index), kept_P, count, self.layers
             )
-            made = RowStates(states_MC, said_MK)
+            made = RowStates(states_MC, tokens_MK)
         else:
             made = RowStates(self._forward(batch.row(index))[0][kept_P])
         if self.store is not None:

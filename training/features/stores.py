@@ -1,8 +1,8 @@
-"""Stores of the target's features at training positions: memory up to a limit, or files.
+"""Stores of the target's features at training positions, in memory up to a limit or in files.
 
-The size of the files is known before the first step.
+The size of the files is printed before they are created.
 
-Shapes: P positions of a row, C channels of a state, K tokens of a continuation.
+Shapes: C channels of a state, K tokens of a continuation, P positions of a row.
 """
 
 import hashlib
@@ -36,19 +36,17 @@ class RowStates:
     tokens_PK: Tensor | None = None
 
     @property
-    def bytes(self) -> int:
-        return sum(
-            part.numel() * part.element_size()
-            for part in (self.states_PC, self.tokens_PK)
-            if part is not None
-        )
+    def parts(self) -> list[Tensor]:
+        """The tensors that are stored."""
+        return [self.states_PC] + ([] if self.tokens_PK is None else [self.tokens_PK])
 
-    def sent(self, device: torch.device) -> "RowStates":
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def copy_to(self, device: torch.device) -> "RowStates":
         """Return a copy on a device, without waiting for the transfer."""
-        tokens_PK = (
-            None if self.tokens_PK is None else devices.copy_to_device(self.tokens_PK, device)
-        )
-        return RowStates(devices.copy_to_device(self.states_PC, device), tokens_PK)
+        return RowStates(*(devices.copy_to_device(part, device) for part in self.parts))
 
 
 class Store(Protocol):
@@ -77,11 +75,11 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """Selection of the stored positions, and contents of each."""
+    """The selection of positions in a store, and their contents."""
 
     heads: int
-    # positions of the target's own predictions are included
-    judged: bool
+    # includes the positions at which the target predicts
+    uses_teacher: bool
     channels: int  # C
     dtype: torch.dtype  # of the states
     tokens: int = 0  # K
@@ -95,7 +93,7 @@ class StoreLayout:
 
 
 class DiskStore:
-    """All rows of a data set in preallocated files: states, tokens, and a checksum for each row.
+    """All rows of a data set in preallocated files: states, tokens, and a checksum of each row.
 
     Ranks share the folder, and all create the same files. A row with a wrong checksum, left by a
     run that was killed while writing, is recomputed. Writing a row waits for the device, in the
@@ -110,41 +108,36 @@ class DiskStore:
         Raises UserError if the disk is too small, and for files of another layout.
         """
         self._numbers = {key: number for number, key in enumerate(rows)}
-        states, tokens, sums = (
-            folder / name for name in ("states.bin", "tokens.bin", "checksums.bin")
-        )
-        total = sum(counts)
-        sizes = {states: total * layout.channels * layout.dtype.itemsize, sums: 4 * len(rows)}
+        widths = {folder / "states.bin": (layout.channels, layout.dtype)}
         if layout.tokens:
-            sizes[tokens] = total * layout.tokens * torch.int64.itemsize
-        _check_layout(states, sizes[states])
-        _take_room(folder, sizes)
-        self._states = _RowFile(states, counts, layout.channels, layout.dtype)
-        self._tokens = (
-            _RowFile(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
-        )
+            widths[folder / "tokens.bin"] = (layout.tokens, torch.int64)
+        sizes = {
+            file: sum(counts) * width * dtype.itemsize for file, (width, dtype) in widths.items()
+        }
+        sums = folder / "checksums.bin"
+        _check_layout(folder / "states.bin", sizes[folder / "states.bin"])
+        _allocate(folder, {**sizes, sums: 4 * len(rows)})
+        self._files = [_RowFile(file, counts, *width) for file, width in widths.items()]
         self._sums = np.memmap(sums, dtype=np.uint32, mode="r+", shape=(len(rows),))
 
     def get(self, key: Key) -> RowStates | None:
         number = self._numbers[key]
         if self._sums[number] == 0 or self._sums[number] != self._checksum(number):
             return None
-        return RowStates(
-            self._states.read(number), None if self._tokens is None else self._tokens.read(number)
-        )
+        return RowStates(*(file.read(number) for file in self._files))
 
     def put(self, key: Key, row: RowStates) -> None:
         number = self._numbers[key]
-        self._states.write(number, row.states_PC)
-        if self._tokens is not None:
-            assert row.tokens_PK is not None
-            self._tokens.write(number, row.tokens_PK)
+        for file, values in zip(self._files, row.parts, strict=True):
+            file.write(number, values)
         self._sums[number] = self._checksum(number)
 
     def _checksum(self, number: int) -> int:
         """Return the CRC-32 of the row's bytes, never 0, which marks an unwritten row."""
-        found = self._states.checksum(number, 0)
-        return (found if self._tokens is None else self._tokens.checksum(number, found)) or 1
+        found = 0
+        for file in self._files:
+            found = file.checksum(number, found)
+        return found or 1
 
 
 class _RowFile:
@@ -193,7 +186,7 @@ def states_on_disk(
     # others are found and refused.
     width = layout.bytes // layout.dtype.itemsize
     digest = hashlib.sha256(
-        f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode()
+        f"{target_hash} {layout.heads} {layout.uses_teacher} {width} {layout.dtype} {keys}".encode()
     )
     if layout.taps:
         digest.update(str(layout.taps).encode())
@@ -215,13 +208,13 @@ def _check_layout(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else 0
     if found > max(1, size):
         raise UserError(
-            f"{path} has {found:,} bytes, expected {size:,}: an earlier version kept the target's "
+            f"{path} has {found:,} bytes, expected {size:,}. An earlier version kept the target's "
             f"tokens in the same file as its states, which is no longer supported. Delete the "
             f"folder {path.parent}; it is created again"
         )
 
 
-def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
+def _allocate(folder: Path, sizes: Mapping[Path, int]) -> None:
     """Allocate files of these sizes and keep their contents.
 
     Raises UserError if the disk is too small.
@@ -230,7 +223,7 @@ def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
     free, size = _free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
-            f"{folder} needs {amount(size)}, but {amount(free)} are free: set states.folder to "
+            f"{folder} needs {amount(size)}, but {amount(free)} are free. Set states.folder to "
             f"another disk, or use states.cache=memory"
         )
     folder.mkdir(parents=True, exist_ok=True)

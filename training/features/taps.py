@@ -52,5 +52,5 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
     if wrong:
         raise UserError(
             f"the head reads the target at layer {wrong[0]}, expected 0 (the embedding) to "
-            f"{num_layers} (after the final norm): use a head trained for this target"
+            f"{num_layers} (after the final norm). Use a head trained for this target."
         )

@@ -1,31 +1,28 @@
 """Weights of heads in folders: config.json and model.safetensors in the layout of their kind."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, load_state, refuse_nonfinite
+from decoding.models.folder import WEIGHTS, refuse_nonfinite
 from jobs.files import disk_error, save_tensors
 
 
 class FolderLayout(Protocol):
-    """Layout of a head's folder: the keys of config.json and the names of tensors."""
+    """Layout of a head's folder: keys of config.json and names of tensors."""
 
-    def config(self, shape: Any, dtype: Any) -> dict[str, Any]:
+    def config(self, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Return the values of config.json for a head."""
         ...
 
-    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a head's state dict under the names of the files."""
-        ...
-
-    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Invert `exported`; unknown tensors keep their names and are then refused."""
+    def stored_name(self, name: str) -> str:
+        """Return the name in the file of a tensor of the head's state dict."""
         ...
 
     def extensions(self, shape: Any) -> list[str]:
@@ -43,10 +40,10 @@ def save_head(
 ) -> None:
     """Write config.json and model.safetensors. Raises UserError if a write fails."""
     state = {
-        name: tensor.detach()
+        layout.stored_name(name): tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         .contiguous()
-        for name, tensor in layout.exported(head.state_dict()).items()
+        for name, tensor in head.state_dict().items()
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,46 +53,48 @@ def save_head(
         raise disk_error(folder, error) from error
 
 
-def load_weights(layout: FolderLayout, head: Any, folder: Path, described: str) -> None:
-    """Load a folder's weights into an empty head; described: its config.json in words.
+def load_weights(
+    head: nn.Module,
+    stored: dict[str, Tensor],
+    stored_name: Callable[[str], str],
+    file: Path,
+    described: str,
+) -> None:
+    """Load the tensors `stored` in a file into an empty head.
 
-    Raises UserError naming every tensor that is missing, unknown, of another shape, or not finite.
+    stored_name: see `FolderLayout`. described: the head of config.json in words. Raises UserError
+    naming every tensor that is missing, unknown, of another shape, or not finite.
     """
-    stored = load_state(folder)
-    wanted, found = layout.exported(head.state_dict()), stored
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    wrong += [f"{name} is unknown" for name in found if name not in wanted]
+    wanted = {stored_name(name): (name, tensor) for name, tensor in head.state_dict().items()}
+    wrong = [f"{name} is missing" for name in wanted if name not in stored]
+    wrong += [f"{name} is unknown" for name in stored if name not in wanted]
     wrong += [
-        f"{name} has the shape {list(found[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in found and found[name].shape != tensor.shape
+        f"{name} has the shape {list(stored[name].shape)}, expected {list(tensor.shape)}"
+        for name, (_, tensor) in wanted.items()
+        if name in stored and stored[name].shape != tensor.shape
     ]
     if wrong:
         raise UserError(
-            f"{folder / WEIGHTS}: does not hold the head that config.json describes ({described}): "
-            f"{'; '.join(wrong)}. Use config.json and {WEIGHTS} of the same head, in the published "
-            f"layout"
+            f"{file} does not hold the head that config.json describes ({described}): "
+            f"{'; '.join(wrong)}. Use config.json and {file.name} of the same head, in the "
+            f"published layout."
         )
-    refuse_nonfinite(folder, stored)
-    head.load_state_dict(layout.imported(stored), assign=True)
+    refuse_nonfinite(file.parent, stored)
+    state = {name: stored[at] for at, (name, _) in wanted.items()}
+    head.load_state_dict(state, assign=True)
 
 
-def check_size(file: Path, key: str, value: Any, least: int) -> None:
-    """Raise UserError for a value of config.json that is not a whole number of `least` or more."""
-    if type(value) is not int or value < least:  # true is an int to isinstance
-        raise UserError(
-            f"{file}: {key} is {value!r}, expected a whole number of {least} or more, as in the "
-            f"published layout"
-        )
-
-
-def check_draft_vocabulary(file: Path, key: str, value: Any, vocab_size: int) -> None:
-    """Raise UserError for an invalid size of a draft vocabulary in config.json; 0 is none."""
-    if type(value) is not int or not 0 <= value <= vocab_size:
-        raise UserError(
-            f"{file}: {key} is {value!r}, expected a whole number up to vocab_size "
-            f"({vocab_size}), or that the key is absent"
-        )
+def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise UserError unless a value of config.json is a whole number from `least` to `most`."""
+    if type(value) is int and least <= value <= (
+        value if most is None else most
+    ):  # True is no size
+        return
+    expected = f"of {least} or more" if most is None else f"from {least} to {most}"
+    raise UserError(
+        f"{file}: {key} is {value!r}, expected a whole number {expected}. Use the config.json that "
+        f"was written with these weights."
+    )
 
 
 def check_sizes(folder: Path, shape: Any, target: Any) -> None:
@@ -104,7 +103,7 @@ def check_sizes(folder: Path, shape: Any, target: Any) -> None:
         ours, theirs = getattr(shape, name), getattr(target, name)
         if ours != theirs:
             raise UserError(
-                f"{folder}: the head has {name} {ours}, but the target {theirs}: a head reads the "
-                f"hidden states and the embedding of the target it was trained for. Use that "
-                f"target, or train a head for this one"
+                f"{folder}: the head has {name} {ours}, but the target {theirs}. A head reads the "
+                f"hidden states and the embedding of the target that it was trained for. Use that "
+                f"target, or train a head for this one."
             )

@@ -1,6 +1,7 @@
 """Configuration shared by the training jobs of heads."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs.config import TargetConfig
 from training.config import HeldOutConfig, TrainingJobConfig
@@ -9,7 +10,7 @@ from training.heads.loss_config import HeadLossConfig
 
 @dataclass
 class HeadOptions:
-    """The head; each kind adds its own options."""
+    """Options that all kinds of heads share."""
 
     # name in tables and in the head's card
     name: str = "head"
@@ -17,9 +18,28 @@ class HeadOptions:
     path: str = ""
 
 
+def describe_overridden(options: HeadOptions, shape: Any) -> str:
+    """Describe the options that the head in head.path overrides; empty if there are none.
+
+    shape: that of the head.
+    """
+    defaults = vars(type(options)())
+    overridden = [
+        f"head.{key}={value}"
+        for key, value in vars(options).items()
+        if key not in ("name", "path") and value not in (defaults[key], getattr(shape, key, None))
+    ]
+    if not options.path or not overridden:
+        return ""
+    return (
+        f"head.path={options.path} has its own shape and weights, which replace "
+        f"{', '.join(overridden)}"
+    )
+
+
 @dataclass
 class StatesConfig:
-    """The target's hidden states: computed in every step, or stored, as the target is frozen."""
+    """Storage of the frozen target's hidden states, which are otherwise computed in every step."""
 
     # none | memory | disk
     cache: str = "none"
@@ -31,7 +51,7 @@ class StatesConfig:
 
 @dataclass
 class HeadJobConfig(TrainingJobConfig):
-    """A job that trains a head for the frozen target; a kind of head gives `head` its own type."""
+    """Training of a head for the frozen target; each kind has a type of `head`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadOptions = field(default_factory=HeadOptions)

@@ -1,8 +1,7 @@
 """Draft vocabularies: the subset of the target's tokens that a head drafts from.
 
-A head's logits are in the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
-rising. Published EAGLE-3 heads store them as `d2t`, each id less its index, and as `t2d`, a mask
-over the target's tokens. A reduced vocabulary restricts only q, so decoding stays exact.
+A head's logits follow the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
+which rise. A draft vocabulary restricts only q, so decoding stays exact.
 
 Shapes: V drafted vocabulary, T the target's.
 """
@@ -45,19 +44,14 @@ def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
     return indices_T
 
 
-def to_d2t(ids_V: Tensor) -> Tensor:
-    """Return the published offsets [V]: each id less its index."""
-    return ids_V - torch.arange(len(ids_V), device=ids_V.device)
+def spread(values: Tensor, ids_V: Tensor | None, vocab_size: int, others: float) -> Tensor:
+    """Spread values (..., V) to the target's vocabulary (..., T); other tokens get `others`.
 
-
-def from_d2t(d2t_V: Tensor) -> Tensor:
-    """Return the ids [V] of published offsets."""
-    return d2t_V + torch.arange(len(d2t_V), device=d2t_V.device)
-
-
-def to_t2d(ids_V: Tensor, vocab_size: int) -> Tensor:
-    """Return the mask of the target's tokens that are drafted, bool [T]."""
-    return index_tokens(ids_V, vocab_size) >= 0
+    ids_V: None for a head that drafts from all tokens.
+    """
+    if ids_V is None:
+        return values
+    return values.new_full((*values.shape[:-1], vocab_size), others).index_copy_(-1, ids_V, values)
 
 
 def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
@@ -69,6 +63,6 @@ def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
         or int(ids_V[-1]) >= vocab_size
     ):
         raise UserError(
-            f"{file}: {name} is not a rising list of token ids (int64) below {vocab_size}: the "
-            f"file is damaged, copy it again"
+            f"{file}: {name} is not a rising list of token ids (int64) below {vocab_size}. The "
+            f"file is damaged; copy it again."
         )

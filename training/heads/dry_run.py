@@ -17,7 +17,7 @@ from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
-from training.heads.loss_config import judged, num_continued_tokens
+from training.heads.loss_config import num_continued_tokens, uses_teacher
 from training.heads.measure import HeadStatistics, measure
 from training.models.build import dtype_of, print_missing
 from training.models.shapes import cache_bytes_per_token, forward_flops, millions, parameter_counts
@@ -39,9 +39,9 @@ def dry_run(
     folder: Path,
     was_dry: bool,
 ) -> float:
-    """Print the cost of training and write the untrained head to `folder`. Returns FLOPs.
+    """Print the cost of training, write the untrained head to `folder` and return the FLOPs.
 
-    A trained head is kept; was_dry: the folder was written by a dry run and is replaced.
+    A trained head is kept. was_dry: the folder was written by a dry run and is replaced.
     """
     print_missing(config.target)
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
@@ -79,12 +79,12 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -
 
 
 def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
-    """Return the layout in which a store keeps the target's states."""
+    """Return the layout of a store of the target's states."""
     loss, taps = config.loss, kind.taps(shape)
-    layers = layers_read(taps, target.num_hidden_layers, judged(loss))
+    layers = layers_read(taps, target.num_hidden_layers, uses_teacher(loss))
     return StoreLayout(
         loss.predict_n_tokens,
-        judged(loss),
+        uses_teacher(loss),
         len(layers) * shape.hidden_size,
         dtype_of(config.loop.dtype),
         num_continued_tokens(loss),
@@ -93,10 +93,10 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
 
 
 def target_flops(config: HeadJobConfig, target: Any) -> float:
-    """Return the target's FLOPs per token of the data, with lm_head only if the loss needs it."""
+    """Return the target's FLOPs per token of the data; lm_head counts where the loss needs it."""
     lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
     # heads that predict the same token share the target's distribution
-    judges, continued = judged(config.loss), num_continued_tokens(config.loss)
+    judges, continued = uses_teacher(config.loss), num_continued_tokens(config.loss)
     # the first token needs no forward of its own
     forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
     return forward - lm_head + config.assumed_supervised * (judges * lm_head + forwards)
@@ -105,7 +105,7 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
 def print_cost(
     config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
 ) -> float:
-    """Print FLOPs and hours. Returns FLOPs; 0 if the number of tokens depends on the data."""
+    """Print FLOPs and hours, and return the FLOPs; 0 if the number of tokens is unknown."""
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
@@ -123,7 +123,7 @@ def print_cost(
         unknown = (
             ""
             if config.assumed_tokens
-            else "; less where chats come twice: assumed_tokens= of one pass tells"
+            else "; less where chats come twice: set assumed_tokens to the tokens of one pass"
         )
         print(
             f"states: {about} {size(states_bytes(config, layout))} on disk in "
@@ -146,9 +146,9 @@ def print_memory(
     layout: StoreLayout,
     vocabulary: int,
 ) -> None:
-    """Estimate a rank's memory in megabytes, part by part; the loss by its largest chunk.
+    """Print an estimate of a rank's memory in megabytes, by part.
 
-    vocabulary: number of drafted tokens.
+    The loss counts by its largest chunk. vocabulary: number of drafted tokens.
     """
     loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
     frozen, ranks = parameter_counts(target), max(1, config.parallel.processes)

@@ -31,17 +31,9 @@ from training.losses.chunked import CHUNK, Outputs
 Evaluation = Callable[[], dict[str, float]]
 
 
-class CombinedEvaluation:
-    """Several evaluations as one, with all their figures."""
-
-    def __init__(self, evaluations: Sequence[Evaluation]) -> None:
-        self.evaluations = evaluations
-
-    def __call__(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        for evaluate in self.evaluations:
-            figures |= evaluate()
-        return figures
+def combine(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return one evaluation with the figures of several."""
+    return lambda: {name: figure for each in evaluations for name, figure in each().items()}
 
 
 class _FixedBatches:
@@ -60,14 +52,15 @@ class _FixedBatches:
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
         batches = [collate(samples, [row], max_length, device) for row in rows]
         self.batches = [
-            (batch, positions(batch, heads, judged=False, grouped=grouped)) for batch in batches
+            (batch, positions(batch, heads, uses_teacher=False, grouped=grouped))
+            for batch in batches
         ]
         self._read: list[Tensor] = []
 
     def states(self, number: int) -> Tensor:
         """Return the states that a head reads of batch `number`, [P, C], at its kept positions."""
         if number == len(self._read):
-            self._read.append(self._states.tapped(self._states.read(*self.batches[number])))
+            self._read.append(self._states.select_taps(self._states.read(*self.batches[number])))
         return self._read[number]
 
 
@@ -130,11 +123,7 @@ class GreedyChain:
     def _matches(
         self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
-        """Return the number of correct tokens of a draft after each token where a round may begin.
-
-        alone: tokens that are a complete prompt. They have no earlier hidden state, and a drafter
-        reads zeros.
-        """
+        """Return the number of correct tokens of a draft at each possible tip of a round."""
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
         tips_M = torch.cat(
             (where.kept_P[where.drafts_M] + 1, devices.tensor(alone, batch.device, torch.long))
@@ -161,9 +150,9 @@ def _prompt(answer: Sample) -> int:
 def walk(
     matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int
 ) -> tuple[int, int, int, int]:
-    """Return (rounds, emitted, accepted, tested) of decoding one answer, as the engine counts them.
+    """Return (rounds, emitted, accepted, tested) of decoding one answer, counted as in decoding.
 
-    See decoding.rounds.batch; all tokens come from rounds. matches_T: correct tokens of a draft
+    See decoding.rounds.batch. All tokens come from rounds. matches_T: correct tokens of a draft
     after each token of the prompt (`prompt` tokens) and answer. limit: longest text possible; a
     round leaves its last token to the target.
     """

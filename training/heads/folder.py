@@ -21,9 +21,9 @@ from training.heads.kind import HeadKind
 
 
 def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
-    """Write weights in float32, as published, and the tokenizer files. Raises UserError.
+    """Write weights in float32, as published, and the tokenizer files.
 
-    Prints what the published layout cannot carry.
+    Prints the extensions of the published layout. Raises UserError if a write fails.
     """
     save_head(kind.layout, shape, head, folder)
     copy_tokenizer(target_folder, folder)
@@ -40,8 +40,8 @@ def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Pat
     shape: without a draft vocabulary, which is counted from the data.
     """
     with torch.device("meta"):
-        state = kind.layout.exported(kind.empty(shape).state_dict())
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        state = kind.empty(shape).state_dict()
+    shapes = {kind.layout.stored_name(name): list(each.shape) for name, each in state.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_zeros(folder / WEIGHTS, shapes, torch.float32)

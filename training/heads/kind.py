@@ -1,20 +1,20 @@
-"""Interface of a kind of trained head to its training.
+"""Interface between a kind of trained head and its training.
 
-A kind is one stateless object; heads are its arguments. To add a head, write a subclass of
-`HeadKind` and name it in `decoding.drafters.registry`.
+A kind is one stateless object; heads are arguments of its methods. To add a kind, write a subclass
+of `HeadKind` and name it in `decoding.drafters.registry`.
 
-Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's hidden size, C
-channels of the states that a head reads, E features, V drafted vocabulary.
+Shapes: C channels of the states that a head reads, E features, H the target's hidden size, K
+drafted tokens, M drafts, N predictions of all depths, V drafted vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from decoding.interfaces import Drafter
-from training.data.packing import Sample
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
@@ -22,7 +22,7 @@ from training.heads.predicting import PredictingHead
 
 
 class HeadShape(Protocol):
-    """The fields of a head's shape, a dataclass, that training reads."""
+    """The fields of a head's shape that training reads."""
 
     vocab_size: int  # of the target
     hidden_size: int  # H
@@ -30,13 +30,13 @@ class HeadShape(Protocol):
 
     @property
     def num_drafted(self) -> int:
-        """V."""
+        """The number V of drafted tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftingSetup:
-    """Form of drafting that measures a finished head."""
+    """The drafting that measures a finished head."""
 
     words: str  # "with 8 beams"
     figure: str  # the name of its block efficiency on the card
@@ -57,7 +57,7 @@ class ReadmeParts:
 
 
 class HeadKind(PredictingHead, Protocol):
-    """A kind of head, as its training uses it."""
+    """A kind of trained head."""
 
     name: str  # in conf/head
     config: type[HeadJobConfig]  # of its job; `head` holds its options
@@ -67,36 +67,34 @@ class HeadKind(PredictingHead, Protocol):
     layout: FolderLayout
 
     def shape(self, config: Any, target: Any) -> Any:
-        """Return the `HeadShape` for a target, or that of the folder in head.path.
+        """Return the `HeadShape` of a new head. target: its Hugging Face configuration."""
+        ...
 
-        target: its Hugging Face configuration. Raises UserError.
-        """
+    def read_shape(self, folder: Path) -> Any:
+        """Return the `HeadShape` of a head folder. Raises UserError."""
+        ...
+
+    def load(self, folder: Path) -> nn.Module:
+        """Load the head of a folder in float32. Raises UserError."""
         ...
 
     def taps(self, shape: Any) -> Layers:
         """Return the layers of the target that the head reads (training/features/taps.py)."""
         return ()
 
-    def check(self, config: Any, shape: Any) -> None:
-        """Raise UserError for invalid options of this kind."""
-        return None
-
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
-        """Return the rules for numbers: key -> (whether the value is valid, the expected range)."""
+        """Return rules for this kind's keys: key -> (whether it is valid, the expected values)."""
         return {}
-
-    def note(self, config: Any, shape: Any) -> str:
-        """Describe keys without effect; empty if there are none."""
-        return ""
 
     def empty(self, shape: Any) -> nn.Module:
         """Return a head of this shape on the current device, with any weights."""
         ...
 
-    def build(
-        self, config: Any, shape: Any, target: Any, samples: Sequence[Sample], show: bool
-    ) -> nn.Module:
-        """Return the head in float32 that training starts from: random, or from head.path."""
+    def initialize(self, head: Any, options: Any, lm_head_VH: Tensor) -> None:
+        """Set the weights of a new head that do not start at random.
+
+        lm_head_VH: the target's output weights, of any dtype and device.
+        """
         ...
 
     def part_of(self, name: str, shape: Any) -> str:
@@ -108,7 +106,7 @@ class HeadKind(PredictingHead, Protocol):
         ...
 
     def measured(self, shape: Any, figures: Mapping[str, Any]) -> Any:
-        """Return the shape with the figures of the best checkpoint that its drafter needs."""
+        """Return the shape with those figures of the best checkpoint that the drafter needs."""
         return shape
 
     def drafter(self, head: Any, shape: Any, config: Any, sampled: bool) -> Drafter:
@@ -116,7 +114,7 @@ class HeadKind(PredictingHead, Protocol):
         ...
 
     def drafting(self, config: Any) -> DraftingSetup:
-        """Return the form of that drafter's drafting."""
+        """Return a description of that drafter's drafting."""
         ...
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

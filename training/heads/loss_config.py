@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class HeadLossConfig:
-    """The reference of every head's prediction, and the weights of the losses."""
+    """The labels or distributions that a head learns, and the weights of the losses."""
 
     # cross_entropy: the text's tokens | continuations: the target's greedy tokens at each position
     # (the paper's distillation) | forward_kl | lk (-log acceptance) | lk_hybrid
@@ -28,7 +28,7 @@ CONTINUATIONS = "continuations"
 LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
 
 
-def judged(loss: HeadLossConfig) -> bool:
+def uses_teacher(loss: HeadLossConfig) -> bool:
     """Return True if a loss needs the target's distribution for every prediction."""
     return loss.name not in ("cross_entropy", CONTINUATIONS)
 
@@ -36,6 +36,6 @@ def judged(loss: HeadLossConfig) -> bool:
 def num_continued_tokens(loss: HeadLossConfig) -> int:
     """Return the length of the target's continuations that a loss needs; 0 for none.
 
-    The first token is the target's choice and predicted by no head.
+    Their first token is the target's choice, which no head predicts.
     """
     return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0

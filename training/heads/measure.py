@@ -51,7 +51,7 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
     batch = collate([text], [[0]], heads + 2, "meta")
     channels = len(states.layers) * shape.hidden_size
     states_PC = torch.empty(1, channels, dtype=dtype, device="meta")
-    with FlopCounterMode(display=False) as counted, _keeping(head) as kept:
+    with FlopCounterMode(display=False) as counted, _count_saved_bytes(head) as kept:
         features_NE = kind.features(head, states, batch, _one_draft(heads), states_PC)
     weights = kind.outputs(head, states)
     outputs = Outputs(weights, np.arange(heads) if len(weights) > 1 else None)
@@ -68,8 +68,8 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
 
 
 @contextmanager
-def _keeping(head: nn.Module) -> Iterator[dict[int, int]]:
-    """Count the bytes of storages that autograd saves inside, without the head's parameters."""
+def _count_saved_bytes(head: nn.Module) -> Iterator[dict[int, int]]:
+    """Count the bytes that autograd saves in the context, without the head's parameters."""
     known = {parameter.untyped_storage()._cdata for parameter in head.parameters()}
     kept: dict[int, int] = {}
     alive = []  # keeps storages alive, so that their ids are not reused

@@ -1,12 +1,12 @@
 """Training objective of a head: a chunked loss over all predictions of a packed batch's drafts.
 
 The published losses of ReDrafter and Medusa are sums over heads of the mean cross-entropy. Here
-every head's sum is divided by the global count of supervised tokens (training/loop.py), so that no
-batch divides by zero; the two differ by tokens too early in a text for a head to predict.
+every head's sum is divided by the global count of supervised tokens (training/loop.py), so no batch
+divides by zero. The two differ by the tokens that are too early in a text for a head to predict.
 Distillation on the target's tokens (`continuations`) reads and predicts the target's greedy
 continuations instead of the text, at the same positions. Gradients reach the head, not the target.
 
-Shapes: K heads, N predictions of all heads, P positions of the target that are read, E features, V
+Shapes: E features, K heads, N predictions of all heads, P positions of the target that are read, V
 drafted vocabulary.
 """
 
@@ -19,7 +19,7 @@ from training.bounds import Place
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.draft_vocabulary import index_tokens
-from training.heads.loss_config import HeadLossConfig, judged, num_continued_tokens
+from training.heads.loss_config import HeadLossConfig, num_continued_tokens, uses_teacher
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
@@ -39,7 +39,7 @@ class HeadObjective(StaticObjective):
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
         self.step = 0
-        measured = "acceptance" if judged(loss) else "top1"
+        measured = "acceptance" if uses_teacher(loss) else "top1"
         heads = range(loss.predict_n_tokens)
         self.metric_names = (
             *(f"{kind.label}{i}_{measured}" for i in heads),
@@ -58,26 +58,30 @@ class HeadObjective(StaticObjective):
         loss, states = self.loss, self.states
         weights = self.kind.outputs(self.head, states)
         several, heads = len(weights) > 1, loss.predict_n_tokens
-        where = positions(batch, heads, judged(loss), loss.own_tokens, self.step, grouped=several)
+        where = positions(
+            batch, heads, uses_teacher(loss), loss.own_tokens, self.step, grouped=several
+        )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
             where = where.with_tokens(tokens_PK[where.drafts_M])
         else:
             states_PC = states(batch, where)
-        features_NE = self.kind.features(self.head, states, batch, where, states.tapped(states_PC))
+        features_NE = self.kind.features(
+            self.head, states, batch, where, states.select_taps(states_PC)
+        )
         outputs = Outputs(weights, where.heads if several else None)
-        rows, against = self._held_against(states_PC, where)
+        rows, against = self._reference(states_PC, where)
         return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, loss.decay)
 
-    def _held_against(
+    def _reference(
         self, states_PC: Tensor, where: Positions
     ) -> tuple[RowLoss, Callable[[int, int], Any]]:
-        """Return the loss of a row, and a function that returns the reference of some rows."""
-        if not judged(self.loss):
+        """Return the loss of a row, and a function from a range of rows to their reference."""
+        if not uses_teacher(self.loss):
             labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
             rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
             return rows, lambda start, end: labels_N[start:end]
-        temperature, final_PH = self.loss.temperature, self.states.final(states_PC)
+        temperature, final_PH = self.loss.temperature, self.states.select_final(states_PC)
         teacher = Teacher(final_PH, self.states.lm_head, temperature, self.head.token_ids_V)
         kinds: dict[str, RowLoss] = {
             "forward_kl": kl_rows,

@@ -1,12 +1,12 @@
 """Positions and labels of the heads' predictions in a packed batch, as indices.
 
 Head i (from 0) of the draft that begins at position t reads the target's hidden state h_t and the
-tokens at t + 1 .. t + 1 + i, and predicts the one at t + 2 + i. It is trained where that token is
+tokens at t + 1 .. t + 1 + i, and predicts the token at t + 2 + i. It is trained if that token is
 supervised and all of them are in one document of the row; nothing else passes through the head. The
-indices are computed on the host and transferred with the batch in one asynchronous copy.
+indices are computed on the host and copied with the batch, asynchronously.
 
-Shapes: R rows, T tokens a row, K heads, M drafts (positions where at least one head predicts), O
-those that continue from the head's own tokens, N predictions of all heads, P hidden states.
+Shapes: K heads, M drafts (positions at which at least one head predicts), N predictions of all
+heads, O drafts that continue from the head's tokens, P hidden states, R rows, T tokens a row.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Positions:
     tokens_MK: Tensor
     # drafts that continue from the head's own tokens
     own_O: Tensor
-    # True if any draft may; equal on every rank, as ranks with sharded weights read them together
+    # True if any draft can; equal on all ranks, which read sharded weights together
     continues_own: bool
     # draft of each prediction; predictions of one token are adjacent, or in one chunk of the loss
     draft_N: Tensor
@@ -58,7 +58,7 @@ class Positions:
 def positions(
     batch: PackedBatch,
     heads: int,
-    judged: bool,
+    uses_teacher: bool,
     own_tokens: float = 0.0,
     step: int = 0,
     *,
@@ -66,10 +66,10 @@ def positions(
 ) -> Positions:
     """Return the indices of a batch.
 
-    judged: include hidden states of the target's own predictions. own_tokens: share of the drafts
-    that continue from the head's own tokens; others in every step, but the same ones for any number
-    of ranks. grouped: in every chunk of the loss the predictions of one head are contiguous, for
-    heads with separate output layers.
+    uses_teacher: include the hidden states from which the target predicts. own_tokens: share of the
+    drafts that continue from the head's tokens; they change in every step, but are the same for any
+    number of ranks. grouped: in every chunk of the loss the predictions of one head are contiguous,
+    for heads with separate output layers.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
@@ -86,12 +86,12 @@ def positions(
     if grouped:
         order = order[np.lexsort((head[order], np.arange(len(order)) // CHUNK))]
     head, draft, targets = head[order], draft[order], targets[order]
-    kept = np.union1d(drafts, targets) if judged else drafts
+    kept = np.union1d(drafts, targets) if uses_teacher else drafts
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
     continued = np.flatnonzero(
         (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
     )
-    seats = np.searchsorted(kept, targets) if judged else targets[:0]
+    seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
     kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = batch.send(
         kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats
     )
@@ -113,23 +113,23 @@ def positions(
     )
 
 
-def count_kept(mask_T: np.ndarray, heads: int, judged: bool) -> int:
+def count_kept(mask_T: np.ndarray, heads: int, uses_teacher: bool) -> int:
     """Return the number of hidden states that `positions` keeps of one document, given its mask."""
     # cumulative count of supervised tokens from the third on
     before_T = np.concatenate(([0], np.cumsum(mask_T[2:])))
     begins = np.arange(len(mask_T) - 2)
     kept_T = np.zeros(len(mask_T), dtype=bool)
     kept_T[:-2] = before_T[np.minimum(begins + heads, len(begins))] > before_T[begins]
-    if judged:
+    if uses_teacher:
         kept_T[1:-1] |= mask_T[2:]
     return int(kept_T.sum())
 
 
 def check_predictions(samples: Sequence[Sample], heads: int) -> None:
-    """Raise UserError if no head has anything to predict."""
+    """Raise UserError if no supervised token can be predicted by a head."""
     if not any(sample.mask[2:].any() for sample in samples):
         raise UserError(
-            f"zero supervised positions for {heads} heads in {len(samples)} samples: the first "
+            f"zero supervised positions for {heads} heads in {len(samples)} samples. The first "
             f"token that a head can predict is a text's third, and none from there on is "
             f"supervised. Check the chat template and data.train_on"
         )

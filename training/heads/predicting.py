@@ -17,10 +17,10 @@ from training.heads.positions import Positions
 
 @dataclass(frozen=True)
 class DraftStarts:
-    """Starts of drafts: a token of a batch each, and the state before it."""
+    """Starts of drafts: the tips, and the target's states before them."""
 
-    tokens_M: Tensor  # ids of the last tokens before the drafts
-    states_MC: Tensor  # the target's states of the token before each, or zeros
+    tokens_M: Tensor  # ids of the tips
+    states_MC: Tensor  # the target's state of the token before each tip, or zeros
 
 
 class PredictingHead(Protocol):

@@ -1,4 +1,4 @@
-"""Measurement of a trained head by real drafting, trees included, on the held-out prompts."""
+"""Held-out block efficiency of a trained head by real drafting, trees included."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,19 +24,19 @@ def block_efficiency(
     tokenizer: Any,
     answers: Sequence[Sample],
 ) -> float:
-    """Return the tokens per target forward over all held-out prompts, with bonus, without prefill.
+    """Return the tokens per target forward over all held-out prompts.
 
-    Decoded as the target answered (training.held_out): greedily, or sampled with token
-    verification. make_drafter: returns the drafter on the target's device. answers: the samples of
-    those answers, which hold the prompts.
+    The bonus token is included, prefill excluded. Prompts are decoded as the target answered them
+    (training.held_out): greedily, or sampled with token verification. make_drafter: returns the
+    drafter on the target's device. answers: samples of those answers, which contain the prompts.
     """
-    asked = config.held_out
+    held_out = config.held_out
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
     target = asked_target(folder, config)
     drafter = make_drafter(target)
     settings = Settings(
-        asked.max_new_tokens,
-        asked.temperature,
+        held_out.max_new_tokens,
+        held_out.temperature,
         num_draft_tokens=num_draft_tokens,
         seed=config.seed,
         stop_token_ids=stop_tokens(folder, tokenizer),

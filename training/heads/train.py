@@ -31,12 +31,13 @@ from training.drafter_folder import close_run, origin_of
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
 from training.features.taps import check_layers
-from training.heads.config import HeadJobConfig
+from training.heads.build import build_head, shape_of
+from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout
-from training.heads.evaluation import CombinedEvaluation, Evaluation, GreedyChain, HeadAccuracy
+from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
-from training.heads.loss_config import CONTINUATIONS, LOSSES, judged
+from training.heads.loss_config import CONTINUATIONS, LOSSES, uses_teacher
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, count_kept
@@ -62,10 +63,11 @@ class HeadJob(TargetJob[HeadJobConfig]):
 
     def __init__(self, config: HeadJobConfig, kind: HeadKind) -> None:
         super().__init__(config)
-        self.kind, self.shape = kind, kind.shape(config, self.target)
+        self.kind, self.shape = kind, shape_of(kind, config, self.target)
         check(config, kind, self.shape, self.target)
-        if (without := kind.note(config, self.shape)) and not is_worker():
-            print(f"note: {without}")
+        overridden = describe_overridden(config.head, self.shape)
+        if overridden and not is_worker():
+            print(f"note: {overridden}")
         if config.head.path and not config.dry_run:
             check_fits(self.target_folder, resolve(config.head.path))
 
@@ -99,24 +101,8 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     """Raise UserError for values that would fail or mislead only after the models are loaded."""
     check_target(config.target, config.parallel)
     check_mixture(config.data, ())
-    kind.check(config, shape)
     check_layers(kind.taps(shape), target.num_hidden_layers)
-    if config.loss.name not in LOSSES:
-        raise UserError(f"loss.name is '{config.loss.name}'; expected one of {', '.join(LOSSES)}")
-    cache, heads = config.states.cache, config.loss.predict_n_tokens
-    if cache not in CACHES:
-        raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
-    if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: "
-            f"all ranks run a sharded target together, so none can skip its forward"
-        )
-    if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
-        raise UserError(
-            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected "
-            f"ddp, zero1 or zero2: all ranks run a sharded target together, but continuations are "
-            f"computed row by row"
-        )
+    heads = config.loss.predict_n_tokens
     drafted = shape.num_drafted
     check_values(
         config,
@@ -128,7 +114,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             "loss.decay": (config.loss.decay > 0, "more than 0"),
             "loss.temperature": (
                 config.loss.temperature > 0
-                and (judged(config.loss) or config.loss.temperature == 1),
+                and (uses_teacher(config.loss) or config.loss.temperature == 1),
                 "more than 0, and 1 for losses on tokens, which have no distribution to soften",
             ),
             "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
@@ -142,10 +128,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
                 f"1 to {drafted}, the number of drafted tokens",
             ),
             **kind.rules(config, shape),
-            "states.cache": (
-                cache != "disk" or not config.data.domains,
-                "none or memory with data.domains",
-            ),
+            **choice_rules(config),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
             "held_out.temperature": (
@@ -161,16 +144,36 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
+def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules for the loss and the store: key -> (whether valid, the expected values).
+
+    All ranks run a sharded target together, so none can skip its forward, as a store does, or
+    continue texts row by row.
+    """
+    losses: Sequence[str] = LOSSES
+    caches: Sequence[str] = CACHES
+    reason = ""
+    if config.data.domains:
+        caches, reason = CACHES[:2], " with data.domains"
+    if config.parallel.kind in SHARDED_WEIGHTS:
+        losses, caches = [name for name in LOSSES if name != CONTINUATIONS], CACHES[:1]
+        reason = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
+    return {
+        "loss.name": (config.loss.name in losses, f"one of {', '.join(losses)}{reason}"),
+        "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
+    }
+
+
 def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
-    """Raise UserError if this run's checkpoints were made with other weights of the target."""
+    """Raise UserError if this run's checkpoints belong to other weights of the target."""
     before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
     if before is None or not (run_folder.path / "checkpoints").exists():
         return
     now = hash_input(target_folder)
     if now != before:
         raise UserError(
-            f"{run_folder.path} was begun with another target: {target_folder} had the hash "
-            f"{before[:12]} and has {now[:12]} now, and a head only works with its target. "
+            f"{run_folder.path} was started with another target: {target_folder} had the hash "
+            f"{before[:12]} and now has {now[:12]}. A head only works with its target. "
             f"Choose another output_dir=, or delete the folder to start over"
         )
 
@@ -185,12 +188,12 @@ def train(job: HeadJob, run: Run) -> None:
     target = freeze(load_causal_lm(target_folder, dtype))
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     check_predictions(data.samples, config.loss.predict_n_tokens)
-    head = kind.build(config, shape, target, data.samples, parallel.is_main).to(
-        parallel.device, dtype
-    )
-    states = TargetStates(target, taps=kind.taps(shape), final=judged(config.loss))
+    lm_head_VH = target.get_output_embeddings().weight.detach()
+    head = build_head(kind, config.head, shape, lm_head_VH, data.samples, parallel.is_main)
+    head = head.to(parallel.device, dtype)
+    states = TargetStates(target, taps=kind.taps(shape), final=uses_teacher(config.loss))
     parallel.place_frozen(target)
-    states.placed(parallel.device)
+    states.move_to(parallel.device)
     if parallel.is_main:
         describe_job(job, target, data)
     answers = parallel.broadcast(
@@ -228,7 +231,7 @@ def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store
     layout = states_layout(job.config, job.kind, job.shape, target)
 
     def count(mask_T: np.ndarray) -> int:
-        return count_kept(mask_T, layout.heads, layout.judged)
+        return count_kept(mask_T, layout.heads, layout.uses_teacher)
 
     target_hash = hash_input(job.target_folder)
     return states_on_disk(Path(settings.folder), target_hash, data, layout, count, show)
@@ -241,7 +244,7 @@ def make_evaluation(
     tokenizer: Any,
     parallel: Parallel,
     answers: Sequence[Sample],
-) -> CombinedEvaluation:
+) -> Evaluation:
     """Return the evaluation between steps: a chain on the target's answers, and heads' accuracies.
 
     The accuracies need held-out chats, or a kind of head that uses them. On greedy answers the
@@ -262,7 +265,7 @@ def make_evaluation(
         evaluations.insert(
             0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
         )
-    return CombinedEvaluation(evaluations)
+    return combine(evaluations)
 
 
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:

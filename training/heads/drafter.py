@@ -1,0 +1,111 @@
+"""Base of drafters that read the target's last hidden state, as the recurrent and Medusa heads do.
+
+The state is that of the token before the tip. The prefill computes it, and every round's forward
+the next one. A prompt of one token has no such token, so its first round drafts from zeros.
+
+Shapes: B rows, N tokens, C = H hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.interfaces import Observation, RoundCosts, Target
+from decoding.models.load import DTYPES
+from decoding.verification.nodes import at_nodes
+
+Head = TypeVar("Head")
+
+
+def load_to_draft(
+    folder: str | Path | None,
+    head: Head | None,
+    load: Callable[[Path, torch.dtype, str], Head],
+    dtype: str,
+    device: str,
+) -> Head:
+    """Return the head in memory, or load that of the folder. Raises UserError.
+
+    dtype, device: for a head that is loaded.
+    """
+    if head is not None:
+        return head
+    if folder is None:
+        raise ValueError("a drafter of a trained head needs its folder or the head")
+    if dtype not in DTYPES:
+        raise UserError(
+            f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}, or auto in a "
+            f"configuration."
+        )
+    return load(Path(folder), DTYPES[dtype], devices.device_of(device))
+
+
+class HeadDrafter:
+    """Drafter whose only memory is the target's hidden state before the tip."""
+
+    def __init__(self, name: str, shape: Any, weight: Tensor) -> None:
+        """shape: the head's, with hidden_size and vocab_size. weight: one of the head's weights."""
+        self.name, self._shape = name, shape
+        self.device, self.dtype = weight.device, weight.dtype
+        self._hidden_BH = torch.empty(0)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Raise UserError for a target of other sizes than the head's, or on another device."""
+        for what, ours, theirs in (
+            ("hidden size", self._shape.hidden_size, target.hidden_size),
+            ("vocabulary", self._shape.vocab_size, target.vocab_size),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"drafter '{self.name}': its head was trained for a {what} of {ours}, but "
+                    f"'{target.name}' has {theirs}. Use a head that was trained for this target."
+                )
+        places = {(device.type, device.index or 0) for device in (self.device, target.device)}
+        if len(places) > 1:
+            raise UserError(
+                f"drafter '{self.name}': its head is on {self.device}, but '{target.name}' is on "
+                f"{target.device}. Use one device for both."
+            )
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Store the hidden state of each prompt's last token but one."""
+        size = self._shape.hidden_size
+        self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
+        if prefill_hidden_BNC is not None:
+            has_state_B1 = devices.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
+            last = prefill_hidden_BNC.shape[1] - 1  # 0: only each prompt's last state is given
+            places_B = [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
+            states_BH = self.convert(at_nodes(prefill_hidden_BNC, places_B))
+            self._hidden_BH = torch.where(has_state_B1, states_BH, self._hidden_BH)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Store the last of the hidden states that the target has just computed."""
+        if hidden_NC is not None:
+            self._hidden_BH = self.convert(hidden_NC[-1:])
+
+    def convert(self, states: Tensor) -> Tensor:
+        """Return states of the target in the head's dtype, on its device."""
+        return states.to(self.device, self.dtype)
+
+    def observe(self, observation: Observation) -> None:
+        """Store the hidden state of the last accepted token."""
+        outcome = observation.outcome
+        last_B = outcome.accepted_B  # of a chain
+        if outcome.paths_B is not None:
+            last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
+        self._hidden_BH = self.convert(at_nodes(observation.hidden_BNC, last_B))
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Do nothing: a head caches nothing."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        # a list as an index would wait for the device
+        self._hidden_BH = self._hidden_BH[devices.tensor(list(rows), self.device)]
