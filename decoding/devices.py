@@ -3,11 +3,11 @@
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
 launching kernels one by one, which captured graphs avoid, and waiting for a number, which the loop
 does once a round (`read`). All other code is independent of the device, so the tests run it on a
-CPU; the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
+CPU; a test counts the lines here that only a GPU can run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -127,7 +127,7 @@ def read(*tensors: Tensor) -> list[Any]:
     if not runs_ahead(tensors[0].device):
         return [each.tolist() for each in tensors]
     packed = torch.cat([each.reshape(-1).to(torch.float64) for each in tensors])
-    with _allow_waiting(packed.device):
+    with _sync_debug_mode(packed.device, "default"):
         host = packed.cpu()
     sizes = [each.numel() for each in tensors]
     return [
@@ -136,27 +136,18 @@ def read(*tensors: Tensor) -> list[Any]:
     ]
 
 
-@contextmanager
-def no_waiting(device: torch.device) -> Iterator[None]:
+def no_waiting(device: torch.device) -> AbstractContextManager[None]:
     """Make every wait for the device other than `read` raise (CUDA's sync debug mode)."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    return _sync_debug_mode(device, "error")
 
 
 @contextmanager
-def _allow_waiting(device: torch.device) -> Iterator[None]:
+def _sync_debug_mode(device: torch.device, mode: str) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:

@@ -89,32 +89,22 @@ def load(
             f"with `use`, a Drafter or None."
         )
     tokenizer = load_tokenizer(target)
-    model = load_target(
-        target,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        max_length=max_length,
-        parallel=parallel,
-        processes=processes,
-    )
-    made = (
-        make_drafter(choice, target, backend=backend, dtype=dtype, device=device)
-        if choice
-        else cast(Drafter | None, drafter)
-    )
-    return Engine(model, made, tokenizer, stop_tokens(target, tokenizer))
+    place: dict[str, Any] = {"backend": backend, "dtype": dtype, "device": device}
+    split: dict[str, Any] = {"parallel": parallel, "processes": processes}
+    model = load_target(target, max_length=max_length, **place, **split)
+    if choice is not None:
+        drafter = make_drafter(choice, target, **place)
+    return Engine(model, cast(Drafter | None, drafter), tokenizer, stop_tokens(target, tokenizer))
 
 
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end-of-text ids of generation_config.json and of the tokenizer."""
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
-    ids = [one for one in (found if isinstance(found, list) else [found]) if one is not None]
+    listed = found if isinstance(found, list) else [found]
+    ids = [one for one in (*listed, tokenizer.eos_token_id) if one is not None]
     check_value("stop_token_ids", ids, key=f"{path}: eos_token_id")
-    return tuple(
-        sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
-    )
+    return tuple(sorted(set(ids)))
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
@@ -162,11 +152,9 @@ def generate(
                 f"decoding.Settings."
             )
     check_value("stream", stream)
-    fixed: dict[str, Any] = {
-        "stop_token_ids": engine.stop_token_ids,
-        "text_of": lambda ids: text_of(engine, ids),
-    }
-    chosen = Settings(**{**fixed, **settings})
+    settings.setdefault("stop_token_ids", engine.stop_token_ids)
+    settings.setdefault("text_of", lambda ids: text_of(engine, ids))
+    chosen = Settings(**settings)
     check(engine.target, engine.drafter, chosen)
     # no other thread uses the models between measuring costs and the last token
     with Claim(engine.target, engine.drafter):

@@ -94,11 +94,9 @@ def build_batch(
             f"drafter '{drafter.name}' needs measured costs, found None. Give "
             f"Settings(costs=time_parts(...).costs)."
         )
-    kind = Batch
-    if drafter is not None and settings.schedule != "serial":
-        kind = batch_type(
-            settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows)
-        )
+    kind, schedule = Batch, settings.schedule
+    if drafter is not None and schedule != "serial":
+        kind = batch_type(schedule, drafter, settings.verify, policy, settings.costs, len(rows))
     batch = kind(target, drafter, rows, settings, on_tokens)
     batch.claim = claim or batch.claim
     with batch.claim:

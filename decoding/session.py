@@ -29,7 +29,7 @@ class Session:
     """A single conversation that keeps its cache between turns.
 
     If another call has used the target or the drafter since the last turn, the next turn reads the
-    whole text again. The cache has the target's full context from the first turn; use
+    complete text again. The cache has the target's full context from the first turn; use
     `load_target(max_length=...)` for a smaller one.
     """
 
@@ -63,16 +63,13 @@ class Session:
         Call `round` under torch.inference_mode while the batch has `rows`, or stop between two
         rounds. A batch of an earlier turn cannot continue.
 
-        prompt: the whole text so far. drafted=False decodes autoregressively in the same cache.
+        prompt: the complete text so far. drafted=False decodes autoregressively in the same cache.
         max_new_tokens: None takes the settings' value. Raises UserError for an empty prompt or one
         that fills the target's context; the caches are then unchanged.
         """
-        settings = (
-            self.settings
-            if max_new_tokens is None
-            else replace(self.settings, max_new_tokens=max_new_tokens)
-        )
-        drafter = self.drafter if drafted else None
+        settings, drafter = self.settings, self.drafter if drafted else None
+        if max_new_tokens is not None:
+            settings = replace(settings, max_new_tokens=max_new_tokens)
         claim = Claim(self.target, self.drafter)
         with claim:
             if not self._claim.holds:
@@ -143,7 +140,7 @@ class ConversationBatches:
 
     Rows end at different times and batches differ, so a row's cache is copied out when it ends and
     copied in at its next turn. The copies take as much memory as the batch has committed. The
-    drafter reads every prompt from the start. If it reads the hidden states of whole prompts
+    drafter reads every prompt from the start. If it reads the hidden states of complete prompts
     (`capabilities.last_hidden` is false), so does the target.
     """
 
@@ -171,7 +168,7 @@ class ConversationBatches:
     ) -> list[Generation]:
         """Continue every prompt like `decoding.loop.decode`, reusing the last batch's caches.
 
-        names: the conversations of the prompts, all different. prompts: the whole texts so far.
+        names: the conversations of the prompts, all different. prompts: the complete texts so far.
         last: whether a conversation ends with this turn, so that its cache is not stored. Raises
         UserError as `decode` does, and for an overlapped schedule.
         """
@@ -183,51 +180,38 @@ class ConversationBatches:
                 self.target, self.drafter, prompts, settings, request_ids=request_ids
             )
             self._claim = batch.claim
-            return self._run(batch, names, last)
-
-    def _run(
-        self, batch: Batch, names: Sequence[Hashable], last: Sequence[bool]
-    ) -> list[Generation]:
-        """Decode the batch and store the caches that its conversations need next."""
-        generations = [row.generation for row in batch.rows]
-        self._open(batch, names)
-
-        def keep(place: int, row: Row) -> None:
-            if last[row.index]:
-                return
-            self.target.keep(place, row.index)
-            self._stored[names[row.index]] = row.index, row.sequence[: self.target.lengths_B[place]]
-
-        batch.on_end = keep
-        while batch.rows:
-            batch.round()
+            generations = [row.generation for row in batch.rows]
+            self._open(batch, names)
+            batch.on_end = lambda place, row: (
+                None if last[row.index] else self._store(names[row.index], place, row)
+            )
+            while batch.rows:
+                batch.round()
         return generations
+
+    def _store(self, name: Hashable, place: int, row: Row) -> None:
+        """Store the cache of a row that has ended, for the conversation's next turn."""
+        self.target.keep(place, row.index)
+        self._stored[name] = row.index, row.sequence[: self.target.lengths_B[place]]
 
     def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
         """Open the batch like `Batch.open`, but reuse the stored caches, and drop them."""
         began = perf_counter()
-        drafter, wants_hidden = (
-            self.drafter,
-            self.drafter is not None and self.drafter.capabilities.needs_hidden,
-        )
+        drafter = self.drafter
+        wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
         wants_all = drafter is not None and wants_hidden and not drafter.capabilities.last_hidden
         prompts_B = [row.sequence for row in batch.rows]
         stored_B = [(0, []) if wants_all else self._stored.get(name, (0, [])) for name in names]
-        kept_B = [
-            shared_prefix_length(cached, prompt)
-            for (_, cached), prompt in zip(stored_B, prompts_B, strict=True)
-        ]
-        if wants_hidden:  # the last hidden state needs a forward
-            kept_B = [
-                max(0, min(kept, len(prompt) - 2))
-                for kept, prompt in zip(kept_B, prompts_B, strict=True)
-            ]
-        new_B = [prompt[kept:-1] for kept, prompt in zip(kept_B, prompts_B, strict=True)]
+        kept_B, new_B = [], []
+        for (_, cached), prompt in zip(stored_B, prompts_B, strict=True):
+            kept = shared_prefix_length(cached, prompt)
+            if wants_hidden:  # the last hidden state needs a forward
+                kept = max(0, min(kept, len(prompt) - 2))
+            kept_B.append(kept)
+            new_B.append(prompt[kept:-1])
         # drafts may exceed a row's limit, and padding may exceed its end
-        capacity = max(
-            max(row.limit for row in batch.rows) + batch.width() + 1,
-            max(kept_B) + max(map(len, new_B)),
-        )
+        drafted_end = max(row.limit for row in batch.rows) + batch.width() + 1
+        capacity = max(drafted_end, max(kept_B) + max(map(len, new_B)))
         self.target.open(len(prompts_B), capacity)
         for place, ((name, _), kept) in enumerate(zip(stored_B, kept_B, strict=True)):
             if kept:

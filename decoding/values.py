@@ -50,6 +50,11 @@ def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
     )
 
 
+def number_where(fits: Callable[[float], bool], bounds: str) -> ValueRule:
+    """Return the rule for finite numbers within bounds, which a message appends to "a number"."""
+    return ValueRule(lambda value: is_number(value) and fits(value), f"a number {bounds}")
+
+
 def is_text(value: Any) -> bool:
     """Return whether the value is a string that UTF-8 can encode, without lone surrogates."""
     return isinstance(value, str) and lone_surrogate(value) is None
@@ -64,12 +69,12 @@ def lone_surrogate(text: str) -> int | None:
     return None if found is None else found.start()
 
 
-def texts(value: Any) -> bool:
+def is_text_list(value: Any) -> bool:
     """Return whether the value is a list or tuple of nonempty strings."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
-def ids(value: Any) -> bool:
+def is_id_collection(value: Any) -> bool:
     """Return whether the value is a collection of token ids."""
     return isinstance(value, list | tuple | set | frozenset) and all(
         is_int(one) and one >= 0 for one in value
@@ -92,25 +97,19 @@ RULES: dict[str, ValueRule] = {
         f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST:g}",
     ),
     "top_k": whole_number(0, note=" (0 is off)"),
-    "top_p": ValueRule(
-        lambda value: is_number(value) and 0 < value <= 1,
-        "a number more than 0 and at most 1 (off)",
-    ),
-    "min_p": ValueRule(
-        lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"
-    ),
+    "top_p": number_where(lambda value: 0 < value <= 1, "more than 0 and at most 1 (off)"),
+    "min_p": number_where(lambda value: 0 <= value <= 1, "from 0 (off) to 1"),
     "num_draft_tokens": whole_number(0, note=" (0 is no drafting)"),
     "seed": whole_number(0, LARGEST_SEED),
-    "stop_token_ids": ValueRule(ids, "a tuple of token ids, whole numbers of 0 or more"),
-    "stopping_threshold": optional(
-        ValueRule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    "stop_token_ids": ValueRule(
+        is_id_collection, "a tuple of token ids, whole numbers of 0 or more"
     ),
-    "repetition_penalty": ValueRule(
-        lambda value: is_number(value) and 0.01 <= value <= 100,
-        "a number from 0.01 to 100 (1 is off)",
+    "stopping_threshold": optional(number_where(lambda value: 0 <= value <= 1, "from 0 to 1")),
+    "repetition_penalty": number_where(
+        lambda value: 0.01 <= value <= 100, "from 0.01 to 100 (1 is off)"
     ),
     "allowed": optional(FUNCTION),
-    "stop_strings": ValueRule(texts, "a tuple of nonempty strings"),
+    "stop_strings": ValueRule(is_text_list, "a tuple of nonempty strings"),
     "text_of": optional(FUNCTION),
     "ignore_eos": SWITCH,
     "stream": SWITCH,
@@ -160,9 +159,6 @@ def quote(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
-        text = (
-            f"a number of {value.bit_length()} bits"
-            if is_int(value)
-            else f"a {type(value).__name__}"
-        )
+        is_long = isinstance(value, int)
+        text = f"a number of {value.bit_length()} bits" if is_long else f"a {type(value).__name__}"
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."

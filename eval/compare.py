@@ -27,7 +27,7 @@ from eval.statistics.schema import flat
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
-from jobs.tracker import Chart, TrackedRun, Tracker
+from jobs.tracker import Chart, Tracker, track_run
 
 READ = ("results.jsonl", "records.jsonl")  # of every run
 
@@ -59,8 +59,7 @@ def run(cfg: CompareConfig) -> Path:
     else:
         tracker_cfg = dataclasses.replace(cfg.tracker, group=group_of(cfg, evaluations))
         tracked = dataclasses.replace(cfg, tracker=tracker_cfg)
-        with TrackedRun(folder, tracked, inputs, is_main=True) as tracker:
-            assert tracker is not None, "this is the only process"
+        with track_run(folder, tracked, inputs) as tracker:
             _write(folder, panels, evaluations, tracker)
         folder.write_manifest(inputs, _summary(panels), finished=True)
     print_comparison(panels, evaluations)

@@ -34,7 +34,7 @@ from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
-from jobs.tracker import TrackedRun, Tracker
+from jobs.tracker import Tracker, track_run
 from training.models.build import target_is_here
 
 TRACKED = (
@@ -103,8 +103,7 @@ def _measure(
     made = _provenance(cfg, folder, loaded, rows, session.records)
     write_text(report, evaluation_page(rows, session.records, made))
     # Started last: the work of a tracker during the decoding would be measured too.
-    with TrackedRun(folder, cfg, loaded.inputs, is_main=True) as tracker:
-        assert tracker is not None, "this is the only process"
+    with track_run(folder, cfg, loaded.inputs) as tracker:
         record_rows(tracker, rows)
     folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
     return rows

@@ -17,7 +17,7 @@ REQUEST = 'def __eq__(self, other):\n    """Compare two intervals by start, end 
 def decode(engine: Engine, **settings: object) -> Reply:
     """Answer the request and print the speed and the forward passes of the target."""
     chat = [{"role": "user", "content": REQUEST}]
-    # The first call also measures the costs by which drafts get their length.
+    # The first call also measures the costs that choose the draft length.
     generate(engine, chat, max_new_tokens=8, **settings)
     reply = generate(engine, chat, max_new_tokens=96, **settings)
     stats, tokens = reply.stats, len(reply.tokens)
@@ -30,15 +30,16 @@ def decode(engine: Engine, **settings: object) -> Reply:
 
 
 def main(drafter: str) -> None:
+    """Decode greedily and by sampling, and compare with the target alone."""
     alone, drafting = load(TARGET), load(TARGET, drafter)
     print("the target alone, greedy:")
     expected = decode(alone)
     print(f"with {drafter}, greedy:")
     found = decode(drafting)
-    assert found.tokens == expected.tokens, "greedy output is the target's own"
+    assert found.tokens == expected.tokens, "greedy output equals the target's"
     print(f"\n{REQUEST}\n{found.text}\n")
 
-    # Sampling too: verify="coupled" ties every sampled token to the seed, not to the drafter.
+    # When sampling, verify="coupled" makes every token depend on the seed and not on the drafter.
     sampling = {"temperature": 0.8, "seed": 1, "verify": "coupled"}
     print("the target alone, sampled:")
     expected = decode(alone, **sampling)

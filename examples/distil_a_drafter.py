@@ -3,7 +3,7 @@
     python examples/distil_a_drafter.py [KEY=VALUE ...]
 
 The settings below are small, so the drafter is poor. For your model set `target.path`,
-`data.chats`, `held_out.prompts` and longer bounds; `python -m distill.train --help` explains all.
+`data.chats`, `held_out.prompts` and longer bounds; `python -m distill.train --help` lists all keys.
 """
 
 import json
@@ -17,7 +17,7 @@ SETTINGS = {
     # The target has 14 layers.
     "student.num_hidden_layers": "1",
     "data.max_samples": "1000",
-    # Bounds of the run: the first one that is reached ends it.
+    # The first of these bounds that is reached ends the run.
     "loop.max_seconds": "40",
     "loop.max_steps": "120",
     "loop.tokens_per_step": "2048",
@@ -33,9 +33,10 @@ SETTINGS = {
 
 
 def main(arguments: list[str]) -> None:
+    """Distil, then list the files and the card of the drafter."""
     settings = SETTINGS | dict(one.split("=", 1) for one in arguments)
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    # A job is a command. Run again, it resumes, and a finished one does nothing.
+    # A job is a command. A second run resumes it, or does nothing if it is finished.
     subprocess.run([sys.executable, "-m", "distill.train", *overrides], cwd=ROOT, check=True)
 
     drafter = ROOT / settings["output_dir"] / "drafter"

@@ -1,7 +1,7 @@
-"""Measure a drafter: acceptance, cost and speedup with an interval, beside a control.
+"""Measure the acceptance, cost and speedup of a drafter, with intervals and a control.
 
     python examples/measure_a_drafter.py                                # prompt lookup alone
-    python examples/measure_a_drafter.py runs/examples/distil/drafter   # beside a drafter
+    python examples/measure_a_drafter.py runs/examples/distil/drafter   # and a drafter
 
 Arguments with a "=" are settings of eval.run. The example reads few prompts, so the intervals are
 wide. The report has plots and every definition.
@@ -26,17 +26,18 @@ SETTINGS = {
 
 
 def main(arguments: list[str]) -> None:
+    """Run the evaluation, then print some columns of its results."""
     drafters = [one for one in arguments if "=" not in one]
     settings = SETTINGS | dict(one.split("=", 1) for one in arguments if "=" in one)
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    # Run again with the same settings, the job measures nothing anew and prints the same table.
+    # A second run with the same settings measures nothing and prints the same table.
     subprocess.run(
         [sys.executable, "-m", "eval.run", f"drafters=[{','.join(drafters)}]", *overrides],
         cwd=ROOT,
         check=True,
     )
 
-    # What a program reads: a line for each drafter, benchmark, and setting.
+    # The file for programs has a line for each drafter, benchmark and setting.
     folder = ROOT / settings["output_dir"]
     names = ("drafter", "temperature", "speedup", "speedup_low", "speedup_high")
     names += ("alpha", "tau", "cost_ratio", "lossless")
@@ -44,11 +45,11 @@ def main(arguments: list[str]) -> None:
     for line in (folder / "results.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["part"] == "main":
-            print("".join(f"{shown(row[name]):<13}" for name in names))
+            print("".join(f"{format_value(row[name]):<13}" for name in names))
 
 
-def shown(value: object) -> str:
-    """Format a value; None is a figure that so few prompts do not give."""
+def format_value(value: object) -> str:
+    """Format a value; None is a figure that needs more prompts."""
     return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -1,1 +1,1 @@
-"""What every job shares: composition, stages, run folders, trackers, processes, help, progress."""
+"""Machinery of every job: composition, stages, run folders, trackers, processes, help."""

@@ -1,17 +1,17 @@
 """Names of earlier versions and their current names; each works for one release.
 
-A command line is rewritten before Hydra composes, a configuration before it is checked.
+A command line is rewritten before Hydra composes it, a configuration before it is checked.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from decoding.drafters.build import options_of
 from decoding.drafters.registry import imported
 
-# Modules of classes that a configuration names by `_target_`.
+# modules of the classes that a configuration names by `_target_`
 MODULES = {
     "decoding.chain": "decoding.drafters.chain",
     "decoding.graph": "decoding.drafters.trees.graph",
@@ -27,50 +27,52 @@ MODULES = {
     "training.drafters": "jobs.drafters",
 }
 
-# Keys of measured costs in JSON (decoding.interfaces.RoundCosts).
+# classes and functions whose name changed within their module
+RENAMED = {"jobs.drafters.looked_up": "jobs.drafters.build_with_lookup"}
+
+# keys of measured costs in JSON (decoding.interfaces.RoundCosts).
 COSTS = {"beams": "frontier", "t_draft_by_beams_ms": "t_draft_by_frontier_ms"}
 
-# Keys, and groups of conf/, of a job.
+# job -> its keys and groups of conf/
 KEYS = {
     "distill.train": {"drafter": "student"},
     "distill.prune": {"drafter": "student"},
     "recurrent_drafting.generate": {"draws": "children"},
 }
 
-# Options of the drafters in decoding/drafters/registry.py.
+# options of the drafters in decoding/drafters/registry.py.
 OPTIONS = {"draws": "children"}
 
-# Values of these keys and options, by today's name.
+# current key or option -> its values
 VALUES = {"children": {"drawn": "sampled", "picked": "top_k"}}
 
 
 def current_costs(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return measured costs with today's keys."""
+    """Return measured costs with the current keys."""
     return {COSTS.get(key, key): value for key, value in entry.items()}
 
 
 def current_target(name: str) -> str:
-    """Return today's dotted name of a class that `_target_` names."""
+    """Return the current dotted name of a class that `_target_` names."""
     module, _, leaf = name.rpartition(".")
-    return f"{MODULES.get(module, module)}.{leaf}"
+    found = f"{MODULES.get(module, module)}.{leaf}"
+    return RENAMED.get(found, found)
 
 
 def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
-    """Return a job's command line, or the overrides of its stage, with today's keys.
+    """Return the overrides of a job with the current keys; print a note for each renamed key.
 
-    Prints one note for each renamed key.
+    Options of drafters are only noted here; `current_config` renames them.
     """
-    for old, new in OPTIONS.items():  # `typed` renames them, where no command line is left
-        if any(re.match(rf"\+*drafters?\b.*\b{old}\s*[:=]", argument) for argument in arguments):
+    for old, new in {**OPTIONS, **KEYS.get(job, {})}.items():
+        uses = re.compile(rf"[+~]*({old}[.=@]|drafters?\b.*\b{old}\s*[:=])")
+        if any(map(uses.match, arguments)):
             _print_note(old, new)
-    return [_current_override(job, argument, _print_note) for argument in arguments]
+    return [_current_override(job, argument) for argument in arguments]
 
 
 def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a configuration with today's keys.
-
-    Keys of its drafters and of the overrides of its stages are renamed too.
-    """
+    """Return a configuration, its drafters and the overrides of its stages with current names."""
     job = str(saved.get("job"))
     found = _rename_keys(saved, KEYS.get(job, {}))
     if isinstance(found.get("drafters"), list):
@@ -80,6 +82,7 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     if isinstance(found.get("stage_overrides"), dict):
         found["stage_overrides"] = {
             stage: [
+                # `${key}` names a key of the experiment, whatever the job of the stage.
                 _current_override(
                     str(stage).partition(":")[0], _rename_interpolations(job, text, "$")
                 )
@@ -91,25 +94,25 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _current_drafter(entry: Any) -> Any:
-    """Return an entry of `drafters=` with today's options.
+    """Return an entry of `drafters=` with the current names of its options.
 
-    A class that still has an old option keeps it.
+    An option keeps its name if the entry's class accepts it, or cannot be imported.
     """
     if not isinstance(entry, dict):
         return entry
     old = OPTIONS.keys() & entry.keys()
     if old and "_target_" in entry:
         try:
-            taken = options_of(imported(current_target(str(entry["_target_"]))))
+            accepted = options_of(imported(current_target(str(entry["_target_"]))))
         except ImportError:  # jobs/drafters.py reports it
             return entry
-        if taken is None or old & taken:
+        if accepted is None or old & accepted:
             return entry
     return _rename_keys(entry, OPTIONS)
 
 
 def _rename_keys(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """Return a mapping with today's keys, and with today's values of the renamed ones."""
+    """Return a mapping with the current keys, and the current values of the renamed ones."""
     return {
         names.get(key, key): _current_value(names[key], value) if key in names else value
         for key, value in values.items()
@@ -120,34 +123,30 @@ def _current_value(key: str, value: Any) -> Any:
     return VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
-def _current_override(
-    job: str, argument: str, note: Callable[[str, str], None] = lambda old, new: None
-) -> str:
-    """Return an override with today's keys.
-
-    note: called with the old and the new key.
-    """
+def _current_override(job: str, argument: str) -> str:
+    names = KEYS.get(job, {})
     match = re.match(r"(\+\+|\+|~)?([\w/]+)(?=[.=@])", argument)
-    known = KEYS.get(job, {})
-    if match and match[2] in known:
-        key, rest = known[match[2]], argument[match.end() :]
-        note(match[2], key)
+    if match and match[2] in names:
+        key, rest = names[match[2]], argument[match.end() :]
         if rest.startswith("="):
             rest = "=" + ",".join(_current_value(key, value) for value in rest[1:].split(","))
         argument = f"{match[1] or ''}{key}{rest}"
-    return _rename_interpolations(job, _rename_interpolations(job, argument, "$"), "@")
+    return _rename_interpolations(job, argument, "$@")
 
 
-def _rename_interpolations(job: str, text: str, sign: str) -> str:
-    """Return a text whose interpolations use today's keys of a job.
+def _rename_interpolations(job: str, text: str, signs: str) -> str:
+    """Rename a job's keys in interpolations.
 
-    sign: `$`, or `@` for a stage's own keys.
+    signs: `$` for `${key}` of the experiment, `@` for `@{key}` of the stage, or both.
     """
-    known = KEYS.get(job, {})
-    pattern = re.escape(sign) + r"\{(\w+)(?=[.}])"
-    return re.sub(pattern, lambda match: f"{sign}{{{known.get(match[1], match[1])}", text)
+    names = KEYS.get(job, {})
+    return re.sub(
+        rf"([{signs}]\{{)(\w+)(?=[.}}])",
+        lambda match: match[1] + names.get(match[2], match[2]),
+        text,
+    )
 
 
 @cache
 def _print_note(old: str, new: str) -> None:
-    print(f"note: the key {old} is called {new} now; the old name works until the next release")
+    print(f"note: the key {old} is now called {new}; the old name works until the next release")

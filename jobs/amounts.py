@@ -1,6 +1,7 @@
-"""Amounts in words, as dry runs and stages print them."""
+"""Text forms of sizes, durations and operation counts, for dry runs and stages."""
 
-PLANNED = "planned_flop"  # of a manifest's metrics: what a dry run counted
+# key of a manifest's metrics: floating-point operations that a dry run counted
+PLANNED = "planned_flop"
 
 
 def size(count: float) -> str:
@@ -13,11 +14,9 @@ def size(count: float) -> str:
 def hours(seconds: float) -> str:
     """Format seconds as hours: `101.42 hours`, `0.02 hours (87 s)`."""
     found = seconds / 3600
-    return (
-        f"{found:,.2f} hours"
-        if found >= 0.1
-        else f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
-    )
+    if found >= 0.1:
+        return f"{found:,.2f} hours"
+    return f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
 
 
 def operations(count: float) -> str:

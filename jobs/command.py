@@ -1,6 +1,6 @@
-"""The console command: `shallow-draft` lists the jobs, `shallow-draft JOB ...` runs one.
+"""Console command: `shallow-draft` lists the jobs, `shallow-draft JOB ...` runs one.
 
-It imports nothing of the project before it knows what to run, so that the list comes at once.
+The list prints at once, as this module imports nothing else of the project.
 """
 
 import difflib
@@ -9,10 +9,10 @@ import sys
 
 JOBS = {
     "distill.prune": "Cut a target down to a student of any smaller LLaMA shape",
-    "distill.regenerate": "Have the target answer chats, as data to train a drafter on",
+    "distill.regenerate": "Answer chats with the target, as training data of a drafter",
     "distill.train": "Distill the frozen target into a student of any LLaMA shape",
     "distill.pretrain": "Train a LLaMA from scratch, also as the control of a pruning experiment",
-    "distill.compact": "Strip a checkpoint of its zero padding and check that logits stay equal",
+    "distill.compact": "Remove a checkpoint's zero padding and check that its logits stay equal",
     "distill.skip_search": "Find the layers that a target can skip when it drafts for itself",
     "distill.quality": "Measure bits per byte and the share of sampled functions that parse",
     "heads.train": "Train a drafter head on the frozen target's hidden states",
@@ -48,7 +48,7 @@ def main() -> None:
     if job not in JOBS:
         nearest = difflib.get_close_matches(job, JOBS, n=1, cutoff=0.0)[0]
         print(
-            f"error: there is no job '{job}'; the nearest is '{nearest}' (shallow-draft lists all)",
+            f"error: '{job}' is not a job; the nearest is '{nearest}' (shallow-draft lists all)",
             file=sys.stderr,
         )
         sys.exit(2)

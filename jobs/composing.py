@@ -1,4 +1,4 @@
-"""Composition of a job's configuration by Hydra, from conf/ and overrides."""
+"""Composition of a job's configuration from conf/ and overrides, by Hydra."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CONF = data_folder("conf")
 
 
 def translate_errors(action: Callable[[], Any]) -> Any:
-    """Run an action that composes a configuration. Raises UserError where it fails."""
+    """Call a function that composes a configuration. Turns Hydra's errors into UserError."""
     try:
         return action()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -25,10 +25,9 @@ def translate_errors(action: Callable[[], Any]) -> Any:
 
 
 def register(job: str, schema: type[Any]) -> None:
-    """Register a schema's fields and defaults with Hydra, so that overrides and `--help` know them.
+    """Register a schema's fields and defaults with Hydra, as plain values.
 
-    They are stored as plain values. `typed` checks keys and types after all files are merged, and
-    suggests the nearest key.
+    `typed` checks keys and types after all files are merged, and suggests the nearest key.
     """
     fields = OmegaConf.to_container(OmegaConf.structured(schema))
     ConfigStore.instance().store(
@@ -37,7 +36,10 @@ def register(job: str, schema: type[Any]) -> None:
 
 
 def compose_job(job: str, schema: type[Any], overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of `python -m JOB OVERRIDES`. Raises UserError."""
+    """Return the configuration of `python -m JOB OVERRIDES`.
+
+    Raises UserError for overrides and files that do not compose.
+    """
     register(job, schema)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         found = translate_errors(lambda: compose(job.replace(".", "_"), list(overrides)))

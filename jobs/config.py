@@ -1,13 +1,13 @@
 """Typed configuration: one dataclass for each job.
 
-Hydra composes plain YAML, and `typed` checks the result against the job's dataclass. This also
-catches unknown keys given as `+key=` and those in experiment files, which Hydra accepts. The error
-for an unknown key suggests the nearest valid one.
+Hydra composes plain YAML, and `typed` checks the result against the job's dataclass. The check also
+finds unknown keys in experiment files and in `+key=`, which Hydra accepts.
 """
 
 import dataclasses
 import difflib
 import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -108,7 +108,7 @@ SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     """Convert a composed configuration to an instance of `schema`.
 
-    Raises UserError for unknown keys (with the nearest valid one), wrong types and missing values.
+    Raises UserError for unknown keys, with the nearest valid one, wrong types and missing values.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
@@ -116,14 +116,15 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
             f"the configuration is a {type(container).__name__}, expected a mapping of keys"
         )
     plain = current_config({key: value for key, value in container.items() if key != "hydra"})
-    _check_keys(plain, schema, "")
+    for path, _ in leaves(plain):
+        check_key(schema, path)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
         OmegaConf.resolve(merged)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(
-                f"no value for {', '.join(missing)}: set it on the command line, such as "
+                f"no value for {', '.join(missing)}. Give it on the command line, such as "
                 f"{missing[0]}=..."
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
@@ -142,7 +143,7 @@ def refuse_parallel(target: TargetConfig) -> None:
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
             f"target.parallel is {target.parallel} with target.processes={target.processes}, "
-            f"expected none and 0: only eval.run splits the target among processes"
+            f"expected none and 0. Only eval.run splits the target among processes"
         )
 
 
@@ -152,29 +153,47 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
     for name, kind in fields_of(schema).items():
         keys.append(prefix + name)
         if dataclasses.is_dataclass(kind):
-            keys += valid_keys(typing.cast(type[Any], kind), prefix + name + ".")
+            keys += valid_keys(typing.cast(type[Any], kind), f"{prefix}{name}.")
     return keys
 
 
-def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> entry type for all fields that hold a mapping or a list."""
-    found: dict[str, Any] = {}
-    for name, kind in fields_of(schema).items():
-        if dataclasses.is_dataclass(kind):
-            found |= open_fields(typing.cast(type[Any], kind), prefix + name + ".")
-        elif typing.get_origin(kind) in (dict, list):
-            found[prefix + name] = typing.get_args(kind)[-1]
-    return found
+def check_key(schema: type[Any], path: Sequence[str], prefix: str = "") -> None:
+    """Raise UserError, with the nearest valid key, for a key that `schema` does not have.
+
+    path: parts of the dotted key. prefix: dotted key of `schema` inside the job's, with its dot.
+    The entries of a mapping or a list may have any name.
+    """
+    name, *rest = path
+    kind = fields_of(schema).get(name)
+    inner = f"{prefix}{name}."
+    if dataclasses.is_dataclass(kind):
+        if rest:
+            check_key(typing.cast(type[Any], kind), rest, inner)
+    elif rest and typing.get_origin(kind) in (dict, list):
+        entry = typing.get_args(kind)[-1]
+        if len(rest) > 1 and dataclasses.is_dataclass(entry):
+            check_key(typing.cast(type[Any], entry), rest[1:], f"{inner}{rest[0]}.")
+    elif rest or kind is None:
+        choices = [prefix + key for key in valid_keys(schema)]
+        key = prefix + ".".join(path)
+        same = [choice for choice in choices if choice.split(".")[-1] == path[-1]]
+        near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
+        raise UserError(
+            f"unknown configuration key '{key}'; the nearest valid key is '{(same or near)[0]}' "
+            f"(--help lists all)"
+        )
 
 
-def unknown_key(key: str, choices: list[str]) -> UserError:
-    """Return the error for an unknown key, with the nearest valid one."""
-    near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
-    leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
-    best = (leaf or near or [""])[0]
-    return UserError(
-        f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)"
-    )
+def leaves(
+    node: Mapping[Any, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and the value of each leaf of nested mappings; an empty mapping is a leaf."""
+    for key, value in node.items():
+        path = (*prefix, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -186,18 +205,3 @@ def fields_of(schema: type[Any]) -> dict[str, Any]:
     """Return the names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
-
-
-def _check_keys(node: Any, schema: type[Any], prefix: str) -> None:
-    kinds = fields_of(schema)
-    for key, value in node.items():
-        if key not in kinds:
-            raise unknown_key(prefix + str(key), [prefix + name for name in valid_keys(schema)])
-        kind = kinds[key]
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict | DictConfig):
-            _check_keys(value, typing.cast(type[Any], kind), f"{prefix}{key}.")
-        inner = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
-        if dataclasses.is_dataclass(inner) and isinstance(value, dict):  # name -> dataclass
-            for name, entry in value.items():
-                if isinstance(entry, dict):
-                    _check_keys(entry, typing.cast(type[Any], inner), f"{prefix}{key}.{name}.")

@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.values import check_settings
+from jobs.config import leaves, plain
 
 Rule = tuple[str, bool, str]
-LARGEST_SEED = 2**64 - 1  # the limit of torch
-THREADS_A_CORE = 8  # more would only wait for each other
+THREADS_PER_CORE = 8  # more would only wait for each other
 
 
 def refuse(config: Any, rules: Iterable[Rule]) -> None:
     """Raise UserError for the first broken rule.
 
-    A rule is a dotted key, whether its value is valid, and what is expected.
+    A rule is a dotted key, whether its value is valid, and the expected values in words.
     """
-    for key, fine, expected in rules:
-        if not fine:
+    for key, valid, expected in rules:
+        if not valid:
             value = config
             for name in key.split("."):
                 value = vars(value)[name]
@@ -27,28 +28,21 @@ def refuse(config: Any, rules: Iterable[Rule]) -> None:
 
 def check_job(config: Any) -> None:
     """Raise UserError for values that no job accepts: seed, threads, infinite numbers and NaN."""
-    threads = THREADS_A_CORE * (os.cpu_count() or 1)
-    rules = [
-        ("seed", 0 <= config.seed <= LARGEST_SEED, "an integer from 0 to 2**64 - 1"),
-        (
-            "threads",
-            0 <= config.threads <= threads,
-            f"0 (PyTorch's default) to {threads} on {os.cpu_count()} cores",
-        ),
-    ]
-    refuse(config, rules)
-    for key, value in _floats("", vars(config)):
-        if not math.isfinite(value):
-            raise UserError(f"{key} is {value}, expected a finite number")
+    check_settings(config, ["seed"])
+    cores = os.cpu_count() or 1
+    most = THREADS_PER_CORE * cores
+    expected = f"0 (PyTorch's default) to {most} on {cores} cores"
+    refuse(config, [("threads", 0 <= config.threads <= most, expected)])
+    for path, value in leaves(plain(config)):
+        for number in _floats(value):
+            if not math.isfinite(number):
+                raise UserError(f"{'.'.join(path)} is {number}, expected a finite number")
 
 
-def _floats(key: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield every float of a configuration with its dotted key."""
+def _floats(value: Any) -> Iterator[float]:
+    """Yield the floats of a value, of lists and mappings in it too."""
     if isinstance(value, float):
-        yield key, value
-    elif isinstance(value, list):
-        for one in value:
-            yield from _floats(key, one)
-    elif isinstance(value, dict) or hasattr(value, "__dataclass_fields__"):
-        for name, inner in (value if isinstance(value, dict) else vars(value)).items():
-            yield from _floats(f"{key}.{name}" if key else str(name), inner)
+        yield value
+    elif isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _floats(entry)

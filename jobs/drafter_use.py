@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,8 +11,9 @@ from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
 from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
+from decoding.values import check_choice, check_value, whole_number
 
-# the schedule of a drafter that decodes its own text without the target: the upper bound
+# schedule of a drafter that decodes alone, without the target: the upper bound of the speed
 ALONE = "alone"
 
 
@@ -30,102 +32,81 @@ class DrafterUse:
     lookup: int | None = None
     # verification rule where temperature > 0; None: the job's
     verify: str | None = None
-    # cap of a stopping policy that chooses its own lengths; None: the job's
+    # cap of a stopping policy that chooses draft lengths; None: the job's
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for key, found, known in (
-            ("stopping", self.stopping, NAMES),
-            ("schedule", self.schedule, ("serial", *SCHEDULES, ALONE)),
-            ("verify", self.verify, SAMPLING),
-        ):
-            if found is not None and found not in known:
-                raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
-        if self.schedule in SCHEDULES and self.stopping not in (None, *NON_LEARNING):
-            raise UserError(
-                f"schedule '{self.schedule}' does not work with stopping '{self.stopping}': a "
-                f"policy that learns gets the result of a chunk too late. Give stopping="
-                f"{' or '.join(NON_LEARNING)}."
-            )
-        if self.lookup is not None and self.schedule != "serial":
-            raise UserError(
-                f"lookup={self.lookup} does not work with schedule '{self.schedule}', as a lookup "
-                f"cannot forget the tokens of a discarded chunk. Remove lookup=, or give "
-                f"schedule=serial."
-            )
-        if (
-            self.stopping_threshold is not None
-            and self.stopping is not None
-            and self.stopping not in EAGER
-        ):
-            raise UserError(
-                f"stopping_threshold is {self.stopping_threshold}, but stopping '{self.stopping}' "
-                f"has no threshold. Remove it, or give stopping={' | '.join(EAGER)}."
-            )
-        self._check_rule()
-        self._check_cap()
+        check_choice("schedule", self.schedule, ("serial", *SCHEDULES, ALONE))
+        if self.stopping is not None:
+            check_choice("stopping", self.stopping, NAMES)
+        if self.verify is not None:
+            check_choice("verify", self.verify, SAMPLING)
+        if self.max_draft_tokens is not None:
+            check_value("max_draft_tokens", self.max_draft_tokens, whole_number(1))
+        for found, text in self._contradictions():
+            if found:
+                raise UserError(text)
 
-    def _check_rule(self) -> None:
-        if self.schedule in SCHEDULES and self.verify in ("block", "typical"):
-            raise UserError(
-                f"verify={self.verify} does not work with schedule '{self.schedule}', which "
-                f"verifies unfinished chunks. Give verify=token or coupled."
-            )
-        if self.schedule == ALONE and self.verify is not None:
-            raise UserError(
-                f"verify={self.verify} has no effect with schedule={ALONE}, which verifies "
-                f"nothing. Remove it."
-            )
-
-    def _check_cap(self) -> None:
-        cap = self.max_draft_tokens
-        if cap is None:
-            return
-        if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
-            raise UserError(f"max_draft_tokens is {cap!r}, expected an integer of at least 1.")
-        if self.schedule != "serial":
-            raise UserError(
-                f"max_draft_tokens={cap} has no effect with schedule '{self.schedule}', whose "
-                f"chunks have num_draft_tokens= or the sweep's length. Remove it."
-            )
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Yield pairs of options that exclude each other: whether both are given, and the error."""
+        schedule = f"schedule '{self.schedule}'"
+        in_chunks = self.schedule in SCHEDULES
+        yield (
+            in_chunks and self.stopping not in (None, *NON_LEARNING),
+            f"stopping '{self.stopping}' does not work with {schedule}: a policy that learns gets "
+            f"the result of a chunk too late. Give stopping={' or '.join(NON_LEARNING)}.",
+        )
+        yield (
+            self.lookup is not None and self.schedule != "serial",
+            f"lookup={self.lookup} does not work with {schedule}, as a lookup cannot forget the "
+            f"tokens of a discarded chunk. Remove lookup=, or give schedule=serial.",
+        )
+        yield (
+            self.stopping_threshold is not None and self.stopping not in (None, *EAGER),
+            f"stopping_threshold is {self.stopping_threshold}, but stopping '{self.stopping}' has "
+            f"no threshold. Remove it, or give stopping={' or '.join(EAGER)}.",
+        )
+        yield (
+            in_chunks and self.verify in ("block", "typical"),
+            f"verify={self.verify} does not work with {schedule}, which verifies unfinished "
+            f"chunks. Give verify=token or coupled.",
+        )
+        yield (
+            self.schedule == ALONE and self.verify is not None,
+            f"verify={self.verify} has no effect with schedule={ALONE}, which verifies nothing. "
+            f"Remove it.",
+        )
+        yield (
+            self.max_draft_tokens is not None and self.schedule != "serial",
+            f"max_draft_tokens={self.max_draft_tokens} has no effect with {schedule}, whose chunks "
+            f"have num_draft_tokens= or the sweep's length. Remove it.",
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """Options that are fields of decoding.Settings, except those that the job sets itself."""
-        # A drafter alone decodes serially.
-        schedule = "serial" if self.schedule == ALONE else self.schedule
         return {
             "stopping": self.stopping,
             "stopping_threshold": self.stopping_threshold,
-            "schedule": schedule,
+            # A drafter alone decodes serially.
+            "schedule": "serial" if self.schedule == ALONE else self.schedule,
         }
-
-    @property
-    def eval_only(self) -> dict[str, Any]:
-        """Options that only eval.run supports, as far as they are given.
-
-        Other jobs have one rule and one length for all drafters.
-        """
-        given = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
-        return {key: value for key, value in given.items() if value is not None}
 
     def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
         """Return a copy with the drafter's default stopping policy where none is given."""
-        return (
-            self
-            if self.stopping
-            else replace(self, stopping=default_stopping(capabilities, self.schedule))
-        )
+        stopping = self.stopping or default_stopping(capabilities, self.schedule)
+        return replace(self, stopping=stopping)
 
 
-USE = tuple(one.name for one in fields(DrafterUse))
+USE = tuple(field.name for field in fields(DrafterUse))
 
 
-def check_not_evaluated(name: str, use: DrafterUse) -> None:
-    """Raise UserError for options that only eval.run supports. Other jobs would ignore them."""
-    if use.eval_only:
-        given = ", ".join(f"{key}={value}" for key, value in use.eval_only.items())
+def refuse_eval_options(name: str, use: DrafterUse) -> None:
+    """Raise UserError for options that only eval.run supports; other jobs would ignore them."""
+    options = {"verify": use.verify, "max_draft_tokens": use.max_draft_tokens}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if given:
         raise UserError(
-            f"drafters: {name} has {given}, which only eval.run supports. Remove it: this job has "
-            f"one setting for all drafters."
+            f"drafters: {name} has {', '.join(given)}, which only eval.run supports. Remove it: "
+            f"this job has one setting for all drafters."
         )

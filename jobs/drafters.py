@@ -1,11 +1,13 @@
-"""Drafters as users name them, for every job that decodes.
+"""Drafters of the jobs that decode: from the entries of `drafters=` to instances.
 
-An entry is a folder, a name of the registry or of conf/drafter, or a mapping with `_target_`.
+An entry is a folder, a name of the registry or of conf/drafter, or a mapping with `use` or
+`_target_`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -44,26 +46,19 @@ def describe(
     an entry of none of the three forms, and for two drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
-    for entry in [
-        *_disambiguate(_expand_patterns(entries)),
-        *([CONTROL] if control and CONTROL not in entries else []),
-    ]:
+    asked = _expand_folders(entries)
+    if control and CONTROL not in entries:
+        asked.append(CONTROL)
+    for entry in asked:
         mapping = _build_mapping(entry, target)
-        name = str(
-            mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name
-        )
-        if "name" not in mapping:
-            name += "".join(
-                f"+{mapping[key]}" for key in ("schedule", "stopping", "verify") if key in mapping
-            )
-            name += "+lookup" * ("lookup" in mapping)
+        name = _name_of(mapping)
         if name in found:
             raise UserError(
                 f"drafters: two entries are called {name!r}. Give one of them another name, as a "
                 f"mapping: drafters=[{{use: {mapping.get('folder', 'NAME')}, name: another}}]."
             )
         found[name] = {**mapping, "name": name}
-        _check_keys(name, found[name])
+        _check_keys(name, mapping, [_find_class(name, mapping)])
     if not found:
         raise UserError(
             "drafters is empty and the control is off. Name at least one drafter, such as "
@@ -72,38 +67,42 @@ def describe(
     return found
 
 
-def _expand_patterns(entries: Sequence[Any]) -> list[Any]:
+def _name_of(mapping: Mapping[str, Any]) -> str:
+    """Return a drafter's name: the one given, or its folder's or class's with its loop options."""
+    if "name" in mapping:
+        return str(mapping["name"])
+    options = [mapping[key] for key in ("schedule", "stopping", "verify") if key in mapping]
+    options += ["lookup"] * ("lookup" in mapping)
+    return "+".join(
+        [Path(str(mapping.get("folder", mapping["_target_"]))).name, *map(str, options)]
+    )
+
+
+def _expand_folders(entries: Sequence[Any]) -> list[Any]:
     """Replace patterns such as `runs/sweep/*/drafter` by the folders that match.
 
-    Each folder is named as on its card. Raises UserError for a pattern without a match.
+    These, and folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`), are named as on
+    their cards. Raises UserError for a pattern without a match.
     """
     found: list[Any] = []
+    texts = {entry for entry in entries if isinstance(entry, str)}
+    last = Counter(Path(entry).name for entry in texts if "*" not in entry)
     for entry in entries:
-        if not isinstance(entry, str) or "*" not in entry:
+        if not isinstance(entry, str):
             found.append(entry)
-            continue
-        folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
-        if not folders:
-            raise UserError(
-                f"drafters: no folder with a config.json matches {entry!r} (working folder: "
-                f"{Path.cwd()}). Correct the pattern."
-            )
-        found += [{"use": folder, "name": read_card_name(Path(folder))} for folder in folders]
+        elif "*" in entry:
+            folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
+            if not folders:
+                raise UserError(
+                    f"drafters: no folder with a config.json matches {entry!r} (working folder: "
+                    f"{Path.cwd()}). Correct the pattern."
+                )
+            found += [{"use": path, "name": read_card_name(Path(path))} for path in folders]
+        elif "/" in entry and last[Path(entry).name] > 1 and resolve(entry).is_dir():
+            found.append({"use": entry, "name": read_card_name(resolve(entry))})
+        else:
+            found.append(entry)
     return found
-
-
-def _disambiguate(entries: Sequence[Any]) -> list[Any]:
-    """Name folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`) as on their cards."""
-    last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
-    return [
-        {"use": entry, "name": read_card_name(resolve(entry))}
-        if isinstance(entry, str)
-        and last.count(Path(entry).name) > 1
-        and "/" in entry
-        and resolve(entry).is_dir()
-        else entry
-        for entry in entries
-    ]
 
 
 def read_card_name(folder: Path) -> str:
@@ -113,61 +112,39 @@ def read_card_name(folder: Path) -> str:
 
 
 def check_entries(entries: Sequence[Any]) -> None:
-    """Raise UserError for options that a drafter does not take and for invalid ways to use it.
+    """Raise UserError for unknown and contradictory options of drafters.
 
-    Loads nothing and needs no model on the disk, as a stage of the experiment may still have to
-    write it.
+    Nothing is loaded. A folder may be missing, as a stage of the experiment may still write it.
     """
     for entry in entries:
-        if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
-            use = str(entry.get("use", ""))
-            kinds = (
-                [current_target(str(entry["_target_"]))]
-                if "_target_" in entry
-                else _possible_classes(use)
-            )
-            given = {key: value for key, value in entry.items() if key != "use"}
-            _check_keys(
-                str(entry.get("name") or use or kinds[0]),
-                {**given, "_target_": kinds[0]},
-                kinds[1:],
-            )
-            DrafterUse(**{key: entry[key] for key in USE if key in entry})
-            if entry.get("lookup") is not None:
-                check_lookup_before(imported(str(kinds[0])))
+        if not isinstance(entry, dict) or not {"use", "_target_"} & entry.keys():
+            continue
+        use = str(entry.get("use", ""))
+        name = str(entry.get("name") or use or current_target(str(entry["_target_"])))
+        if "_target_" in entry:
+            mappings = [{**entry, "_target_": current_target(str(entry["_target_"]))}]
+        elif use in _known_names():
+            mappings = [_class_and_options(use)]
+        else:  # a folder: of a model, or of a head
+            known = [head_of(use) or "chain"] if Path(use).exists() else ["chain", *HEADS.values()]
+            mappings = [_class_and_options(kind) for kind in known]
+        kinds = [_find_class(name, mapping) for mapping in mappings]
+        _check_keys(name, [key for key in entry if key != "use"], kinds)
+        DrafterUse(**{key: entry[key] for key in USE if key in entry})
+        if entry.get("lookup") is not None:
+            check_lookup_before(kinds[0])
 
 
-def _possible_classes(use: str) -> list[str]:
-    """Return the classes that `use` may stand for.
-
-    A folder that a stage has yet to write may hold a model or a head.
-    """
-    if use in _known_names():
-        return [_class_path(use)]
-    if Path(use).exists():
-        return [_class_path(head_of(use) or "chain")]
-    return [_class_path(name) for name in ("chain", *HEADS.values())]
-
-
-def _class_path(name: str) -> str:
-    return str(_class_and_options(name)["_target_"])
-
-
-def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Raise UserError for a missing class and for a key that neither it nor the loop takes.
-
-    others: further classes that the entry may turn out to be.
-    """
-    kind = _find_class(name, mapping)
-    taken = options_of(kind)
-    if taken is None:
-        return
-    for other in others:
-        taken = taken | (options_of(imported(other)) or set())
-    if kind is ChainDrafter:  # some schedules move it into a worker
-        taken |= options_of(RemoteChain) or set()
-    given = [key for key in mapping if key != "_target_"]
-    refuse_unknown(f"drafters: {name}", kind, given, {*taken, *USE})
+def _check_keys(name: str, keys: Iterable[str], kinds: Sequence[type]) -> None:
+    """Raise UserError for a key that neither the decoding loop nor any of the classes accepts."""
+    # Some schedules move a chain drafter into a worker.
+    kinds = [*kinds, RemoteChain] if ChainDrafter in kinds else kinds
+    accepted = [options_of(kind) for kind in kinds]
+    if accepted[0] is not None:
+        known = {*USE}.union(*(options or () for options in accepted))
+        refuse_unknown(
+            f"drafters: {name}", kinds[0], [key for key in keys if key != "_target_"], known
+        )
 
 
 def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
@@ -181,7 +158,7 @@ def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:
-    """Return how each drafter is used: its own options over the default ones.
+    """Return drafter name -> its loop options, which replace the default ones.
 
     The control always has the plain options.
     """
@@ -198,12 +175,12 @@ def build(
     mappings: dict[str, dict[str, Any]],
     uses: dict[str, DrafterUse],
     target_folder: Path,
-    beside: Mapping[str, str] | None = None,
+    worker_devices: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Instantiate the drafters, in a worker process where the schedule needs one.
 
-    beside: the target's device -> the device for a drafter that works at the same time. A mapping
-    that names RemoteChain or another device keeps it. Raises UserError where a model folder does
+    worker_devices: the target's device -> the device of a drafter that runs at the same time. A
+    mapping that names RemoteChain or another device keeps it. Raises UserError where a model does
     not share every token id with the target, and where a head does not match the target's sizes or
     hash.
     """
@@ -211,46 +188,45 @@ def build(
     for name, mapping in mappings.items():
         if "folder" in mapping:
             check_folder(target_folder, mapping["folder"])
+        made = {key: value for key, value in mapping.items() if key not in USE}
+        if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
+            made["_target_"] = WORKER
+            if worker_devices and made.get("device") in worker_devices:
+                made["device"] = worker_devices[made["device"]]
+        if (lookup := uses[name].lookup) is not None:
+            kind = made["_target_"]
+            made |= {"_target_": WITH_LOOKUP, "kind": kind, "min_match": lookup}
         try:
-            made = {key: value for key, value in mapping.items() if key not in USE}
-            if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
-                made["_target_"] = WORKER
-                if beside and made.get("device") in beside:
-                    made["device"] = beside[made["device"]]
-            lookup = uses[name].lookup
-            if lookup is not None:
-                made |= {
-                    "_target_": "jobs.drafters.looked_up",
-                    "kind": made["_target_"],
-                    "min_match": lookup,
-                }
             drafters[name] = instantiate(made)
-            if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
-                raise UserError(
-                    f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
-                    f"cannot decode without the target. Give the folder of a model."
-                )
         except InstantiationException as error:
-            # Hydra wraps the drafter's own error.
+            # Hydra wraps the error of the drafter.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise UserError(
                 f"drafters: {name} could not be created from {mapping}: {error.__cause__ or error}"
             ) from error
+        if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
+            raise UserError(
+                f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
+                f"cannot decode without the target. Give the folder of a model."
+            )
     return drafters
 
 
-def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
-    """Return a drafter of this class behind suffix lookup.
+def build_with_lookup(kind: str, min_match: int, **options: Any) -> Drafter:
+    """Build a drafter with suffix lookup before it.
 
-    named: arguments of the drafter.
+    kind: dotted name of the drafter's class. options: its arguments.
     """
     check_lookup_before(imported(kind))
-    return LookupFirst(imported(kind)(**named), min_match)
+    return LookupFirst(imported(kind)(**options), min_match)
+
+
+WITH_LOOKUP = f"{__name__}.{build_with_lookup.__name__}"
 
 
 def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    """Return the mapping of an entry.
+    """Return the mapping that Hydra instantiates for an entry.
 
     A drafter with a model folder takes the target's backend, dtype and device, unless its file or
     the entry sets them.
@@ -270,23 +246,30 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
             f"drafters: {entry!r} names no model. Give the experiment draft_model=FOLDER."
         )
     if use in _known_names():
-        mapping = _fill_mapping(use, given)
+        name = use
     elif Path(use).exists():
         head = head_of(use)
-        named = {"name": Path(use).name} if head else {}
-        mapping = _fill_mapping(head or "chain", {**named, "folder": use, **given})
+        name = head or "chain"
+        given = {"folder": use, **({"name": Path(use).name} if head else {}), **given}
     else:
         raise unknown_drafter("drafters:", use, _known_names())
-    if "folder" in mapping:
-        mapping = with_target_settings(
-            _find_class(use, mapping),
-            {**mapping, "folder": str(resolve(mapping["folder"]))},
-            backend=target.backend,
-            dtype=target.dtype,
-            device=target.device,
-            execution=target.execution,
+    mapping = {**_class_and_options(name), **given}
+    missing = [key for key, value in mapping.items() if value == MISSING]
+    if missing:
+        raise UserError(
+            f"drafters: {name} needs {missing[0]}. Give it as a mapping: "
+            f"{{use: {name}, {missing[0]}: ...}}."
         )
-    return mapping
+    if "folder" not in mapping:
+        return {"name": name, **mapping}
+    return with_target_settings(
+        _find_class(use, mapping),
+        {**mapping, "folder": str(resolve(mapping["folder"]))},
+        backend=target.backend,
+        dtype=target.dtype,
+        device=target.device,
+        execution=target.execution,
+    )
 
 
 def _known_names() -> list[str]:
@@ -309,19 +292,7 @@ def _class_and_options(name: str) -> dict[str, Any]:
         written |= values if isinstance(values, dict) else {}  # type: ignore[arg-type]
     if "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_, and {name} is no name of the registry. Add the drafter's class, "
+            f"{file} has no _target_, and the registry has no drafter {name}. Add its class, "
             f"such as _target_: decoding.drafters.chain.ChainDrafter."
         )
     return written
-
-
-def _fill_mapping(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping of a name with the given keys. Raises UserError for a missing one."""
-    mapping = {**_class_and_options(name), **given}
-    missing = [key for key, value in mapping.items() if value == MISSING]
-    if missing:
-        raise UserError(
-            f"drafters: {name} needs {missing[0]}. Give it as a mapping: "
-            f"{{use: {name}, {missing[0]}: ...}}."
-        )
-    return mapping if "folder" in mapping else {"name": name, **mapping}

@@ -16,7 +16,7 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file with the permissions of its folder.
 
-    Raises OSError and SafetensorError.
+    Raises OSError and SafetensorError where writing fails.
     """
     save_file(tensors, path, metadata)
     match_folder_permissions(path)
@@ -25,7 +25,7 @@ def save_tensors(
 def match_folder_permissions(path: Path) -> None:
     """Give a file the read and write permissions of its folder.
 
-    safetensors creates files that only their owner can read, but other users read a served folder.
+    safetensors creates files that only their owner can read, but a server may be another user.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file and flush it, under a temporary name until it is complete."""
-    # Several ranks, also on several nodes, may write the same file.
+    # Ranks on several nodes may write the same file at once.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def disk_error(path: Path, error: Exception) -> UserError:
-    """Return the error for a failed write, with the free space that is left."""
+    """Return the error for a failed write, with the free space of the disk."""
     parent = next(folder for folder in path.parents if folder.exists())
     free_mb = shutil.disk_usage(parent).free / 1e6
     return UserError(

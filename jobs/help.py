@@ -1,25 +1,23 @@
 """`--help` of every job: its purpose, its usage, and each setting with its value and meaning.
 
-Values are those of the given command line: `+experiment=smoke --help` shows the values of that
-experiment. The descriptions are the comments on the fields in the code.
+The values are those of the command line: `+experiment=smoke --help` shows the values of that
+experiment. The meanings are the comments on the fields of the dataclasses.
 """
 
 import ast
 import dataclasses
 import inspect
-import io
 import textwrap
-import tokenize
 import typing
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from jobs.composing import CONF, compose_job
 from jobs.config import fields_of
 
 EXPERIMENT = "+experiment="
@@ -42,61 +40,47 @@ def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
     return docs
 
 
-def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) -> None:
+def print_help(job: str, schema: type[Any], overrides: list[str]) -> None:
     """Print the help of `job` with the values that `overrides` give."""
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        composed = compose(job.replace(".", "_"), overrides)
+    composed = compose_job(job, schema, overrides)
     console = Console(highlight=False, markup=False)
-    about = " ".join((schema.__doc__ or "").split())
-    groups = list(_groups(job, schema, conf))
+    groups = list(_groups(job, schema))
     experiments = "[+experiment=NAME] " if groups[0][0] == EXPERIMENT else ""
     console.print(
-        f"{about}\n\nUsage: python -m {job} {experiments}[KEY=VALUE ...] [GROUP=NAME ...]",
-        soft_wrap=True,
-    )
-    console.print(
+        f"{' '.join((schema.__doc__ or '').split())}\n\n"
+        f"Usage: python -m {job} {experiments}[KEY=VALUE ...] [GROUP=NAME ...]\n"
         "  -m with several values (KEY=1,2,4) runs one job per value; dry_run=true prints what a "
         "run would cost",
         soft_wrap=True,
     )
-    console.print("\nGroups (conf/):", style="bold")
-    shown_groups = Table.grid(padding=(0, 2))
-    for called, names in groups:
-        shown_groups.add_row(f"  {called}", ", ".join(names))
-    console.print(shown_groups)
-    console.print("\nKeys, with their values and meanings:", style="bold")
-    keys = Table.grid(padding=(0, 2))
+    keys = []
     for key, doc in field_docs(schema).items():
         value = OmegaConf.select(composed, key, throw_on_missing=False)
-        shown = (
-            "(required)" if value is None and OmegaConf.is_missing(composed, key) else _short(value)
-        )
-        keys.add_row(f"  {key}={shown}", doc)
-    console.print(keys)
+        missing = value is None and OmegaConf.is_missing(composed, key)
+        keys.append((f"{key}={'(required)' if missing else _short(value)}", doc))
+    for title, rows in (("Groups (conf/)", groups), ("Keys, with their values and meanings", keys)):
+        console.print(f"\n{title}:", style="bold")
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(f"  {name}", text)
+        console.print(table)
 
 
-def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each group that the job takes, as it is written on a command line, with its files."""
+def _groups(job: str, schema: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield each group of the job, in the form of a command line, with the names of its files."""
     fields = fields_of(schema)
-    # Drafters for decoding are a list, or one mapping.
-    decodes = (
-        "drafters=[NAME]"
-        if "drafters" in fields
-        else "drafter={use: NAME}"
-        if typing.get_origin(fields.get("drafter")) is dict
-        else ""
-    )
-    for folder in sorted(path for path in conf.iterdir() if path.is_dir()):
-        texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
+    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        files = sorted(folder.glob("*.yaml"))
+        name = f"{folder.name}=" if folder.name in fields else ""
         if folder.name == "experiment":
-            found = [name for name, text in texts.items() if f"job: {job}\n" in text]
-            if found:  # some jobs only occur as stages of others' experiments
-                yield EXPERIMENT, found
-        elif folder.name == "drafter":
-            if decodes:
-                yield decodes, list(texts)
-        elif folder.name in fields:
-            yield f"{folder.name}=", list(texts)
+            name = EXPERIMENT
+            files = [file for file in files if f"job: {job}\n" in file.read_text()]
+        elif folder.name == "drafter":  # drafters for decoding are a list, or one mapping
+            is_mapping = typing.get_origin(fields.get("drafter")) is dict
+            name = "drafter={use: NAME}" if is_mapping else "drafters=[NAME]"
+            name = name if is_mapping or "drafters" in fields else ""
+        if name and files:  # some jobs occur only as stages of other jobs' experiments
+            yield name, ", ".join(file.stem for file in files)
 
 
 def _short(value: Any) -> str:
@@ -110,25 +94,16 @@ def _short(value: Any) -> str:
 
 def _comments(owner: type[Any]) -> dict[str, str]:
     """Return field name -> its comment, on its definition's last line or on the lines above."""
-    source = textwrap.dedent(inspect.getsource(owner))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    }
-    definition = ast.parse(source).body[0]
+    lines = textwrap.dedent(inspect.getsource(owner)).splitlines()
+    definition = ast.parse("\n".join(lines)).body[0]
     assert isinstance(definition, ast.ClassDef)
     found: dict[str, str] = {}
-    taken: set[int] = set()  # lines whose comment belongs to the field on them
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno
-            while (
-                node.end_lineno not in by_line and first - 1 in by_line and first - 1 not in taken
-            ):
-                first -= 1
-            above = " ".join(by_line[line] for line in range(first, node.lineno))
-            found[node.target.id] = by_line.get(node.end_lineno or 0, above)
-            taken.add(node.end_lineno or 0)
+            _, _, trailing = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")
+            above = takewhile(
+                lambda line: line.startswith("    # "), reversed(lines[: node.lineno - 1])
+            )
+            text = trailing or " ".join(reversed([line.lstrip(" #") for line in above]))
+            found[node.target.id] = text
     return found

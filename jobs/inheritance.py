@@ -1,9 +1,8 @@
 """Inheritance of settings between an experiment and its stages.
 
-A stage inherits every key that one dataclass declares in both jobs' settings. A dataclass can limit
-these keys with `SHARED`. A stage of the called job itself inherits all keys. A stage with an
-experiment of its own (`+experiment=`) inherits only the groups in `SETTING` and what every job
-shares.
+A stage inherits each key that both jobs have from the same dataclass, which can limit these keys
+with `SHARED`. A stage of the called job inherits all keys. A stage that names another experiment
+(`+experiment=`) inherits only the groups in `SETTING` and the settings of every job.
 """
 
 import dataclasses
@@ -22,8 +21,9 @@ def inherited_keys(
 ) -> list[str]:
     """Return the dotted keys of the groups and values that a stage inherits.
 
-    mine, theirs: settings of the experiment's job and of the stage's. is_called_job: both are the
-    same job, though their kinds of head may differ.
+    mine, theirs: settings of the experiment's job and of the stage's job. is_called_job: the jobs
+    are the same, even if their kinds of head differ. has_own_experiment: the stage names another
+    experiment.
     """
     all_parts = is_called_job and not has_own_experiment
     kinds, keys = fields_of(theirs), []
@@ -43,7 +43,7 @@ def inherited_keys(
 
 
 def _shared(owner: Any) -> list[str]:
-    """Return the fields that stages of other jobs inherit; an empty list means all."""
+    """Return the fields that stages of other jobs inherit; an empty list stands for all."""
     return list(vars(owner).get("SHARED", ()))
 
 

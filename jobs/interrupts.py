@@ -1,7 +1,7 @@
-"""Signals that end a job: SIGINT and SIGTERM, with a message and one exit status.
+"""SIGINT and SIGTERM end a job with a message and one exit status.
 
-This module imports nothing heavy: the packages of the jobs call `end_imports_quietly` before any
-other import.
+This module imports only the standard library: the packages of the jobs call `end_imports_quietly`
+before any other import.
 """
 
 import os
@@ -22,12 +22,12 @@ class Terminated(KeyboardInterrupt):
 def end_imports_quietly() -> None:
     """End the process with one line on a signal during the imports of `python -m <job>`.
 
-    Has no effect where the package is imported in another way: sys.argv[0] is "-m" only while
-    Python looks for the module to run.
+    It has no effect on any other import of the package, as sys.argv[0] is "-m" only while Python
+    looks for the module to run.
     """
     if sys.argv[:1] != ["-m"]:
         return
-    # Another handler means that the parent process wants the signal ignored.
+    # Another handler shows that the parent process ignores the signal.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
@@ -42,16 +42,14 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def raise_on_signals(by_sigterm: bool = True) -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and Terminated on SIGTERM inside the block.
 
-    by_sigterm=False: SIGTERM ends the process.
+    by_sigterm=False: SIGTERM ends the process at once.
     """
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
     }
-    before = {number: signal.getsignal(number) for number in usual}
-    before = {
-        number: usual[number] if handler is _end else handler for number, handler in before.items()
-    }
+    found = {number: signal.getsignal(number) for number in usual}
+    before = {number: usual[number] if found[number] is _end else found[number] for number in usual}
     signal.signal(signal.SIGINT, before[signal.SIGINT])
     signal.signal(signal.SIGTERM, _interrupt if by_sigterm else signal.SIG_DFL)
     try:
@@ -66,4 +64,4 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM after which a checkpoint was written; the same command resumes."""
+    """A job stopped by SIGINT or SIGTERM with its work saved; the same command resumes."""

@@ -1,11 +1,9 @@
-"""Start of every job: Hydra composes the configuration, it is checked, and the job's function runs.
+"""Start of every job: composition by Hydra, checks, and the call of the job's function.
 
 A single run uses this process. Members of a sweep (`-m`) and stages of an experiment are fresh
-processes, each on a saved config.yaml. So they cannot disturb each other, and each can be repeated
-by hand.
+processes, each on a saved config.yaml. They cannot disturb each other, and a user can repeat each.
 """
 
-import dataclasses
 import errno
 import importlib.util
 import os
@@ -14,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -27,7 +25,7 @@ from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
 from jobs.composing import CONF, register, translate_errors
-from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
+from jobs.config import JobConfig, check_key, typed
 from jobs.config_checks import check_job
 from jobs.files import disk_error
 from jobs.help import print_help
@@ -51,12 +49,13 @@ def job_main(
 ) -> None:
     """Run `python -m <job>` with Hydra overrides, or with `--config-file config.yaml`.
 
-    check: raises UserError for a configuration that the job cannot run. It is called before the
-    stages of an experiment, which may take hours.
+    check: raises UserError for a configuration that the job cannot run; called before the stages
+    of an experiment, which may take hours.
 
-    A UserError is printed without a traceback and gives exit status 2; a signal gives 130.
+    A UserError is printed without a traceback, with exit status 2. The status after a signal is
+    130.
     """
-    # A rank that waits for another one in native code never raises the exception of SIGTERM.
+    # A rank that waits in native code for another rank never raises the exception of SIGTERM.
     with raise_on_signals(by_sigterm=not ranks.is_rank()):
         _exit_on_errors(lambda: _command(job, schema, function, check))
 
@@ -73,25 +72,26 @@ def _command(
     sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
         if len(arguments) != 2:
-            sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
+            sys.exit(
+                f"error: {ON_FILE} is followed by {arguments[1:]}, expected one file and no "
+                f"overrides"
+            )
         saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
         assert isinstance(saved, dict)
         run_typed(OmegaConf.create(upgrade_config(saved)), job, schema, function, check)
         return
     sys.argv[1:] = arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
-    register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        translate_errors(lambda: print_help(job, schema, CONF, _only_overrides(arguments)))
+        print_help(job, schema, _only_overrides(arguments))
         return
-    sweep, failed = Sweep(), []
+    register(job, schema)
+    sweep = Sweep(job, schema, arguments)
     single: list[DictConfig] = []
 
     def task(composed: DictConfig) -> None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            failed.extend(_run_member(composed, job, schema, arguments, sweep))
-        else:
-            single.append(composed)
+        is_member = HydraConfig.get().mode == RunMode.MULTIRUN
+        (sweep.run if is_member else single.append)(composed)
 
     started = hydra.main(
         version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_")
@@ -101,10 +101,10 @@ def _command(
     translate_errors(started)
     if single:  # outside of Hydra, whose frames would fill every traceback
         run_typed(single[0], job, schema, function, check)
-    if failed:
+    if sweep.failed:
         sys.exit(
-            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
-            f"same command again"
+            f"error: {len(sweep.failed)} of the sweep's members failed: {'; '.join(sweep.failed)}. "
+            f"Run the same command again"
         )
 
 
@@ -117,7 +117,7 @@ def run_typed(
 ) -> Any:
     """Check a composed configuration, then run the job or its stages.
 
-    check: called before any stage runs.
+    check: see `job_main`.
     """
     config = typed(composed, schema)
     check_required_settings(composed)
@@ -145,9 +145,9 @@ def run_typed(
 
 
 def prepare_process(config: JobConfig) -> None:
-    """Configure malloc, the number of threads and progress bars before the first tensor exists."""
+    """Configure malloc, threads and progress bars before the first tensor exists."""
     keep_memory()
-    # Otherwise DeepSpeed warns at every start that it found no GPU.
+    # Without this DeepSpeed warns at every start that it found no GPU.
     if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -163,10 +163,9 @@ def prepare_process(config: JobConfig) -> None:
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
     """Raise UserError for malformed overrides, unknown keys and an experiment of another job.
 
-    Hydra's own messages give neither the place nor the nearest key.
+    The messages of Hydra give neither the position nor the nearest key.
     """
     check_syntax(arguments)
-    keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     for argument in arguments:
         match = re.match(r"^(\+\+|\+|~)?([\w./@:]+)=", argument)
@@ -175,38 +174,25 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
         key = match.group(2)
         if key == "experiment":
             if not match.group(1):
-                raise UserError(f"an experiment is added with a plus: +{argument}")
+                raise UserError(f"an experiment needs a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
         elif key == "hydra/launcher" and argument.endswith("=slurm"):
             _check_slurm()
         elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
-            _check_key(key, keys, schema)
-
-
-def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
-    """Raise UserError for a key that is no field and no entry of a field with arbitrary entries."""
-    for name, kind in open_fields(schema).items():
-        entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
-        if entry and dataclasses.is_dataclass(kind):
-            inner = valid_keys(cast(type[Any], kind))
-            choices = [*choices, f"{name}.{entry}", *(f"{name}.{entry}.{field}" for field in inner)]
-        elif entry:
-            return
-    if key not in choices:
-        raise unknown_key(key, choices)
+            check_key(schema, key.split("."))
 
 
 def _check_slurm() -> None:
     """Raise UserError where Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
-            "hydra/launcher=slurm needs Hydra's submitit launcher: pip install "
+            "hydra/launcher=slurm needs Hydra's submitit launcher. Run pip install "
             "'shallow-draft[slurm]'"
         )
     if shutil.which("srun") is None:
         raise UserError(
             "hydra/launcher=slurm submits every member to Slurm, but srun is not on the PATH here. "
-            "Run the same command on a node of the cluster, or leave hydra/launcher out to run the "
+            "Run the same command on a node of the cluster, or remove hydra/launcher= to run the "
             "members here, one after another"
         )
 
@@ -216,11 +202,11 @@ def _check_experiment(name: str, job: str) -> None:
         path = CONF / "experiment" / f"{one}.yaml"
         if not path.is_file():
             known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-            raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
+            raise UserError(f"experiment '{one}' is unknown, expected one of {', '.join(known)}")
         try:
             belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
         except yaml.YAMLError as error:
-            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+            raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         if belongs != job:
             raise wrong_job(one, str(belongs), job)
 
@@ -228,7 +214,7 @@ def _check_experiment(name: str, job: str) -> None:
 def wrong_job(experiment: str, right: str, called: str) -> UserError:
     """Return the error for an experiment that belongs to another job."""
     return UserError(
-        f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} "
+        f"experiment '{experiment}' belongs to {right}, not to {called}. Run python -m {right} "
         f"+experiment={experiment}"
     )
 
@@ -236,50 +222,43 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
 class Sweep:
     """Members of a sweep, run one after another; several ranks run each member together."""
 
-    def __init__(self) -> None:
-        self.members = 0
-        self._meeting: ranks.RankBarrier | None = None
+    def __init__(self, job: str, schema: type[JobConfig], arguments: list[str]) -> None:
+        self.job, self.schema = job, schema
+        self.failed: list[str] = []  # descriptions of the failed members
+        overrides = OverridesParser.create().parse_overrides(_only_overrides(arguments))
+        self._varying = {one.key_or_group for one in overrides if one.is_sweep_override()}
+        self._count = 0
+        self._barrier: ranks.RankBarrier | None = None
 
-    def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
-        """Run one member in a process of its own. Returns its exit status."""
-        if self._meeting is None:
+    def run(self, composed: DictConfig) -> None:
+        """Run one member in a new folder and process. A failure does not stop the other members.
+
+        A launcher other than Hydra's default (submitit) does not share this process's memory, so a
+        failure raises UserError there.
+        """
+        varying = [
+            text
+            for text in HydraConfig.get().overrides.task
+            if text.lstrip("+").split("=")[0] in self._varying
+        ]
+        plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        # Hydra's record of the sweep is not needed: every member has its config.yaml.
+        Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
+        name_sweep_member(plain, varying)
+        config = typed(plain, self.schema)
+        if self._barrier is None:
             ranks.adopt_slurm_rank(config)
             ranks.refuse_idle(config)
-            self._meeting = ranks.RankBarrier()
-        self.members += 1
-        status = run_on_file(plain, job, self._meeting.environment(self.members))
-        self._meeting.wait(f"member {self.members}")
-        return status
-
-
-def _run_member(
-    composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep
-) -> list[str]:
-    """Run one member of a sweep in its own folder and process. Returns descriptions of failures.
-
-    The folder's name lists the overrides that vary. The other members still run after a failure; a
-    signal ends the sweep. A launcher other than Hydra's own (submitit) does not share this
-    process's memory, so a failure raises UserError there.
-    """
-    varying = {
-        override.key_or_group
-        for override in OverridesParser.create().parse_overrides(_only_overrides(arguments))
-        if override.is_sweep_override()
-    }
-    mine = [
-        text
-        for text in HydraConfig.get().overrides.task
-        if text.lstrip("+").split("=")[0] in varying
-    ]
-    plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # Hydra's own record of the sweep is not needed: every member has its config.yaml.
-    Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
-    name_sweep_member(plain, mine)
-    status = sweep.run(plain, job, typed(plain, schema))
-    wrong = f"'{Path(plain.output_dir).name}' with status {status} ({plain['output_dir']})"
-    if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
-        raise UserError(f"a member of the sweep failed: {wrong}")
-    return [wrong] if status else []
+            self._barrier = ranks.RankBarrier()
+        self._count += 1
+        status = run_on_file(plain, self.job, self._barrier.environment(self._count))
+        self._barrier.wait(f"member {self._count}")
+        if status == 0:
+            return
+        folder = Path(config.output_dir)
+        self.failed.append(f"'{folder.name}' with status {status} ({folder})")
+        if not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+            raise UserError(f"a member of the sweep failed: {self.failed[-1]}")
 
 
 def _only_overrides(arguments: list[str]) -> list[str]:
@@ -296,7 +275,7 @@ def _exit_on_errors(action: Callable[[], Any]) -> Any:
         print(f"interrupted: {stop}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt as stop:
-        # Outside the training loop no step is half done, so all files are complete.
+        # Outside of the training loop all files are complete.
         by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
         print(
             f"interrupted: finished work is kept. Run the same command to continue{by}",

@@ -1,8 +1,8 @@
 """Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
-Children run in their own sessions, so Ctrl-C on a terminal reaches them once, through the parent:
-they save a checkpoint and end while it waits. When a worker dies, the others are stopped and the
-error names its rank.
+Children run in separate sessions, so Ctrl-C on a terminal reaches them once, through the parent.
+They save a checkpoint and end while the parent waits. When one rank dies, the others are stopped
+and the error names the dead one.
 """
 
 import os
@@ -26,10 +26,7 @@ _GRACE_SECONDS = 30.0
 
 
 class Children:
-    """Processes that are started, signalled and awaited together.
-
-    `with Children() as children: children.start(...)`.
-    """
+    """Context of child processes, which receive this process's signals and end with the block."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -50,16 +47,16 @@ class Children:
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Start a child. environment: None inherits this process's."""
-        started = subprocess.Popen(
-            command, env=environment, start_new_session=True, pass_fds=held_descriptors()
+        self.processes.append(
+            subprocess.Popen(
+                command, env=environment, start_new_session=True, pass_fds=held_descriptors()
+            )
         )
-        self.processes.append(started)
 
     def wait(self) -> list[int | None]:
-        """Wait until all have ended or one has failed.
+        """Wait until all children have ended or one has failed; after a signal, always for all.
 
-        After a signal it always waits for all. Returns exit statuses, None for processes that still
-        run.
+        Returns exit statuses; None for a child that still runs.
         """
         while True:
             states = [process.poll() for process in self.processes]
@@ -91,7 +88,8 @@ class Children:
 def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
     """Run one command to its end and return its exit status.
 
-    environment: None inherits this process's. Raises Interrupted when a signal stopped it.
+    what: name of the command in the message of an interruption. environment: None inherits this
+    process's. Raises Interrupted when a signal stopped the command.
     """
     with Children() as children:
         children.start(command, environment)
@@ -102,13 +100,8 @@ def run_child(command: list[str], what: str, environment: dict[str, str] | None 
     return status
 
 
-def is_worker() -> bool:
-    """Check whether `launch`, torchrun or Slurm started this process as a rank."""
-    return ranks.is_rank()
-
-
 def count_processes(config: ParallelConfig) -> int:
-    """Return the number of ranks of the job; `launch` starts them unless this process is one.
+    """Return the number of ranks of the job, which a launcher may have started already.
 
     Raises UserError where the kind of parallelism and the number contradict each other.
     """
@@ -121,14 +114,7 @@ def count_processes(config: ParallelConfig) -> int:
             )
         ranks.check_kind(config.kind, ranks.world_size())
         return ranks.world_size()
-    if config.kind == "single":
-        if config.processes > 1:
-            raise UserError(
-                f"parallel.processes is {config.processes} with parallel=single. Give "
-                f"parallel=ddp, zero1, zero2, zero3 or fsdp"
-            )
-        return 1
-    processes = config.processes or devices.count_gpus()
+    processes = config.processes or (1 if config.kind == "single" else devices.count_gpus())
     if processes == 0:
         raise UserError(
             f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N"
@@ -143,26 +129,18 @@ def launch(job: str, config_file: Path, processes: int) -> None:
     Raises UserError with the first rank that failed, and Interrupted when a signal stopped the
     ranks.
     """
-    port = _free_port()
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = [sys.executable, "-m", job, "--config-file", str(config_file)]
     with Children() as children:
-        for rank in range(processes):
-            places = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": processes,
-                "LOCAL_WORLD_SIZE": processes,
-                "MASTER_PORT": port,
-            }
-            environment = {
-                **os.environ,
-                **{key: str(value) for key, value in places.items()},
-                "MASTER_ADDR": "127.0.0.1",
-            }
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-            children.start(
-                [sys.executable, "-m", job, "--config-file", str(config_file)], environment
-            )
+        for rank in map(str, range(processes)):
+            children.start(command, {**environment, "RANK": rank, "LOCAL_RANK": rank})
         states = children.wait()
     failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
     if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
@@ -170,24 +148,25 @@ def launch(job: str, config_file: Path, processes: int) -> None:
             f"the {processes} ranks were stopped by a signal. Run the same command to continue"
         )
     if failed:
-        # A rank that a signal ended breaks the connections of the others, so it is the cause.
+        # A signal that ends a rank makes the others fail too, as their connections break.
         first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
-            f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
-            f"stopped. Its last output is above. Run the same command to continue from the "
+            f"rank {first} of {processes} {_describe_exit(states[first] or 0)}; the other ranks "
+            f"were stopped. Its last output is above. Run the same command to continue from the "
             f"last checkpoint"
         )
 
 
-def _end(status: int) -> str:
-    """Describe an exit status; `subprocess` reports a process ended by signal N as status -N."""
+def _describe_exit(status: int) -> str:
+    """Describe an exit status; for a process that signal N ended, `subprocess` reports -N."""
     if status >= 0:
         return f"ended with status {status}"
     hint = " (often because the memory was full)" if -status == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-status).name}{hint}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this machine that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

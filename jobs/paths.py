@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def resolve(name: str) -> Path:
-    """Return the path as given, or the file behind `embedded:NAME`.
+    """Return the path of a file or folder, or of `embedded:NAME`.
 
     Raises UserError for an unknown NAME and for a path that does not exist.
     """
@@ -32,25 +32,26 @@ def resolve(name: str) -> Path:
         inner = name.removeprefix("embedded:")
         if inner not in _NAMES:
             raise UserError(
-                f"'{name}' is unknown; there are: {', '.join('embedded:' + key for key in _NAMES)}"
+                f"'{name}' is unknown, expected one of "
+                f"{', '.join('embedded:' + key for key in _NAMES)}"
             )
         return _NAMES[inner]
     path = Path(name).expanduser()
     if not exists(path):
         raise UserError(
-            f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or "
+            f"{path} does not exist (working folder: {Path.cwd()}). Give a file, a folder or "
             f"embedded:NAME"
         )
     return path
 
 
 def is_here(name: str) -> bool:
-    """Check whether `resolve` would find a path; every embedded name counts as found."""
+    """Return whether a path exists; every embedded name counts as existing."""
     return name.startswith("embedded:") or exists(Path(name).expanduser())
 
 
 def shown(name: str) -> str:
-    """Return a path for commands that people copy: `embedded:target` becomes its folder."""
+    """Return a path for commands that users copy: `embedded:target` becomes its folder."""
     if not name.startswith("embedded:"):
         return name
     path = resolve(name)

@@ -1,7 +1,7 @@
-"""Protocol of a job that writes one artefact.
+"""Protocol of a job that writes one artefact, in one or several ranks.
 
-It checks the configuration, opens the run folder, skips finished work, answers a dry run, and works
-in one or several ranks.
+It checks the configuration, opens the run folder, and then skips finished work, prints the plan of
+a dry run, or does the work.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,8 @@ from typing import ClassVar, Generic, TypeVar
 
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig
-from jobs.launch import count_processes, is_worker, launch
+from jobs.launch import count_processes, launch
+from jobs.ranks import is_rank
 from jobs.run_folder import RunFolder
 
 Config = TypeVar("Config", bound=JobConfig)
@@ -27,19 +28,19 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Run folder."""
+        """Path of the run folder."""
         return self.folder.path
 
 
 class Job(ABC, Generic[Config]):
     """One run of a job.
 
-    `__init__` raises UserError for a configuration that the job cannot run, before the folder is
-    taken for it. `work` ends with a manifest marked as finished.
+    `__init__` raises UserError for a configuration that the job cannot run, before the run folder
+    is tied to it. `work` ends by writing a manifest that is marked as finished.
     """
 
     artefact: ClassVar[str]  # name in the run folder
-    also: ClassVar[tuple[str, ...]] = ()  # further files whose hashes are recorded
+    also: ClassVar[tuple[str, ...]] = ()  # names of further files whose hashes are recorded
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -50,21 +51,21 @@ class Job(ABC, Generic[Config]):
 
     @abstractmethod
     def dry_run(self, run: Run) -> float | None:
-        """Print what a run costs, and write what needs neither weights nor data.
+        """Print the cost of a run, and write what needs neither weights nor data.
 
-        Returns the number of operations: 0 where only the data determines it, None where it is not
-        counted.
+        Returns the number of floating-point operations: 0 where it depends on the data, None where
+        it is not counted.
         """
 
     def prepare(self, run: Run) -> None:
-        """Check what only a real run needs, in the starting process and in each rank."""
+        """Check the needs of a real run, in the starting process and in each rank."""
 
     @abstractmethod
     def work(self, run: Run) -> None:
         """Do the work of one rank."""
 
     def run(self) -> Path:
-        """Run the job, or what is left of it. Returns the artefact."""
+        """Run the job, or the rest of an interrupted one. Returns the artefact."""
         folder = RunFolder(self.config)
         artefact = folder.path / self.artefact
         if folder.finished(artefact, also=[folder.path / name for name in self.also]):
@@ -80,7 +81,7 @@ class Job(ABC, Generic[Config]):
         self.prepare(run)
         parallel = vars(self.config).get("parallel")
         processes = 1 if parallel is None else count_processes(parallel)
-        if processes > 1 and not is_worker():
+        if processes > 1 and not is_rank():
             launch(self.config.job, folder.path / "config.yaml", processes)
         else:
             self.work(run)

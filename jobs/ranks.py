@@ -1,8 +1,8 @@
 """Rank of this process, and the barrier where the ranks of one job wait for each other.
 
-torchrun, deepspeed, our own launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
+torchrun, deepspeed, our launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
 torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT. A job that finds them starts no ranks of its own.
+MASTER_PORT. A job that finds them starts no further ranks.
 """
 
 import os
@@ -18,29 +18,35 @@ from jobs.config import JobConfig, ParallelConfig
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
 KINDS = ("single", "ddp", *ZERO, "fsdp")
 SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that split weights, the frozen target's too
-_SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_PLACES = (
-    *_SIZES,
+# torchrun's environment variables of a rank
+_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
 )
+_SHARE = "give parallel=ddp, zero1, zero2, zero3 or fsdp"
 _LOCAL_RANK = re.compile(r"--local[-_]rank=(\d+)")
 _STAGE = "SHALLOW_DRAFT_STAGE"  # set in the stages of an experiment that several ranks run
-_PATIENCE = timedelta(days=30)  # a stage that one rank runs may take long
+_LONGEST_STAGE = timedelta(days=30)  # for which the other ranks wait
 
 
 def rank() -> int:
+    """Return the number of this rank among all ranks of the job; 0 outside of a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """Return the number of ranks of the job; 1 outside of a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its machine, which is also the number of its GPU."""
+    """Return the number of this rank on its machine, which is also the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -54,10 +60,7 @@ def check_kind(kind: str, size: int) -> None:
     if kind not in KINDS:
         raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
     if kind == "single" and size > 1:
-        raise UserError(
-            f"parallel.kind is single in a job of {size} ranks: give parallel=ddp, zero1, zero2, "
-            f"zero3 or fsdp"
-        )
+        raise UserError(f"parallel.kind is single in a job of {size} ranks: {_SHARE}")
     if size == 1 and kind not in ("single", "ddp"):
         raise UserError(
             f"parallel.kind is {kind} with one process, but needs several. Give parallel=single, "
@@ -68,8 +71,8 @@ def check_kind(kind: str, size: int) -> None:
 def take_local_rank(arguments: Sequence[str]) -> list[str]:
     """Return the command line without `--local_rank=N`, which the deepspeed launcher adds.
 
-    That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError
-    where no launcher set them, or where they contradict N.
+    That launcher sets torchrun's variables, but LOCAL_SIZE instead of LOCAL_WORLD_SIZE. Raises
+    UserError where no launcher set them, or where they contradict N.
     """
     given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
     if not given:
@@ -92,22 +95,21 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
 
 def adopt_slurm_rank(config: JobConfig) -> None:
     """Copy Slurm's rank into torchrun's variables where parallel.launcher is slurm."""
-    parallel = vars(config).get("parallel")
-    if not isinstance(parallel, ParallelConfig):
+    parallel = _parallel_of(config)
+    if parallel is None:
         return
     if parallel.launcher not in ("auto", "slurm"):
         raise UserError(f"parallel.launcher is '{parallel.launcher}'; expected auto or slurm")
-    if config.dry_run and "SLURM_PROCID" not in os.environ:  # a dry run starts no ranks
-        return
-    if parallel.launcher == "slurm" and not is_rank():
+    in_step = "SLURM_PROCID" in os.environ or not config.dry_run  # a dry run starts no ranks
+    if parallel.launcher == "slurm" and in_step and not is_rank():
         os.environ.update(slurm_ranks(os.environ))
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """Convert the variables of a Slurm step with one task per rank to torchrun's.
 
-    The master is the first node of the step; its port follows from the job's number. Raises
-    UserError outside of a step.
+    The master is the first node of the step. Its port is computed from the job's number, which
+    all ranks share. Raises UserError outside of a step.
     """
     wanted = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
     missing = [name for name in wanted if name not in environment]
@@ -118,16 +120,12 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
             f"start the job with srun, as scripts/slurm/train.sbatch does, or give "
             f"parallel.launcher=auto"
         )
-    here = (
-        environment.get("SLURM_STEP_TASKS_PER_NODE")
-        or environment.get("SLURM_TASKS_PER_NODE")
-        or "1"
-    )
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS", environment["SLURM_NTASKS"]),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": re.split(r"[(,]", here)[0],
+        "LOCAL_WORLD_SIZE": re.split(r"[(,]", tasks or "1")[0],
         "MASTER_ADDR": first_node(nodes),
         "MASTER_PORT": str(15000 + int(environment["SLURM_JOB_ID"]) % 20000),
     }
@@ -137,37 +135,37 @@ def first_node(nodes: str) -> str:
     """Return the first host of a node list: `node003` of `node[003-006,010],other1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
-        raise UserError(f"'{nodes}' is no Slurm node list, expected one such as node[003-006]")
+        raise UserError(f"'{nodes}' is not a Slurm node list, expected one such as node[003-006]")
     return match.group(1) + (match.group(2) or "")
 
 
 def refuse_idle(config: JobConfig) -> None:
     """Raise UserError where several ranks were started for a job of one process.
 
-    All ranks but one would be idle. For an experiment or a sweep only the called job is checked:
+    All ranks but one would be idle. In an experiment or a sweep only the called job is checked, as
     its stages and members may run in one process, on rank 0.
     """
-    parallel = vars(config).get("parallel")
     if world_size() == 1 or config.dry_run or _STAGE in os.environ or _shares_work(config):
         return
-    hint = (
-        "give parallel=ddp, zero1, zero2, zero3 or fsdp, or start it"
-        if parallel is not None
-        else "start it"
-    )
+    hint = f"{_SHARE}, or start it" if _parallel_of(config) else "start it"
     raise UserError(
         f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} "
         f"without torchrun, deepspeed or srun"
     )
 
 
+def _parallel_of(config: JobConfig) -> ParallelConfig | None:
+    found = vars(config).get("parallel")
+    return found if isinstance(found, ParallelConfig) else None
+
+
 def _shares_work(config: JobConfig) -> bool:
-    parallel = vars(config).get("parallel")
-    return isinstance(parallel, ParallelConfig) and parallel.kind != "single"
+    parallel = _parallel_of(config)
+    return parallel is not None and parallel.kind != "single"
 
 
 def is_idle_rank(config: JobConfig) -> bool:
-    """Check whether this rank has no part in a job of one process, which rank 0 runs.
+    """Return whether this rank has nothing to do, since rank 0 runs a job of one process.
 
     Raises UserError where such ranks were started by mistake (`refuse_idle`).
     """
@@ -176,7 +174,7 @@ def is_idle_rank(config: JobConfig) -> bool:
     refuse_idle(config)
     if rank() > 0:
         return True
-    for name in _PLACES:  # processes that this one starts are no ranks
+    for name in _VARIABLES:  # child processes of this one are not ranks
         os.environ.pop(name, None)
     return False
 
@@ -184,8 +182,8 @@ def is_idle_rank(config: JobConfig) -> bool:
 class RankBarrier:
     """Barrier for the ranks that run an experiment's stages or a sweep's members.
 
-    It is a key-value store at rank 0, on the port after the master's. Each stage gets a port of its
-    own, as a process group leaves its keys behind. A single rank never waits.
+    It is a key-value store at rank 0, on the port after the master's. Each stage gets another port,
+    as a process group leaves its keys behind. A single rank never waits.
     """
 
     def __init__(self) -> None:
@@ -195,22 +193,21 @@ class RankBarrier:
             from torch.distributed import TCPStore
 
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
-            # The others may come minutes later, and leave before rank 0 does.
+            # The other ranks may connect minutes later, and leave before rank 0.
             self.store = TCPStore(
-                host, port, is_master=self.rank == 0, timeout=_PATIENCE, wait_for_workers=False
+                host, port, is_master=self.rank == 0, timeout=_LONGEST_STAGE, wait_for_workers=False
             )
 
     def environment(self, number: int) -> dict[str, str] | None:
         """Return the environment of this rank's process for stage `number`; None inherits."""
         if self.size == 1:
             return None
-        port = int(os.environ["MASTER_PORT"]) + 1 + number
-        ours = {
-            "MASTER_PORT": str(port),
+        return {
+            **os.environ,
+            "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1 + number),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             _STAGE: str(number),
         }
-        return {**os.environ, **ours}
 
     def wait(self, name: str) -> None:
         """Wait until every rank has called this with `name`.

@@ -1,7 +1,7 @@
-"""Reading the files of a run folder: a damaged file gives an error with a remedy, no traceback.
+"""Readers of the files of a run folder. A damaged file gives a UserError with a remedy.
 
-A line of a journal ends in the CRC-32 of the text before it, so that a flipped bit is found. Lines
-of earlier versions, without a checksum, are read too.
+A journal is a JSONL file. Each line ends in the CRC-32 of the text before it, which reveals a
+flipped bit. Lines of earlier versions, without a checksum, are read too.
 """
 
 import json
@@ -15,17 +15,17 @@ from typing import Any, Generic, TypeVar
 from decoding.errors import UserError
 
 Made = TypeVar("Made")
-_SHOWN = 40
+_QUOTED = 40  # bytes of a damaged file in a message
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}$')
-# Exceptions of dataclasses and readers for wrong values.
+# exceptions that dataclasses and readers raise for wrong values
 WRONG = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
 
 
 class DamagedLineError(ValueError):
-    """Reason why a line is not a record."""
+    """A line of a journal that is not a record; the message is the reason."""
 
 
-# Kinds of values, as JSON and people call them.
+# names of Python's types in JSON
 _KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -43,15 +43,15 @@ def json_kind(value: Any) -> str:
 
 
 def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Return `make` of the JSON object in a file.
+    """Return the JSON object in a file, converted by `make`.
 
-    Raises UserError, with the remedy, for anything else.
+    Raises UserError, which ends with the remedy, for an unreadable or unconvertible file.
     """
     try:
         content = path.read_bytes()
         if not content.strip():
             raise ValueError("it is empty")
-        return make(_object(content))
+        return make(_parse_object(content))
     except WRONG as error:
         raise damaged(path, error, remedy, content) from error
 
@@ -59,37 +59,34 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
 def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
     """Return the error for a damaged file.
 
-    content: the bytes of the file, where they could be read.
+    error: the exception of the reader. content: the bytes of the file, where they could be read.
     """
-    why = reason_of(error, content)
-    return UserError(f"{path} is damaged: {why[:200]}. {remedy}")
+    return UserError(f"{path} is damaged: {reason_of(error, content)[:200]}. {remedy}")
 
 
 def reason_of(error: Exception, content: bytes | None) -> str:
-    """Return why the content is not what was written.
+    """Return the reason for damage in words.
 
-    Python's own messages for values of a wrong type do not help a user.
+    Python's messages for values of a wrong type do not help a user.
     """
     if isinstance(error, RecursionError):
         return "values nested too deeply"
     if isinstance(error, KeyError):
         return f"{error} is missing"
     if content is not None and isinstance(error, TypeError | AttributeError):
-        return (
-            f"found {content[:_SHOWN]!r}, expected the keys and kinds of values that were written"
-        )
+        return f"found {content[:_QUOTED]!r}, expected the keys and types that were written"
     return " ".join(str(error).split())
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def _parse_object(content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except RecursionError as error:
         raise ValueError("values nested too deeply") from error
     except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
-        raise ValueError(f"no JSON, found {content[:_SHOWN]!r} ({error})") from error
+        raise ValueError(f"not JSON, found {content[:_QUOTED]!r} ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, found {content[:_SHOWN]!r}")
+        raise ValueError(f"expected a JSON object, found {content[:_QUOTED]!r}")
     return value
 
 
@@ -100,36 +97,39 @@ def journal_line(record: Mapping[str, Any]) -> bytes:
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the record in a line.
+    """Return the record in a line of a journal.
 
-    Raises DamagedLineError for a line that is no JSON object or whose checksum does not match.
+    Raises DamagedLineError for a line that is not a JSON object or has another checksum.
     """
     line = line.strip()
     found = _CHECKSUM.search(line)
     if found:
         line = line[: found.start()] + b"}"
         if int(found[1], 16) != zlib.crc32(line):
-            raise DamagedLineError(f"its checksum does not match, found {line[:_SHOWN]!r}")
+            raise DamagedLineError(f"its checksum does not match, found {line[:_QUOTED]!r}")
     try:
-        return _object(line)
+        return _parse_object(line)
     except ValueError as error:
         raise DamagedLineError(str(error)) from error
 
 
 @dataclass(frozen=True)
 class JournalContent(Generic[Made]):
-    """Content of a journal."""
+    """Records of a journal, and its damaged lines."""
 
     records: list[Made]
-    # bytes of the records' lines
+    # the lines of the records
     content: bytes
     # reason for every damaged line ("line 3: ...")
     wrong: list[str]
-    # bytes of an incomplete last line, after a kill or during a write
+    # number of bytes of an incomplete last line, after a kill or during a write
     torn: int
 
     def report(self, path: Path, again: str) -> None:
-        """Print the damaged lines. again: what happens to their records."""
+        """Print the first damaged line and the number of others.
+
+        again: end of the sentence, on what happens to their records.
+        """
         if self.wrong:
             more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
             print(f"{path}, {self.wrong[0]}{more}: left out, and {again}")

@@ -1,36 +1,33 @@
-"""Folder of a run, with its configuration and manifest.
-
-Two configurations never share a folder.
-"""
+"""Folder of a run, with its configuration and manifest. Two configurations never share one."""
 
 import functools
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
 
 from decoding import __version__, devices
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, WEIGHTS, _hash_file, hash_input
+from decoding.models.folder import INDEX, WEIGHTS, hash_input
 from jobs import ranks
 from jobs.config import JobConfig, plain
 from jobs.files import write_text
 from jobs.paths import ROOT, data_folder, is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
-from jobs.saved_config import add_stamp, fill_defaults, read_config, upgrade_config
+from jobs.saved_config import add_stamp, read_config, upgrade_config
 
-# Keys that may differ when a run resumes, also on another machine: they change results only by the
-# order of additions.
+# keys that may differ when a run resumes, as they change results only by the order of additions
 _FREE_KEYS = (
     "threads",
     "dry_run",
@@ -55,11 +52,10 @@ _PACKAGES = (
 
 
 class RunFolder:
-    """Run folder that is open for one configuration.
+    """Run folder that is open for one configuration, and locked as long as the object lives.
 
-    It stays locked as long as the object lives. Raises UserError when another command uses the
-    folder (jobs/run_lock.py), and when it belongs to another configuration, with the keys that
-    differ.
+    Raises UserError where another command uses the folder (jobs/run_lock.py), and where it belongs
+    to another configuration, with the keys that differ.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -78,20 +74,16 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Content of manifest.json; empty before the first write.
-
-        Raises UserError for a damaged file.
-        """
+        """Content of manifest.json; empty before the first write. Raises UserError for damage."""
         path = self.path / "manifest.json"
         return read_manifest(path) if path.is_file() else {}
 
     def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
-        """Check whether the run is done and its artefacts are unchanged.
+        """Return whether the run is finished and its artefacts are unchanged.
 
-        Prints the artefacts that have to be made again.
-
-        artefacts: files or model folders. also: further files whose hashes are recorded; runs of
-        earlier versions may lack them. Raises UserError when an input of the run has changed since.
+        Prints the artefacts that the run must write again. artefacts: files or model folders. also:
+        further files whose hashes are recorded; runs of earlier versions may lack them. Raises
+        UserError where an input of the run has changed since.
         """
         self._artefacts = (*artefacts, *also)
         manifest = self.manifest
@@ -107,7 +99,7 @@ class RunFolder:
         wrong = changed_artefacts(self.path, manifest) or [
             f"{artefact} is missing from a finished run"
             for artefact in artefacts
-            if not _is_whole(artefact)
+            if not _is_complete(artefact)
         ]
         for what in wrong:
             print(f"{what}: it is written again")
@@ -116,8 +108,7 @@ class RunFolder:
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
         """Write manifest.json.
 
-        inputs: files or folders that the run read, recorded with their hashes. A dry run reads
-        none.
+        inputs: files or folders of the run, recorded with their hashes; a dry run reads none.
         """
         dry = self.config["dry_run"]
         manifest = {
@@ -141,7 +132,7 @@ class RunFolder:
     def command(self) -> str:
         """Return the command line that repeats this run."""
         arguments = sys.argv[1:]
-        # The file of a stage, a sweep member or a rank was temporary.
+        # The configuration of a stage, a sweep member or a rank was a temporary file.
         if arguments[:1] == ["--config-file"]:
             arguments = ["--config-file", str(self.path / "config.yaml")]
         return shlex.join(["python", "-m", self.config["job"], *arguments])
@@ -149,21 +140,20 @@ class RunFolder:
     def _refuse_other_config(self) -> None:
         path = self.path / CONFIG
         if not path.is_file() or not (self.path / "manifest.json").is_file():
-            # Without a manifest nothing has started, so a failed start does not keep the folder.
-            return
+            return  # a start that failed before the manifest does not keep the folder
         before = read_config(
             path,
             f"If this command started {self.path}, delete the file and run the command again. "
             f"Otherwise give another output_dir=",
         )
-        before = fill_defaults(upgrade_config(before), plain(self._schema()))
+        # A configuration of an earlier version lacks the newer keys.
+        merged = OmegaConf.merge(plain(self._schema()), upgrade_config(before))
+        before = cast(dict[str, Any], OmegaConf.to_container(merged))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
             return  # another dry run may differ
-        differing = [
-            key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])
-        ]
+        differing = list(_differences(before, self.config))
         if differing:
             raise UserError(
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
@@ -172,29 +162,23 @@ class RunFolder:
 
 
 def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Remove the target's published configuration where the target's folder exists.
-
-    Nothing reads it then.
-    """
+    """Remove the target's published configuration where the target's folder replaces it."""
     target = config.get("target")
     if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
         return config
     return {**config, "target": {**target, "config": {}}}
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
-
-
-def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+    """Yield each key of two configurations that differs, with both values, except the free ones."""
+    if key in _FREE_KEYS or before == now:
+        return
     if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted({*before, *now})
-        return [
-            name
-            for key in keys
-            for name in _differences(before.get(key), now.get(key), f"{prefix}{key}.")
-        ]
-    return [] if before == now else [f"{prefix[:-1]} ({before} -> {now})"]
+        for name in sorted({*before, *now}):
+            inner = f"{key}.{name}" if key else str(name)
+            yield from _differences(before.get(name), now.get(name), inner)
+    else:
+        yield f"{key} ({before} -> {now})"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -219,7 +203,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
     """Return path in the run folder -> hash for each file of the artefacts.
 
-    A model folder's README.md is left out, as people edit it.
+    The README.md of a model folder is skipped, as people edit it.
     """
     files = [
         file
@@ -227,7 +211,7 @@ def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
         for file in (sorted(artefact.iterdir()) if artefact.is_dir() else [artefact])
         if file.is_file() and file.name != "README.md"
     ]
-    return {str(file.relative_to(root)): _hash_file(file) for file in files}
+    return {str(file.relative_to(root)): hash_input(file) for file in files}
 
 
 def changed_artefacts(
@@ -235,21 +219,22 @@ def changed_artefacts(
 ) -> list[str]:
     """Describe the artefacts in a manifest that are missing or changed.
 
-    Runs of earlier versions list none. names: the artefacts to check; None checks all.
+    Runs of earlier versions list no artefacts. names: the artefacts to check; None checks all.
     """
     wrong = []
     for name, digest in manifest.get("artefacts", {}).items():
         if names is not None and name not in names:
             continue
-        if not (root / name).is_file():
+        found = hash_input(root / name)
+        if found == "absent":
             wrong.append(f"{root / name} is missing from a finished run")
-        elif _hash_file(root / name) != digest:
+        elif found != digest:
             wrong.append(f"{root / name} has changed since the run was finished")
     return wrong
 
 
-def _is_whole(artefact: Path) -> bool:
-    """Check whether a file exists, or a model folder's configuration and weights."""
+def _is_complete(artefact: Path) -> bool:
+    """Return whether a file exists, or the configuration and weights of a model folder."""
     if artefact.suffix:
         return artefact.is_file()
     return (artefact / "config.json").is_file() and any(
@@ -259,31 +244,24 @@ def _is_whole(artefact: Path) -> bool:
 
 @functools.cache
 def git_revision() -> str:
-    """Return the revision of the checkout that this code runs from.
+    """Return the revision of this code's checkout, with `+changes` where tracked files differ.
 
-    `+changes` follows when tracked files differ; the revision is `unknown` outside a checkout.
+    It is `unknown` outside of a checkout.
     """
-    # An installation may lie in somebody else's checkout.
+    # An installation may lie inside another project's checkout.
     if data_folder("conf").parent != ROOT:
         return "unknown"
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
+        return subprocess.run(
+            describe, cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return revision + ("+changes" if dirty else "")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this project, of Python, and of packages that results depend on."""
+    """Return the versions of this project, of Python, and of the packages that affect results."""
     found = {"shallow-draft": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -294,14 +272,9 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, threads and cards, for manifests and tables."""
-    model = platform.processor() or platform.machine()
+    """Return the processor, the number of threads and the GPUs, for manifests and tables."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.gpu_names()}
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    cpu = named[1].strip() if named else platform.processor() or platform.machine()
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "gpus": devices.gpu_names()}

@@ -1,9 +1,10 @@
-"""One command per run folder: a lock file names its owner and disappears with it.
+"""Lock of a run folder: only one command at a time uses it.
 
-The owner holds the file's `flock` as long as it lives, and so do the ranks and stages that it
-starts. The kernel releases the lock with the last of them, so the next command takes over a file
-that SIGKILL left behind. Some network file systems have no locks, or none across hosts. There the
-content of the file decides, and an owner on another host always counts as alive.
+A lock file names its owner, who deletes it in the end. The owner holds the file's `flock` as long
+as it lives, and so do the ranks and stages that it starts. The kernel releases the lock with the
+last of them, so the next command can take over a file that SIGKILL left behind. Some network file
+systems have no locks, or none across hosts. There the content of the file decides, and an owner on
+another host counts as alive.
 """
 
 import errno
@@ -28,16 +29,16 @@ from jobs import ranks
 LOCK = ".lock"
 CONFIG = "config.yaml"  # marks a run folder
 _PARTIAL = ".partial"
-_SHOWN = 200  # characters of a path that a message quotes
+_QUOTED = 200  # characters of a path in a message
 _HELD = "SHALLOW_DRAFT_HELD"  # folders that this process or its parents hold
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without flock
 
 
 class RunLock:
-    """Run folder that this process holds until the object is dropped or the process ends."""
+    """Lock that this process holds on a run folder until the object or the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock. Raises UserError with the process that holds the folder."""
+        """Take the lock. Raises UserError, with the owner, where another process holds it."""
         path = folder / LOCK
         self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
@@ -53,21 +54,21 @@ def hold(folder: Path) -> RunLock | None:
     """Create and lock a run folder, and delete half-written files of a killed run.
 
     Returns None on all ranks but the first, and where the parent process (a launcher, an
-    experiment) holds the folder. Raises UserError for a folder that cannot be created, and with
-    process, host and time where another command uses it.
+    experiment) holds the folder. Raises UserError for a folder that cannot be created, and for one
+    that another command uses, with its process, host and start time.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(
-            f"output_dir={folder} is no folder: {error.filename} is a file. Give another "
+            f"output_dir={folder} is not a folder: {error.filename} is a file. Give another "
             f"output_dir="
         ) from error
     except OSError as error:  # such as a name that is too long, or a read-only folder
         name = str(folder)
-        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+        name = name if len(name) <= _QUOTED else f"{name[:_QUOTED]}..."
         raise UserError(
-            f"output_dir={shown} cannot be created: {error.strerror}. Give another output_dir="
+            f"output_dir={name} cannot be created: {error.strerror}. Give another output_dir="
         ) from error
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held_folders():
@@ -87,22 +88,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_partials(root: Path) -> None:
-    """Delete half-written files in a run folder, but not in the folders of other runs inside it."""
-    for folder, inner, files in os.walk(root):
-        for name in [name for name in inner if name.endswith(_PARTIAL)]:
-            shutil.rmtree(Path(folder, name))
-        for name in files:
-            if name.endswith(_PARTIAL):
-                Path(folder, name).unlink()
-        inner[:] = [
-            name
-            for name in inner
-            if not name.endswith(_PARTIAL) and not Path(folder, name, CONFIG).exists()
-        ]
+    """Delete half-written files and folders of a run, but not those of other runs inside it."""
+    for path in [*root.iterdir()]:
+        if path.name.endswith(_PARTIAL):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        elif path.is_dir() and not path.is_symlink() and not (path / CONFIG).exists():
+            remove_partials(path)
 
 
 def held_descriptors() -> list[int]:
-    """Return open files for a child process to inherit, so that the folders stay locked."""
+    """Return the file descriptors that a child inherits to keep the folders locked."""
     return [lock.descriptor for lock in _locks.values()]
 
 
@@ -111,7 +106,7 @@ def _held_folders() -> list[str]:
 
 
 def _acquire(path: Path) -> int:
-    """Open and lock the file. Raises UserError where another process holds it."""
+    """Open and lock the file. Returns its descriptor. Raises UserError where it is in use."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -134,10 +129,7 @@ def _acquire(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> bool:
-    """Try to lock the file. Returns False where another process has it locked.
-
-    Returns True on a file system without locks.
-    """
+    """Lock the file. Returns whether that worked, or whether the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -159,7 +151,7 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Return the owner that the file names; empty for a new or incomplete file."""
+    """Return the owner in the file; empty for a new or incomplete file."""
     try:
         owner = json.loads(os.pread(descriptor, 2**16, 0))
     except ValueError:
@@ -168,9 +160,9 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _may_be_running(owner: dict[str, Any]) -> bool:
-    """Check whether the owner may still run.
+    """Return whether the owner may still run: it always may on another host.
 
-    An owner on another host may. A reused process id does not count.
+    The start time reveals a process id that another process reuses.
     """
     if not owner:
         return False
@@ -196,26 +188,22 @@ def _started(pid: int) -> str:
 
 
 def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
-    if not owner:
-        return UserError(
-            f"{path.parent} is in use by a process that is just starting. Wait for it, or give "
-            f"another output_dir="
-        )
-    host, pid = owner.get("host"), owner["pid"]
-    who = f"process {pid} on {host}, since {owner.get('since')} ({owner.get('command')})"
-    if host != socket.gethostname():
-        return UserError(
-            f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=. "
-            f"This host cannot check whether it still runs. If it does not, delete {path} and run "
-            f"again"
-        )
-    if not _may_be_running(owner):
+    host, since, command = owner.get("host"), owner.get("since"), owner.get("command")
+    who = f"process {owner.get('pid')} on {host}, since {since} ({command})"
+    if owner and not _may_be_running(owner):
         return UserError(
             f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
             f"End that process, or wait for it"
         )
+    hint = ""
+    if owner and host != socket.gethostname():
+        hint = (
+            f". This host cannot check whether it still runs. If it does not, delete {path} and "
+            f"run again"
+        )
     return UserError(
-        f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir="
+        f"{path.parent} is in use by {who if owner else 'a process that is just starting'}. Wait "
+        f"until it ends, or give another output_dir={hint}"
     )
 
 

@@ -1,7 +1,4 @@
-"""Saved configuration of a run: written with a hash, and checked when it is read.
-
-A configuration of an earlier version is converted to today's keys.
-"""
+"""Saved configuration of a run: a hash reveals damage, and keys of earlier versions are renamed."""
 
 import hashlib
 from pathlib import Path
@@ -18,42 +15,25 @@ _STAMP = "# sha256 of the lines below: "
 
 
 def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a saved configuration with today's keys and meaning.
-
-    Before `max_seconds` existed, `max_epochs` had no effect next to `max_steps`.
-    """
+    """Return a saved configuration with the current keys and their current meaning."""
     saved = current_config(saved)
-
-    def loop_of_now(loop: Any) -> Any:
-        before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
-        return {**loop, "max_epochs": None} if before else loop
-
-    return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
-
-
-def fill_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys that a saved configuration lacks because they are newer.
-
-    usual: today's configuration with every default.
-    """
-    inner = {
-        key: fill_defaults(value, usual[key])
-        if isinstance(value, dict) and isinstance(usual.get(key), dict)
-        else value
-        for key, value in saved.items()
-    }
-    return {**usual, **inner}
+    for key in ("loop", "between"):
+        loop = saved.get(key)
+        # Before `max_seconds` existed, `max_epochs` had no effect next to `max_steps`.
+        if isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop:
+            saved[key] = {**loop, "max_epochs": None}
+    return saved
 
 
 def add_stamp(text: str) -> str:
-    """Return a configuration's text below a line with its hash, which reveals a truncated file."""
+    """Return the text of a configuration below a line with its hash."""
     return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
     """Return the mapping in a config.yaml, with or without a hash.
 
-    Raises UserError, with the remedy, for anything else.
+    Raises UserError, which ends with the remedy, for a damaged file.
     """
     try:
         text = path.read_text(encoding="utf-8")

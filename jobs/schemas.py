@@ -1,8 +1,7 @@
-"""Settings of each job: the dotted name of its dataclass.
+"""Dotted name of the dataclass of each job's settings.
 
-Where the class depends on the command line, it is the name of a function that returns it. An
-experiment composes its stages before it starts them, so it needs the settings of jobs in packages
-above this one.
+Where the class depends on the command line, the name is that of a function from overrides to the
+class. Names replace imports, as the jobs lie in packages above this one.
 """
 
 from collections.abc import Sequence
@@ -31,6 +30,6 @@ SCHEMAS = {
 def schema_of(job: str, overrides: Sequence[str] = ()) -> type[JobConfig]:
     """Return the dataclass of a job's settings. Raises UserError for an unknown job."""
     if job not in SCHEMAS:
-        raise UserError(f"'{job}' is no job; there are: {', '.join(SCHEMAS)}")
+        raise UserError(f"'{job}' is not a job, expected one of {', '.join(SCHEMAS)}")
     found: Any = imported(SCHEMAS[job])
     return found if isinstance(found, type) else found(overrides)

@@ -1,12 +1,13 @@
-"""Experiments that span several jobs: each stage is `python -m <stage>` in its own process.
+"""Experiments of several jobs: each stage is `python -m <stage>` in a separate process.
 
-Stages talk only through folders. A stage inherits every key that it shares with the experiment
-(jobs/inheritance.py) and writes to OUTPUT_DIR/<stage>. Its `stage_overrides` hold the differences.
-Values in a file of conf/ that they choose (`parallel=single`, `head=medusa`) are not inherited.
+Stages communicate only through folders. A stage inherits every key that it shares with the
+experiment (jobs/inheritance.py) and writes to OUTPUT_DIR/<stage>. Its `stage_overrides` hold the
+differences. A group for which they choose a file of conf/ (`parallel=single`, `head=medusa`) is not
+inherited.
 
-All stages are composed before the first one starts, so that an error in the last is found at once.
-A finished stage skips its work, as its manifest records that. Where several ranks run an experiment
-(torchrun, Slurm), all start every stage together, and rank 0 runs a stage of one process.
+All stages are composed before the first one starts, so an error in the last one is found at once.
+The manifest of a finished stage makes it skip its work. Where several ranks run an experiment
+(torchrun, Slurm), they start every stage together, and rank 0 runs a stage of one process.
 """
 
 import functools
@@ -29,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
 from jobs.composing import CONF, compose_job, translate_errors
-from jobs.config import JobConfig, typed
+from jobs.config import JobConfig, leaves, typed
 from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
 from jobs.ranks import RankBarrier
@@ -37,13 +38,13 @@ from jobs.schemas import schema_of
 
 ON_FILE = "--config-file"
 SWEEP = "-m"
-# placeholder for the experiment's folder, whose name Hydra's grammar might reject
+# stands for the experiment's folder while Hydra, whose grammar may reject its name, parses
 _FOLDER = "_output_dir_of_the_experiment_"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of an experiment: a job and its configurations, one per member of a sweep."""
+    """Stage of an experiment: a job and its configurations, one per member of a sweep."""
 
     name: str
     job: str
@@ -53,18 +54,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageOverride:
-    """Override of a stage.
-
-    values: (text, value) pairs, several in a sweep.
-    """
+    """Override of a stage."""
 
     key: str
-    values: list[tuple[str, Any]]
-    is_whole: bool = False  # replaces a group instead of merging into it
+    values: list[tuple[str, Any]]  # (text, value) pairs, several in a sweep
+    replaces: bool = False  # the value replaces a group instead of being merged into it
 
     @property
-    def is_of_conf(self) -> bool:
-        """True where it chooses a file in conf/."""
+    def chooses_file(self) -> bool:
+        """Whether the override chooses a file of conf/."""
         (text, value), *_ = self.values
         return text.startswith("~") or (isinstance(value, str) and (CONF / self.key).is_dir())
 
@@ -72,43 +70,43 @@ class StageOverride:
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order. Raises UserError with the stage that failed."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
-    meeting, started, number = RankBarrier(), time.time(), 0
+    barrier, started, number = RankBarrier(), time.time(), 0
     for position, stage in enumerate(stages, start=1):
-        if meeting.rank == 0:
+        if barrier.rank == 0:
             print(f"[{position}/{len(stages)}] {stage.name}", flush=True)
         failed = []
         for member in stage.members:
             number += 1
-            status = run_on_file(member, stage.job, meeting.environment(number))
+            status = run_on_file(member, stage.job, barrier.environment(number))
             if status != 0:
                 failed.append(f"status {status} ({member.output_dir})")
             if status == 0 or len(stage.members) > 1:  # other members of a sweep still run
-                meeting.wait(f"stage {number}")
+                barrier.wait(f"stage {number}")
         if failed:
             raise UserError(
                 f"stage {position} ({stage.name}) ended with {', '.join(failed)}. Fix the cause "
                 f"and run the same command: finished stages are skipped"
             )
-    if config.dry_run and meeting.rank == 0:
+    if config.dry_run and barrier.rank == 0:
         folders = [str(member.output_dir) for stage in stages for member in stage.members]
         _print_total([config.output_dir, *folders], started)
 
 
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
-    """Compose a stage: its job's defaults, its files of conf/, inherited keys and other overrides.
+    """Compose a stage from its job's defaults, its files of conf/, inherited keys and overrides.
 
     name: a job, or `job:label` where a job occurs twice. Raises UserError with the stage's name.
     """
     job, _, label = name.partition(":")
     try:
         given = _parse_overrides(name, config, composed)
-        chosen = {one.key: one.values[0][0] for one in given if one.is_of_conf}
+        chosen = {one.key: one.values[0][0] for one in given if one.chooses_file}
         is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
         texts = list(chosen.values())
         schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
-        own = compose_job(job, schema, texts)
-        OmegaConf.set_struct(own, False)
-        written = {key: OmegaConf.select(own, key) for key in _keys_written_by(chosen)}
+        base = compose_job(job, schema, texts)
+        OmegaConf.set_struct(base, False)
+        written = {key: OmegaConf.select(base, key) for key in _keys_written_by(chosen)}
         # A stage of the called job keeps unresolved values (`${...}`) as they are written.
         resolved = has_own_experiment or not is_called_job
         found: Any = OmegaConf.to_container(composed, resolve=resolved)
@@ -116,13 +114,13 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
             group, *inner = key.split(".")
             if group not in chosen:
                 value = functools.reduce(dict.__getitem__, inner, found[group])
-                OmegaConf.update(own, key, value, merge=False)
+                OmegaConf.update(base, key, value, merge=False)
         for key, value in written.items():
-            OmegaConf.update(own, key, value, merge=False)
-        own.stages, own.stage_overrides = [], {}
-        own.output_dir = os.path.join(config.output_dir, label or name)
+            OmegaConf.update(base, key, value, merge=False)
+        base.stages, base.stage_overrides = [], {}
+        base.output_dir = os.path.join(config.output_dir, label or name)
         sweeps = SWEEP in config.stage_overrides.get(name, [])
-        members = list(_sweep_members(own, [one for one in given if not one.is_of_conf], sweeps))
+        members = list(_sweep_members(base, [one for one in given if not one.chooses_file], sweeps))
         for member in members:
             typed(member, schema)
     except UserError as error:
@@ -133,8 +131,8 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
 def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
     """Parse the overrides of a stage; `-m` among them allows several values (`key=1,2`).
 
-    In them `{output_dir}` is the experiment's folder, `${key}` the experiment's value of a key, and
-    `@{key}` the stage's own.
+    `{output_dir}` stands for the experiment's folder, `${key}` for the experiment's value of a key,
+    and `@{key}` for the stage's value.
     """
     written: Any = OmegaConf.to_container(composed.stage_overrides, resolve=False)
     raw, given = written.get(name, []), []
@@ -143,29 +141,21 @@ def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list
         node = OmegaConf.select(composed, forwarded[2]) if forwarded else None
         if forwarded and OmegaConf.is_config(node):
             value = OmegaConf.to_container(node, resolve=True)
-            given.append(StageOverride(forwarded[1], [(text, value)], is_whole=True))
+            given.append(StageOverride(forwarded[1], [(text, value)], replaces=True))
         elif text != SWEEP:
             given.append(_parse_override(resolved, config.output_dir, SWEEP in raw))
     return given
 
 
 def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
-    """Yield dotted keys that chosen files write outside of their own group.
+    """Yield the dotted keys that files with `@package _global_` set, such as a head's loss.
 
-    A kind of head does so with its loss. chosen: group -> override.
+    chosen: group -> override that chooses its file.
     """
     for group, text in chosen.items():
         file = CONF / group / f"{text.partition('=')[2]}.yaml"
         if group != "experiment" and file.is_file() and "@package _global_" in file.read_text():
-            yield from _leaves(yaml.safe_load(file.read_text()))
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+            yield from (".".join(path) for path, _ in leaves(yaml.safe_load(file.read_text())))
 
 
 def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:
@@ -194,21 +184,22 @@ def _insert_folder(value: Any, folder: str) -> Any:
 
 
 def _sweep_members(
-    own: DictConfig, given: Sequence[StageOverride], sweeps: bool
+    base: DictConfig, given: Sequence[StageOverride], sweeps: bool
 ) -> Iterator[DictConfig]:
-    """Yield one configuration per combination of values; without a sweep, only one."""
+    """Yield one configuration for each combination of values; only one without a sweep."""
     for values in itertools.product(*(one.values for one in given)):
-        member = own.copy()
+        member = base.copy()
         for one, (_, value) in zip(given, values, strict=True):
-            OmegaConf.update(member, one.key, value, merge=not one.is_whole)
+            OmegaConf.update(member, one.key, value, merge=not one.replaces)
         texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
         yield name_sweep_member(member, texts) if sweeps else member
 
 
 def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
-    """Set a sweep member's folder, named after the overrides that vary, and its tracker group.
+    """Set the folder of a sweep's member, and its group in Weights & Biases.
 
-    The group is the sweep's group in Weights & Biases.
+    varying: the overrides that differ between members; the folder is named after them. A group that
+    is given stays.
     """
     name = ",".join(text.lstrip("+") for text in varying) or "member"
     config.output_dir = os.path.join(str(config.output_dir), re.sub(r"[^\w.,=+-]+", "_", name))
@@ -220,29 +211,28 @@ def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
 def _print_total(folders: Sequence[str], started: float) -> None:
     """Print the total cost of the dry runs of all stages and sweep members.
 
-    Each is converted to hours with its own assumed_tflops.
+    folders: run folders, with those inside them. started: time before the first dry run; older
+    manifests do not count. Each cost is converted to hours with the assumed_tflops of its run.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
-    planned = {
-        path: json.loads(path.read_text())["metrics"].get(PLANNED)
-        for path in found
-        if path.stat().st_mtime >= started
-    }
-    paces = {
-        path: yaml.safe_load(path.with_name("config.yaml").read_text()).get("assumed_tflops")
-        for path in planned
-    }
-    counted = {path: flops for path, flops in planned.items() if flops and paces[path]}
-    if counted:
-        unknown = [*planned.values()].count(0.0)
+    costs, unknown = [], 0  # (operations, assumed TFLOP/s) of a dry run
+    for path in found:
+        if path.stat().st_mtime < started:
+            continue
+        planned = json.loads(path.read_text())["metrics"].get(PLANNED)
+        pace = yaml.safe_load(path.with_name("config.yaml").read_text()).get("assumed_tflops")
+        unknown += planned == 0.0
+        if planned and pace:
+            costs.append((planned, pace))
+    if costs:
         missing = f", without {unknown} whose tokens depend on the data" if unknown else ""
-        seconds = sum(flops / paces[path] / 1e12 for path, flops in counted.items())
-        at = " and ".join(f"{pace:g}" for pace in sorted({paces[path] for path in counted}))
-        total = (
-            f"{operations(sum(counted.values()))}, {hours(seconds)} at {at} TFLOP/s "
-            f"(assumed_tflops)"
+        seconds = sum(planned / pace / 1e12 for planned, pace in costs)
+        at = " and ".join(f"{pace:g}" for pace in sorted({pace for _, pace in costs}))
+        print(
+            f"all stages together: {operations(sum(planned for planned, _ in costs))}, "
+            f"{hours(seconds)} at {at} TFLOP/s (assumed_tflops){missing}; evaluations are not "
+            f"counted"
         )
-        print(f"all stages together: {total}{missing}; evaluations are not counted")
 
 
 def check_required_settings(composed: DictConfig) -> None:

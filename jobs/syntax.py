@@ -1,6 +1,6 @@
 """Readable errors for overrides and configurations that Hydra rejects.
 
-Hydra's own messages are those of a grammar, name no place and end in advice on stack traces.
+Hydra's messages use the terms of a grammar, lack the position and end with advice on stack traces.
 """
 
 import re
@@ -17,13 +17,13 @@ EXPECTED = (
     "a value with spaces, commas, brackets or quotes, inside the quotes of the shell: "
     "'KEY=\"a, b\"'."
 )
-ENDS = "it ends where more is expected, such as a closing bracket or quote"
+ENDS = "it is incomplete, such as without a closing bracket or quote"
 # flags without a value; any other flag may be followed by one
 WITHOUT_VALUE = ("-m", "--multirun", "-h", "--help")
 
 
 def check_syntax(arguments: list[str]) -> None:
-    """Raise UserError for an argument that is no override."""
+    """Raise UserError for an argument that is neither a flag nor a valid override."""
     parser = OverridesParser.create()
     for before, text in zip(["", *arguments], arguments, strict=False):
         if text.startswith("-") or (
@@ -31,7 +31,7 @@ def check_syntax(arguments: list[str]) -> None:
         ):
             continue
         if "=" not in text and not text.startswith("~"):
-            raise UserError(f"'{text}' is no setting: it has no '='. {EXPECTED}")
+            raise UserError(f"'{text}' is not a setting: it has no '='. {EXPECTED}")
         try:
             parser.parse_override(text)
         except HydraException as error:
@@ -53,24 +53,25 @@ def _place(text: str, error: HydraException) -> str:
         return (
             ENDS
             if token.type == Token.EOF
-            else f"{token.text!r} at character {token.start + 1} is not expected there"
+            else f"{token.text!r} at character {token.start + 1} is unexpected"
         )
-    # Errors from which the grammar recovers (a missing or extra token) come without a position.
+    # Errors from which the parser recovers (a missing or extra token) have no position.
     mended = re.fullmatch(r"(?:extraneous input|missing .+ at) '(.+?)'(?: expecting .+)?", message)
     if mended is None:
         return message
-    return ENDS if mended[1] == "<EOF>" else f"{mended[1]!r} is not expected there"
+    return ENDS if mended[1] == "<EOF>" else f"{mended[1]!r} is unexpected"
 
 
 def composition_error(error: Exception) -> UserError:
-    """Return the error for conf/ and a command line that do not compose."""
+    """Return the error for a command line and files of conf/ that do not compose."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group = error.missing_cfg_file.rpartition("/")[0]
         return UserError(
             f"{error.missing_cfg_file.replace('/', '=')}: there is no "
-            f"conf/{error.missing_cfg_file}.yaml; of {group} there are: {', '.join(error.options)}"
+            f"conf/{error.missing_cfg_file}.yaml, expected {group}= one of "
+            f"{', '.join(error.options)}"
         )
     message = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
     return UserError(
-        f"the configuration does not compose: {' '.join(message.split())}. --help lists all keys."
+        f"the configuration does not compose: {' '.join(message.split())}. --help lists all keys"
     )

@@ -5,7 +5,8 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from jobs.ranks import rank
 from jobs.run_files import WRONG, DamagedLineError, damaged, parse_record
 from jobs.run_folder import RunFolder
 
-# the public server; logins are stored under this name
+# public server of Weights & Biases, under which netrc files store logins
 _WANDB_HOST = "api.wandb.ai"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Scatter chart with one point per row, at its columns x and y."""
+    """Scatter chart with one point per row. x, y: names of the columns."""
 
     name: str
     title: str
@@ -42,10 +43,10 @@ class Tracker:
         self.path = folder / "metrics.jsonl"
         self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, config, run_name, job_config)
-        self._board = _start_tensorboard(folder, None) if config.tensorboard else None
+        self._board = _start_tensorboard(folder) if config.tensorboard else None
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append a record. Values are numbers, strings or lists; the mirrors get the numbers."""
+        """Append a record of numbers, strings and lists. Only the numbers go to the mirrors."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
@@ -61,10 +62,10 @@ class Tracker:
         charts: Sequence[Chart],
         images: dict[str, Path],
     ) -> None:
-        """Send tables, charts and images to the mirrors, by name. Tensorboard only gets the images.
+        """Send named tables, charts and images to Weights & Biases, the images to tensorboard too.
 
-        tables: rows; a missing column stays empty. images: files in a format that both can read,
-        such as PNG.
+        tables: name -> rows; a missing column stays empty. images: name -> file that both can read,
+        such as a PNG.
         """
         if self._wandb is not None:
             self._wandb.log(_wandb_media(tables, charts, images))
@@ -75,6 +76,7 @@ class Tracker:
                 self._board.add_image(name, imread(path)[..., :3], dataformats="HWC")
 
     def close(self) -> None:
+        """Close metrics.jsonl and the mirrors."""
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -82,10 +84,10 @@ class Tracker:
             self._board.close()
 
     def rewind(self, step: int) -> None:
-        """Drop records after `step`, which a resumed run makes again, and an incomplete last line.
+        """Drop records after `step`, which a resumed run repeats, and an incomplete last line.
 
-        Tensorboard drops them too. Weights & Biases cannot: it ignores steps that it already has,
-        whose values are the same.
+        Tensorboard drops them too. Weights & Biases cannot, and ignores the repeated steps, whose
+        values are the same. Raises UserError for a damaged line before the last one.
         """
         self._file.close()
         lines = self.path.read_bytes().splitlines()
@@ -97,12 +99,11 @@ class Tracker:
             except WRONG as error:
                 # A damaged last line is an interrupted write, whose step is repeated.
                 if number < len(lines):
-                    remedy = (
-                        "Remove this line, or delete the file: training continues without "
-                        "its records"
-                    )
                     raise damaged(
-                        self.path, DamagedLineError(f"line {number}: {error}"), remedy
+                        self.path,
+                        DamagedLineError(f"line {number}: {error}"),
+                        "Remove this line, or delete the file: training continues without its "
+                        "records",
                     ) from error
         write_bytes(self.path, b"".join(kept))
         self._file = self.path.open("a", encoding="utf-8")
@@ -111,34 +112,24 @@ class Tracker:
             self._board = _start_tensorboard(self.path.parent, step + 1)
 
 
-class TrackedRun:
-    """Context of a tracked run: `with TrackedRun(...) as tracker`.
+@contextmanager
+def track_run(folder: RunFolder, config: Any, inputs: list[Path]) -> Iterator[Tracker]:
+    """Write an unfinished manifest, and open a tracker inside the block. Only the main rank does.
 
-    The main rank writes the manifest first and closes its tracker last. Other ranks get None.
+    inputs: files and folders of the run, for the manifest.
     """
-
-    def __init__(
-        self, run_folder: RunFolder, config: Any, inputs: list[Path], is_main: bool
-    ) -> None:
-        self.tracker: Tracker | None = None
-        if is_main:
-            run_folder.write_manifest(inputs, {}, finished=False)
-            self.tracker = Tracker(
-                run_folder.path, config.tracker, config.experiment, run_folder.config
-            )
-
-    def __enter__(self) -> Tracker | None:
-        return self.tracker
-
-    def __exit__(self, *_: object) -> None:
-        if self.tracker is not None:
-            self.tracker.close()
+    folder.write_manifest(inputs, {}, finished=False)
+    tracker = Tracker(folder.path, config.tracker, config.experiment, folder.config)
+    try:
+        yield tracker
+    finally:
+        tracker.close()
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError where the mirrors cannot start: unknown mode, no login or missing package.
+    """Raise UserError for an unknown mode, a missing package and a missing login.
 
-    This happens before models are loaded and uses no network, so a login is found but not verified.
+    The check comes before any model is loaded and uses no network, so the login is not verified.
     Only rank 0 tracks, and a dry run does not.
     """
     tracker = vars(config).get("tracker")
@@ -150,18 +141,19 @@ def check_tracker(config: JobConfig) -> None:
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
             "tracker.wandb is online, but no login to Weights & Biases was found. Run `wandb "
-            "login` once, or set WANDB_API_KEY. Without a login, give "
-            "tracker=wandb_offline (`wandb sync` uploads later) or tracker=none"
+            "login` once, set WANDB_API_KEY, or give tracker=wandb_offline (`wandb sync` uploads "
+            "later) or tracker=none"
         )
 
 
 def _check_mode(config: TrackerConfig) -> None:
+    """Raise UserError for an unknown mode of Weights & Biases."""
     if config.wandb not in ("online", "offline", "disabled"):
         raise UserError(f"tracker.wandb is '{config.wandb}', expected online, offline or disabled")
 
 
 def _has_login() -> bool:
-    """Check for credentials where wandb looks: environment, settings and netrc file."""
+    """Return whether wandb would find credentials: in the environment, settings or netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -169,21 +161,20 @@ def _has_login() -> bool:
     settings = wandb.setup().settings
     if settings.api_key:
         return True
-    usual = (Path(name).expanduser() for name in ("~/.netrc", "~/_netrc"))
-    file = os.environ.get("NETRC") or next((str(path) for path in usual if path.is_file()), None)
-    if file is None:
-        return False
-    try:
-        known = netrc.netrc(Path(file).expanduser()).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return bool({urlsplit(settings.base_url).netloc, _WANDB_HOST} & known.keys())
+    for name in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
+        if (file := Path(name).expanduser()).is_file():
+            try:
+                known = netrc.netrc(file).hosts
+            except (OSError, netrc.NetrcParseError):
+                return False
+            return bool({urlsplit(settings.base_url).netloc, _WANDB_HOST} & known.keys())
+    return False
 
 
-def _identity_of(folder: Path) -> str:
-    """Return the id of a run folder's W&B run, which a resumed run continues.
+def _wandb_id(folder: Path) -> str:
+    """Return the id of a folder's W&B run, which a resumed run continues.
 
-    Raises UserError for a damaged id.
+    The id is created on the first call. Raises UserError for a damaged file.
     """
     path = folder / "wandb_id"
     if not path.is_file():
@@ -213,7 +204,7 @@ def _start_wandb(
         dir=str(folder),
         mode="online" if config.wandb == "online" else "offline",
         config=job_config,
-        id=_identity_of(folder),
+        id=_wandb_id(folder),
         resume="allow",
     )
 
@@ -249,5 +240,5 @@ def _summary_writer() -> Any:
     return SummaryWriter
 
 
-def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
+def _start_tensorboard(folder: Path, purge_step: int | None = None) -> Any:
     return _summary_writer()(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

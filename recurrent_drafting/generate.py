@@ -15,7 +15,7 @@ from jobs.job import job_main
 from jobs.paths import resolve
 from recurrent_drafting.cmd.flags import print_flags, to_overrides
 from serving.config import GenerateConfig
-from serving.prompt_report import answers_file, print_report
+from serving.prompt_report import print_report
 from serving.prompts import answer_prompts, load_prompts
 from serving.setup import DEFAULT_DRAFTER, NONE, check, check_drafter, load
 from serving.terminal import chat
@@ -40,8 +40,7 @@ def run(cfg: GenerateConfig) -> None:
         chat(loaded, cfg, console)
         return
     try:
-        with answers_file(cfg.output) as write:
-            done = answer_prompts(loaded, cfg, prompts, console, write)
+        done = answer_prompts(loaded, cfg, prompts, console)
     except KeyboardInterrupt as stop:
         kept = (
             f"the answers so far are in {cfg.output}"

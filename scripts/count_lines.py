@@ -12,7 +12,7 @@ from collections import defaultdict
 
 
 def code_lines(source: str) -> int:
-    """Return the number of lines that are neither blank nor a comment nor part of a docstring."""
+    """Return the number of lines without blank lines, comments and docstrings."""
     text = source.splitlines()
     kept = {
         n for n, line in enumerate(text, 1) if line.strip() and not line.lstrip().startswith("#")
@@ -30,13 +30,13 @@ def git(*words: str) -> str:
 
 
 def main() -> None:
-    """Print a row for every top-level folder, then the product without its tests."""
+    """Print the counts of every top-level folder, of the product (no tests), and of everything."""
     revision = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for path in git("ls-tree", "-r", "--name-only", revision).splitlines():
         if path.endswith(".py"):
-            source, room = git("show", f"{revision}:{path}"), path.split("/")[0]
-            for name in (room, "all") if room == "tests" else (room, "product", "all"):
+            source, folder = git("show", f"{revision}:{path}"), path.split("/")[0]
+            for name in (folder, "all") if folder == "tests" else (folder, "product", "all"):
                 counts = (1, len(source.splitlines()), code_lines(source))
                 sums[name] = [before + now for before, now in zip(sums[name], counts, strict=True)]
     print(f"{'':20}{'files':>8}{'lines':>8}{'code':>8}")

@@ -18,7 +18,7 @@ say() { if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else printf '%s\n' "
 install_torch() {
   "$VENV/bin/python" -c 'import torch' 2>/dev/null && return 0
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    say "Installing torch with CUDA (an NVIDIA card is here)"
+    say "Installing torch with CUDA (found an NVIDIA GPU)"
     "$VENV/bin/pip" install --quiet "${TORCH:-torch>=2.11}"
     return
   fi
@@ -27,11 +27,11 @@ install_torch() {
   if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch"; then
     return
   fi
-  [ -z "$index" ] || say "That index did not give $torch (see the reason above); asking pip's own, which may bring CUDA packages. Ctrl-C and TORCH_INDEX=... to try another"
+  [ -z "$index" ] || say "No $torch from that index (the reason is above). Trying pip's configured index, which may install CUDA packages. To try another, press Ctrl-C and set TORCH_INDEX=..."
   "$VENV/bin/pip" install --quiet "$torch"
 }
 
-# ensure_environment EXTRAS: does nothing when the same EXTRAS of the same requirements are installed already.
+# ensure_environment EXTRAS: does nothing if the same EXTRAS of the same requirements are installed.
 ensure_environment() {
   local extras="$1" stamp wanted python="${PYTHON:-python3}"
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

@@ -2,7 +2,7 @@
 
     python -m scripts.stage_values [KEY=VALUE ...]
 
-Compare the output before and after a change. Settings apply to the experiments that have them.
+Compare the output before and after a change. Settings apply to the experiments that have the key.
 """
 
 import sys
@@ -16,7 +16,7 @@ from jobs.config import plain, typed, valid_keys
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
 
-# values that experiments require from their caller
+# required settings of experiments
 ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output_dir=OUTPUT_DIR"]
 
 

@@ -15,7 +15,7 @@ case "${1:-}" in
   --exhaustive) markers="";               draws=1000000; shift ;;
 esac
 export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"
-say "ruff"  # two commands: behind `&&` a failure of the first would not end the script
+say "ruff"  # two commands, as a failure before `&&` would not end the script
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
 say "imports"; "$VENV/bin/lint-imports" --no-logo --no-cache

@@ -10,7 +10,7 @@ DATASET = "HuggingFaceH4/mt_bench_prompts"
 
 
 def load_mt_bench() -> list[Prompt]:
-    """Return both turns of every question; raises UserError if the cache and the Hub lack them."""
+    """Return the questions with both turns. Raises UserError if cache and Hub lack them."""
     import datasets
 
     try:
@@ -19,12 +19,10 @@ def load_mt_bench() -> list[Prompt]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"MT-bench ({DATASET}) is neither in the cache of `datasets` nor available from the "
-            f"Hub: {' '.join(str(error).split())[:200]}. "
-            'Use a local file, such as FastChat\'s question.jsonl (lines of {"question_id", '
-            '"category", "turns"}): prompts=FILE.jsonl or '
-            "--eval_mt_bench=FILE.jsonl; or fetch it once on a machine with network access and "
-            "copy ~/.cache/huggingface: "
-            f"python -c \"import datasets; datasets.load_dataset('{DATASET}')\""
+            f"Hub: {' '.join(str(error).split())[:200]}. Give a local file such as FastChat's "
+            f"question.jsonl (prompts=FILE.jsonl or --eval_mt_bench=FILE.jsonl), or run python -c "
+            f"\"import datasets; datasets.load_dataset('{DATASET}')\" on a machine with network "
+            f"access and copy its ~/.cache/huggingface."
         ) from error
     return [
         Prompt(f"{NAME}/{record['prompt_id']}", record["category"], list(record["prompt"]))

@@ -1,15 +1,19 @@
 """Batched answers to prompts with and without the drafter, for speed and token comparisons.
 
-Every prompt is answered, also in a partial last batch. Both conversations continue with the drafted
-answers. Only decoding is timed, and the order of both ways alternates between batches.
+Every prompt is answered, the last batch may be smaller. With and without the drafter, conversations
+continue with the drafted answers. Only decoding is timed, and batches alternate in which way comes
+first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from decoding.engine import text_of, with_costs
+from decoding.engine import text_of
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
@@ -19,11 +23,9 @@ from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from serving.config import GenerateConfig
 from serving.mt_bench import NAME, load_mt_bench
-from serving.setup import ChatModels
+from serving.setup import ChatModels, is_compared, warm_up
 from training.data.chat import render_prompt
 from training.data.readers import Prompt, read_prompts
-
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -32,47 +34,63 @@ class PromptAnswer:
 
     prompt: Prompt
     turn: int  # from 1
-    batch: int  # prompts that were decoded together with it carry the same number
+    batch: int  # number of the batch
     prompt_tokens: int
     text: str
     drafted: Generation  # without a drafter: plain decoding, and `plain` is None
     plain: Generation | None  # None: not measured
-    # first token that is not plain decoding's, where the two have to be equal
+    # index of the first token that differs from plain decoding, where the two must be equal
     differs_at: int | None = None
     gap: float | None = None  # between the target's two best tokens there
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The answer as an object of the output file."""
+        drafted, plain = self.drafted, self.plain
+        record: dict[str, Any] = {
+            "id": self.prompt.id,
+            "category": self.prompt.category,
+            "turn": self.turn,
+            "prompt": self.prompt.turns[self.turn - 1],
+            "answer": self.text,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": drafted.tokens,
+            "finish": drafted.finish,
+            "tau": drafted.block_efficiency,
+            "tokens_per_second": drafted.tokens_per_second,
+            "prefill_seconds": drafted.prefill_seconds,
+        }
+        if plain is not None:
+            record |= {
+                "plain_tokens_per_second": plain.tokens_per_second,
+                "speedup": drafted.tokens_per_second / plain.tokens_per_second,
+                "differs_at": self.differs_at,
+            }
+        return record
 
 
 @dataclass
 class PromptRun:
-    """All answers, and the places of skipped prompts by reason."""
+    """All answers, and reason -> places of the skipped prompts."""
 
     answers: list[PromptAnswer] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
-    """Return the configured prompts and turns; raises UserError as the readers do."""
+    """Return the configured prompts. Raises UserError for an unreadable file."""
     prompts = load_mt_bench() if cfg.prompts == NAME else read_prompts(resolve(cfg.prompts))
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     return prompts[: cfg.max_prompts] if cfg.max_prompts else prompts
 
 
-def is_compared(settings: Settings) -> bool:
-    """Return whether outputs must be equal: greedy and coupled ones depend on seed and text."""
-    return settings.temperature == 0 or settings.verify == "coupled"
-
-
 def answer_prompts(
-    loaded: ChatModels,
-    cfg: GenerateConfig,
-    prompts: Sequence[Prompt],
-    console: Console,
-    write: Callable[[Sequence[PromptAnswer]], None] = lambda answers: None,
+    loaded: ChatModels, cfg: GenerateConfig, prompts: Sequence[Prompt], console: Console
 ) -> PromptRun:
-    """Answer all turns of all prompts and pass each batch's answers to `write`.
+    """Answer all turns of all prompts, and append each batch's answers to the output file.
 
-    Raises UserError if no prompt fits.
+    Raises UserError if every prompt is too long.
     """
     console.print(loaded.about, soft_wrap=True)
     done = PromptRun()
@@ -80,13 +98,15 @@ def answer_prompts(
         list(prompts[start : start + cfg.batch_size])
         for start in range(0, len(prompts), cfg.batch_size)
     ]
-    settings = _warm_up(loaded, cfg, batches)
+    first = _render(loaded, cfg, prompts[0].turns[:1], [])[: loaded.engine.target.max_length // 2]
+    sizes = sorted({len(batch) for batch in batches})
+    settings = {size: warm_up(loaded.engine, first, loaded.settings, size) for size in sizes}
     with ProgressBar("prompts", len(prompts)) as bar:
         finished = 0
         for number, batch in enumerate(batches):
             for answers in _answer_batch(loaded, cfg, settings[len(batch)], number, batch, done):
                 done.answers += answers
-                write(answers)
+                _write(cfg.output, answers)
             finished += len(batch)
             bar.update(
                 finished, f"{sum(len(answer.drafted.tokens) for answer in done.answers)} tokens"
@@ -98,23 +118,18 @@ def answer_prompts(
         )
         raise UserError(
             f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Give shorter "
-            f"ones, or raise what limits them."
+            f"prompts, or raise the limit."
         )
     return done
 
 
-def _warm_up(
-    loaded: ChatModels, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
-) -> dict[int, Settings]:
-    """Warm up each batch size; returns its settings, with measured costs if needed."""
-    engine, found = loaded.engine, {}
-    first = _render(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
-    for size in sorted({len(batch) for batch in batches}):
-        found[size] = with_costs(engine, first, loaded.settings, size)
-        few = replace(found[size], max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        for drafter in (None, engine.drafter):
-            decode(engine.target, drafter, [first] * size, few)
-    return found
+def _write(output: str, answers: Sequence[PromptAnswer]) -> None:
+    """Append answers to a JSONL file. An interrupted run keeps all previous ones."""
+    if output:
+        with Path(output).open("a", encoding="utf-8") as file:
+            file.writelines(
+                json.dumps(answer.record, ensure_ascii=False) + "\n" for answer in answers
+            )
 
 
 def _answer_batch(
@@ -125,15 +140,17 @@ def _answer_batch(
     batch: Sequence[Prompt],
     done: PromptRun,
 ) -> Iterator[list[PromptAnswer]]:
-    """Yield the answers of one batch turn by turn; counts conversations that do not fit."""
-    said: list[list[str]] = [[] for _ in batch]
+    """Yield the answers of one batch turn by turn, and record in `done` the turns that do not fit.
+
+    number: index of the batch, from which the noise of its requests is keyed.
+    """
+    answered: list[list[str]] = [[] for _ in batch]
     for turn in range(max(len(prompt.turns) for prompt in batch)):
         rows, ids = [], []
         for row, prompt in enumerate(batch):
-            if turn < len(prompt.turns) and len(said[row]) == turn:
-                rendered = _render(loaded, cfg, prompt.turns[: turn + 1], said[row])
-                reason = _reason_not_to_answer(loaded, cfg, len(rendered))
-                if reason:
+            if turn < len(prompt.turns) and len(answered[row]) == turn:
+                rendered = _render(loaded, cfg, prompt.turns[: turn + 1], answered[row])
+                if reason := _refusal(loaded, cfg, len(rendered)):
                     done.left_out.setdefault(reason, []).append(f"{prompt.id}, turn {turn + 1}")
                 else:
                     rows.append(row)
@@ -147,15 +164,10 @@ def _answer_batch(
         answers = []
         for at, row in enumerate(rows):
             text = text_of(loaded.engine, drafted[at].tokens)
-            said[row].append(text)
+            answered[row].append(text)
+            other = plain[at] if plain else None
             answer = PromptAnswer(
-                batch[row],
-                turn + 1,
-                number,
-                len(ids[at]),
-                text,
-                drafted[at],
-                plain[at] if plain else None,
+                batch[row], turn + 1, number, len(ids[at]), text, drafted[at], other
             )
             answers.append(_compare(loaded, settings, answer, ids[at], requests[at]))
         yield answers
@@ -169,24 +181,20 @@ def _decode_both(
     requests: list[int],
     plain_first: bool,
 ) -> tuple[list[Generation], list[Generation] | None]:
-    """Return drafted and plain generations; plain is None if there is no baseline or no drafter."""
-    target, drafter = loaded.engine.target, loaded.engine.drafter
-    if drafter is None or not cfg.baseline:
-        return decode(target, drafter, ids, settings, request_ids=requests), None
-    ways = {
-        kind: None if kind == "plain" else drafter
-        for kind in (("plain", "drafted") if plain_first else ("drafted", "plain"))
-    }
+    """Return drafted and plain generations; plain is None without a baseline or a drafter."""
+    drafter = loaded.engine.drafter
+    ways = [drafter, None] if drafter is not None and cfg.baseline else [drafter]
     found = {
-        kind: decode(target, way, ids, settings, request_ids=requests) for kind, way in ways.items()
+        way: decode(loaded.engine.target, way, ids, settings, request_ids=requests)
+        for way in (reversed(ways) if plain_first else ways)
     }
-    return found["drafted"], found["plain"]
+    return found[drafter], found[None] if len(ways) > 1 else None
 
 
 def _compare(
     loaded: ChatModels, settings: Settings, answer: PromptAnswer, ids: list[int], request: int
 ) -> PromptAnswer:
-    """Add the first difference if the outputs must be equal."""
+    """Add the first difference from plain decoding where the outputs must be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
     at = first_difference(answer.drafted.tokens, answer.plain.tokens)
@@ -209,11 +217,11 @@ def _render(
     return render_prompt(loaded.engine.tokenizer, messages, template=loaded.template)
 
 
-def _reason_not_to_answer(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
-    """Return the reason that a prompt is too long, or an empty string."""
-    holds = loaded.engine.target.max_length
-    if length >= holds:
-        return f"longer than the target's context of {holds} tokens"
+def _refusal(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
+    """Return why a prompt of this length is skipped; empty for one that fits."""
+    context = loaded.engine.target.max_length
+    if length >= context:
+        return f"longer than the target's context of {context} tokens"
     if cfg.max_prompt_tokens and length > cfg.max_prompt_tokens:
         return f"over max_prompt_tokens={cfg.max_prompt_tokens} (--max_prompt_length)"
     return ""

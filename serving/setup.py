@@ -10,9 +10,10 @@ from decoding.devices import device_of
 from decoding.drafters.build import options_of
 from decoding.drafters.registry import check_fits, head_of, imported
 from decoding.drafters.trees.sampled_children import KINDS
-from decoding.engine import Engine, stop_tokens, text_of
+from decoding.engine import Engine, stop_tokens, text_of, with_costs
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
+from decoding.loop import decode
 from decoding.models.folder import CARD, read_config, read_json
 from decoding.models.load import load_target
 from decoding.models.text.compatible import check_tokenizer_of
@@ -23,7 +24,8 @@ from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
 from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
-from jobs.drafter_use import DrafterUse, check_not_evaluated
+from jobs.config_checks import refuse
+from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, read_card_name, uses
 from jobs.paths import resolve
 from serving.config import GenerateConfig
@@ -31,76 +33,70 @@ from serving.config import GenerateConfig
 NONE = "none"  # drafter=none: plain decoding
 DEFAULT_DRAFTER = "prompt_lookup"  # where no drafter is named
 VICUNA = "vicuna"
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class ChatModels:
-    """Loaded models, their settings and a description."""
+    """Loaded models with their settings."""
 
     engine: Engine
     settings: Settings  # without measured costs
     about: str  # one line: target, drafter, sampling
-    template: str = "auto"  # chat template: the tokenizer's own, or the name of one of ours
+    template: str = "auto"  # name of a chat template; auto: the tokenizer's
 
 
 def check(cfg: GenerateConfig) -> None:
-    """Raise UserError for a setting that cannot be used."""
+    """Raise UserError for invalid and contradictory settings."""
     refuse_parallel(cfg.target)
-    rules = {
-        "beam_width": (cfg.beam_width >= 1, "1 or more beams"),
-        "beam_length": (
-            cfg.beam_length >= 1,
-            "1 (nothing is drafted) or more tokens, the target's own first one among them",
-        ),
-        "children": (cfg.children in KINDS, " or ".join(KINDS)),
-        "max_prompt_tokens": (
-            cfg.max_prompt_tokens >= 0,
-            "0 (as many as the context holds) or more",
-        ),
-        "turns": (cfg.turns in ("all", "first"), "all or first"),
-        "max_prompts": (cfg.max_prompts >= 0, "0 (all) or more"),
-        "batch_size": (cfg.batch_size >= 1, "1 or more"),
-        "baseline_tokens": (cfg.baseline_tokens >= 0, "0 (no speedup is measured) or more"),
+    least = {
+        "beam_width": (1, "1 or more beams"),
+        "beam_length": (1, "1 (no drafting) or more tokens, the target's first one included"),
+        "max_prompt_tokens": (0, "0 (the size of the context) or more"),
+        "max_prompts": (0, "0 (all) or more"),
+        "batch_size": (1, "1 or more"),
+        "baseline_tokens": (0, "0 (no speedup is measured) or more"),
     }
-    for key, (fine, expected) in rules.items():
-        if not fine:
-            raise UserError(f"{key} is {vars(cfg)[key]}, expected {expected}.")
+    refuse(cfg, [(key, vars(cfg)[key] >= low, words) for key, (low, words) in least.items()])
+    check_choice("children", cfg.children, KINDS)
+    check_choice("turns", cfg.turns, ("all", "first"))
     check_settings(cfg, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
     check_choice("verify", cfg.verify, VERIFY)
     if cfg.stopping is not None:
         check_choice("stopping", cfg.stopping, NAMES)
     if not cfg.prompts and cfg.batch_size > 1:
         raise UserError(
-            f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, "
-            f"or batch_size=1."
+            f"batch_size is {cfg.batch_size}, but a chat is one conversation. Give prompts=FILE or "
+            f"batch_size=1."
         )
     if cfg.max_prompts and not cfg.prompts:
         raise UserError(
-            f"max_prompts is {cfg.max_prompts}, but a chat is typed: give prompts=FILE "
-            f"(--eval_mt_bench), or leave it out."
+            f"max_prompts is {cfg.max_prompts}, but a chat has no prompts. Give prompts=FILE "
+            f"(--eval_mt_bench), or remove max_prompts="
         )
     if cfg.output and not cfg.prompts:
-        raise UserError(f"output={cfg.output} requires prompts=; a chat is not recorded.")
+        raise UserError(
+            f"output={cfg.output} has no effect, as a chat is not recorded. Give prompts=FILE, or "
+            f"remove output="
+        )
     if cfg.output and not cfg.dry_run:
         _check_writable(Path(cfg.output))
 
 
 def load(cfg: GenerateConfig) -> ChatModels:
-    """Load target, tokenizer and drafter; raises UserError if they do not fit together."""
-    folder = _folder(cfg.target.path)
+    """Load target, tokenizer and drafter. Raises UserError if they do not fit together."""
+    folder = _resolve_model(cfg.target.path)
     device = device_of(cfg.target.device)
     trusted = cfg.target.trust_remote_code
-    tokenizer = (
-        load_tokenizer(_folder(cfg.tokenizer), of_model=False)
-        if cfg.tokenizer
-        else load_tokenizer(folder, trusted)
-    )
-    if cfg.tokenizer:
+    if not cfg.tokenizer:
+        tokenizer = load_tokenizer(folder, trusted)
+    else:
+        tokenizer = load_tokenizer(_resolve_model(cfg.tokenizer), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
     drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:
-        # Check before the larger model is loaded.
+        # Reject a misfit before the larger model is loaded.
         check_rule(cfg.verify, cfg.temperature, drafter.capabilities, drafter.name)
     target = load_target(
         folder,
@@ -112,7 +108,7 @@ def load(cfg: GenerateConfig) -> ChatModels:
         trust_remote_code=trusted,
     )
     if drafter is not None:
-        # Report misfits now, not after the first message.
+        # Reject a misfit now, not after the first message.
         drafter.prepare(target, None)
     engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))
     settings = Settings(
@@ -130,21 +126,38 @@ def load(cfg: GenerateConfig) -> ChatModels:
     )
     about = (
         f"target {target.name} ({target.backend}, {target.dtype}, {device}); "
-        f"{_decoding(cfg, drafter, device)}"
+        f"{_describe(cfg, drafter, device)}"
     )
     if named:
         about += f"; chat template {template}, {named}"
     return ChatModels(engine, settings, about, template)
 
 
-def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
+def is_compared(settings: Settings) -> bool:
+    """Return whether the output must equal plain decoding's: if greedy or coupled."""
+    return settings.temperature == 0 or settings.verify == "coupled"
+
+
+def warm_up(engine: Engine, prompt: list[int], settings: Settings, batch_size: int = 1) -> Settings:
+    """Decode a few tokens with and without the drafter, as the first run of a shape is slow.
+
+    Returns the settings, with measured costs of a round if the drafter needs them.
+    """
+    settings = with_costs(engine, prompt, settings, batch_size)
+    brief = replace(settings, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    for drafter in (None, engine.drafter):
+        decode(engine.target, drafter, [prompt] * batch_size, brief)
+    return settings
+
+
+def _describe(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
     """Describe drafter and sampling, with the drafter's dtype if it differs from the target's."""
     sampling = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
-    if drafter is None:
+    found = _mapping(cfg, device)
+    if drafter is None or found is None:
         return f"no drafter; {sampling}"
     verified = f", verified by {cfg.verify}" if cfg.temperature else ""
-    found = _mapping(cfg, device)
-    dtype = found[1].get("dtype", cfg.target.dtype) if found else cfg.target.dtype
+    dtype = found[1].get("dtype", cfg.target.dtype)
     name = drafter.name if dtype == cfg.target.dtype else f"{drafter.name} ({dtype})"
     return (
         f"drafter {name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
@@ -154,24 +167,24 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
 def load_drafter(
     cfg: GenerateConfig, target_folder: Path, device: str
 ) -> tuple[Drafter | None, DrafterUse]:
-    """Return the configured drafter, or None for plain decoding, and how the loop uses it."""
+    """Return the configured drafter, None for plain decoding, and its loop options."""
     found = _mapping(cfg, device)
     if found is None:
         return None, DrafterUse()
     name, mapping = found
     use = uses({name: mapping}, DrafterUse(cfg.stopping))
-    check_not_evaluated(name, use[name])
+    refuse_eval_options(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
-            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures "
-            f"the others."
+            f"drafter {name} has schedule={use[name].schedule}, which only eval.run supports. Give "
+            f"schedule=serial."
         )
     drafter: Drafter = build({name: mapping}, use, target_folder)[name]
     return drafter, use[name]
 
 
 def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
-    """Raise UserError for a missing drafter or another target's head; loads nothing."""
+    """Raise UserError for a missing drafter or another target's head. Loads nothing."""
     if head := _head_folder(cfg):
         check_fits(target_folder, head)
 
@@ -181,10 +194,9 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
     entry: dict[str, Any] = dict(cfg.drafter) or {"use": DEFAULT_DRAFTER}
     if entry.get("use") == NONE:
         return None
-    use_name = str(entry.get("use", ""))
-    # Such folders are all called `drafter`.
-    if "name" not in entry and Path(use_name).expanduser().is_dir():
-        entry["name"] = read_card_name(Path(use_name).expanduser())
+    folder = Path(str(entry.get("use", ""))).expanduser()
+    if "name" not in entry and entry.get("use") and folder.is_dir():
+        entry["name"] = read_card_name(folder)  # most folders are called `drafter`
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
     if _holds_head(mapping):
@@ -203,7 +215,7 @@ def _check_writable(file: Path) -> None:
     """Raise UserError early if the output file is not writable or would be overwritten."""
     if file.is_file() and file.stat().st_size:
         raise UserError(
-            f"output={file} is there already: give another file, or delete it to answer anew."
+            f"output={file} exists already. Give another file, or delete it to answer again."
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -217,9 +229,9 @@ def choose_template(
 ) -> tuple[str, str]:
     """Return the name of the chat template and, if it was inferred, its source.
 
-    The head's card names the template that the head was trained with. Heads in the published layout
-    have no card and use Vicuna's, the only one in the published code; so do targets with that name.
-    Raises UserError if the template is unknown.
+    A head's card names the template of its training data. Heads in the published layout have no
+    card and use Vicuna's template, the only one in the published code. Targets with Vicuna in their
+    name use it too. Raises UserError if no template is found.
     """
     if cfg.template != "auto" or tokenizer.chat_template:
         return cfg.template, ""
@@ -240,8 +252,8 @@ def choose_template(
     if any(VICUNA in name.lower() for name in named):
         return VICUNA, "by the target's name"
     raise UserError(
-        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one "
-        f"that the target was trained with, such as template=vicuna."
+        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template. Name the one "
+        f"of the target's training, such as template=vicuna."
     )
 
 
@@ -251,13 +263,13 @@ def _head_folder(cfg: GenerateConfig) -> Path | None:
     return resolve(found[1]["folder"]) if found and _holds_head(found[1]) else None
 
 
-def _folder(name: str) -> Path:
-    """Return a model folder; the error for a name on the Hub includes the download command."""
+def _resolve_model(name: str) -> Path:
+    """Return a model's folder. The error for a name of the Hub has the command to download it."""
     try:
         return resolve(name)
     except UserError as error:
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
             raise UserError(
-                f"{error}. From the Hub it comes with: hf download {name} --local-dir FOLDER"
+                f"{error}. To download it from the Hub, run hf download {name} --local-dir FOLDER"
             ) from error
         raise

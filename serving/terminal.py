@@ -1,7 +1,8 @@
-"""Terminal chat: reads messages, streams coloured answers and prints their cost."""
+"""Chat on a terminal: messages, coloured answers as they are decoded, and their cost."""
 
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
@@ -14,7 +15,7 @@ from serving.config import GenerateConfig
 from serving.session import ChatAnswer, ChatSession
 from serving.setup import ChatModels
 
-with suppress(ImportError):  # gives input() line editing and a history, where Python has it
+with suppress(ImportError):  # adds line editing and a history to input() where Python has it
     import readline  # noqa: F401
 
 PROMPT = "chat> "
@@ -23,25 +24,19 @@ ACCEPTED = "green"
 HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new conversation"
 
 
-class Interrupt:
-    """Handler of Ctrl-C: the first ends the answer after its round, the second at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
-    """Handle Ctrl-C with an `Interrupt` inside the block."""
-    interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt)
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; a second Ctrl-C ends the block."""
+    pressed: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield interrupt
+        yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -51,13 +46,10 @@ def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
     print_notice(console, loaded.about)
     session = ChatSession(loaded, cfg)
     if loaded.engine.drafter is not None:
-        colours = console.color_system is not None and not console.no_color
-        print_notice(
-            console,
-            f"drafted and accepted tokens are {ACCEPTED}"
-            if colours
-            else "the terminal has no colours: drafted tokens are not marked",
-        )
+        if console.color_system is not None and not console.no_color:
+            print_notice(console, f"drafted and accepted tokens are {ACCEPTED}")
+        else:
+            print_notice(console, "the terminal has no colours: drafted tokens are not marked")
         if cfg.baseline_tokens:
             print_notice(
                 console,
@@ -70,7 +62,7 @@ def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
             session.reset()
             print_notice(console, "a new conversation")
         elif not text:
-            print_notice(console, f"an empty message: type something ({HINT})")
+            print_notice(console, f"an empty message: type a text ({HINT})")
         else:
             try:
                 answer_turn(session, text, console)
@@ -98,7 +90,7 @@ def read_message(console: Console) -> str | None:
             continue
         except UnicodeDecodeError as error:
             print_notice(
-                console, f"error: that was no UTF-8 text ({error.reason}): type it again", "red"
+                console, f"error: the message is not UTF-8 ({error.reason}): type it again", "red"
             )
             continue
         # Invalid bytes from a terminal arrive as lone surrogates.
@@ -109,9 +101,9 @@ def read_message(console: Console) -> str | None:
 def answer_turn(session: ChatSession, text: str, console: Console) -> None:
     """Stream one answer and print its cost."""
     differs = None
-    with interrupts() as interrupt:
+    with interrupts() as interrupted:
         try:
-            with closing(session.reply(text, lambda: interrupt.asked)) as pieces:
+            with closing(session.reply(text, interrupted)) as pieces:
                 for piece in pieces:
                     console.print(
                         Text(visible(piece.text), ACCEPTED if piece.accepted else ""),
@@ -120,7 +112,7 @@ def answer_turn(session: ChatSession, text: str, console: Console) -> None:
                     )
                     console.file.flush()
             console.print()
-            if not interrupt.asked:
+            if not interrupted():
                 differs = session.time_plain()
         except Terminated:
             raise
@@ -131,8 +123,8 @@ def answer_turn(session: ChatSession, text: str, console: Console) -> None:
     if differs is not None:
         print_notice(
             console,
-            f"note: decoded again without the drafter, token {differs + 1} of these differs: "
-            f"rounding, or two tokens nearly tied",
+            f"note: without the drafter, token {differs + 1} of the repeated ones differs, from "
+            f"rounding or a near tie",
             "red",
         )
 
@@ -140,16 +132,16 @@ def answer_turn(session: ChatSession, text: str, console: Console) -> None:
 def cost_line(session: ChatSession, answer: ChatAnswer) -> str:
     """Return a line with an answer's speed, block efficiency, speedup, prompt tokens and ending."""
     generation, plain = answer.generation, session.plain_rate
-    words = [f"{len(generation.tokens)} tokens", f"{answer.tokens_per_second:.1f} tokens/s"]
+    rate = generation.tokens_per_second
+    words = [f"{len(generation.tokens)} tokens", f"{rate:.1f} tokens/s"]
     if session.engine.drafter is not None:
         words.append(f"block efficiency {generation.block_efficiency:.2f}")
-        if plain is None:
-            words.append("speedup not measured")
-        else:
-            words.append(
-                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} "
-                f"tokens/s, timed on {session.plain_tokens} tokens)"
-            )
+        words.append(
+            f"speedup {rate / plain:.2f}x over plain decoding ({plain:.1f} tokens/s, timed on "
+            f"{session.plain_tokens} tokens)"
+            if plain
+            else "speedup not measured"
+        )
     words.append(f"read {generation.prefilled} of {answer.prompt_tokens} prompt tokens")
     if answer.stopped:
         words.append("stopped")
@@ -163,16 +155,11 @@ def cost_line(session: ChatSession, answer: ChatAnswer) -> str:
 
 
 def print_notice(console: Console, text: str, style: str = "dim") -> None:
-    """Print a line that is not part of an answer."""
+    """Print a line of the program, next to the answers."""
     console.print(Text(text, style), soft_wrap=True)
 
 
 def visible(text: str) -> str:
     """Return the text with control characters escaped; a model must not control the terminal."""
-    return "".join(c if c in "\n\t" or not is_control(c) else f"\\x{ord(c):02x}" for c in text)
-
-
-def is_control(character: str) -> bool:
-    """Return whether a character is in C0 or C1, or is DEL."""
-    code = ord(character)
-    return code < 0x20 or 0x7F <= code < 0xA0
+    # C0 except tab and newline, DEL, and C1
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,11 +1,11 @@
-"""Files of an earlier version resume, load, draft and compare as they did, and nothing is lost.
+"""Files of an earlier version resume, load, draft and compare with the same results.
 
-scripts/data/make_fixtures.py wrote tests/fixtures at the version whose files are kept. Every test
-works on a copy. Each comparison has a control: a changed byte or number must make it fail.
+That version's jobs wrote tests/fixtures, which no later version can write again. Every test works
+on a copy. Each comparison has a control: a changed byte or number must make it fail.
 
-Weights are compared bit for bit on the processor and the PyTorch that wrote them. Elsewhere 1e-6 is
-allowed: other vector units add in another order, which changed the weights by 1e-7 here. Decoding
-is in float64, so that tokens and rounds are the same on every machine.
+Weights are compared bit for bit on the processor and PyTorch version that wrote them. Elsewhere a
+difference of 1e-6 is allowed, as other vector units add in another order. Decoding runs in float64,
+so tokens and rounds are equal on every machine.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ TRAINING = ("distill.train", "recurrent_drafting.train")
 WEIGHTS = "drafter/model.safetensors"
 ELSEWHERE = 1e-6  # of the largest weight of a tensor
 INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
-# What was renamed on purpose: the name in the inventory -> the name now (a row, a test function,
-# the ids of a test's parameters, an override, a command, a drafter; `test[id]` for one test alone).
+# name in the inventory -> current name, of a row, a test function, a parameter id, an override, a
+# command or a drafter; `test[id]` for the id of one test
 RENAMED = {
     "test_control_without_the_constraint_nothing_goes": (
         "test_control_without_the_constraint_nothing_is_removed"
@@ -40,11 +40,25 @@ RENAMED = {
     "test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out": (
         "test_the_pareto_front_holds_exactly_the_undominated_points"
     ),
+    "test_control_characters_of_a_model_are_spelled_out": (
+        "test_control_characters_of_a_model_are_escaped"
+    ),
     "draws": "children",
     "plain-drawn": "plain-sampled",
     "plain-picked": "plain-top_k",
     "hot_top_p-drawn": "hot_top_p-sampled",
     "hot_top_p-picked": "hot_top_p-top_k",
+    "test_law_4_a_perfect_drafter_gains_its_closed_form": (
+        "test_law_4_a_perfect_drafter_has_its_closed_form"
+    ),
+    "test_choosing_among_drawn_children_breaks_law_3": (
+        "test_law_3_rejects_a_choice_among_sampled_children"
+    ),
+    "test_law_5_the_same_whatever_was_decoded_before": "test_law_5_earlier_requests_change_nothing",
+    "by_what_was_drawn": "choose_by_sampled_tokens",
+    "best_of_the_finished_tree": "keep_the_best_of_a_finished_tree",
+    "pass_whole_tails": "accept_tails_untested",
+    "draw_refused_ones_from_p": "sample_rejected_tails_from_p",
     "test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target": (
         "test_law_3_holds_for_a_drafter_with_another_vocabulary_size"
     ),
@@ -80,35 +94,25 @@ RENAMED = {
     "test_law_3_rejects_an_assumed_span_that_is_left_out": (
         "test_law_3_rejects_processors_without_assumed_tokens"
     ),
-    "test_law_4_a_perfect_drafter_gains_its_closed_form": (
-        "test_law_4_a_perfect_drafter_has_its_closed_form"
-    ),
-    "test_choosing_among_drawn_children_breaks_law_3": (
-        "test_law_3_rejects_a_choice_among_sampled_children"
-    ),
-    "test_law_5_the_same_whatever_was_decoded_before": "test_law_5_earlier_requests_change_nothing",
-    "by_what_was_drawn": "choose_by_sampled_tokens",
-    "best_of_the_finished_tree": "keep_the_best_of_a_finished_tree",
-    "pass_whole_tails": "accept_tails_untested",
-    "draw_refused_ones_from_p": "sample_rejected_tails_from_p",
 }
 
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the fixtures, and make the copy the working folder, from which their paths start."""
+    """Copy the fixtures, and make the copy the working folder."""
     folder = tmp_path / "fixtures"
     shutil.copytree(snapshots.FIXTURES, folder)
     monkeypatch.chdir(folder)
     return folder
 
 
-def again(job: str, run: str) -> None:
+def rerun(job: str, run: str) -> None:
     """Run a job on a saved configuration."""
     assert snapshots.run_command(job, "--config-file", f"{run}/config.yaml") == 0
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file of a run, except its configuration and lock."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -116,15 +120,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def reopen(run: Path) -> None:
-    """Make a finished run one that has not ended."""
+def mark_unfinished(run: Path) -> None:
+    """Mark a finished run as unfinished."""
     manifest = json.loads((run / "manifest.json").read_text())
     del manifest["artefacts"]
     (run / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
 
 
-def on_the_same_machine(run: Path) -> bool:
-    """Whether a run's manifest names this processor and this PyTorch."""
+def is_from_this_machine(run: Path) -> bool:
+    """Return whether this processor and this PyTorch version wrote a run's manifest."""
     manifest = json.loads((run / "manifest.json").read_text())
     cpuinfo = Path("/proc/cpuinfo")
     here = cpuinfo.read_text() if cpuinfo.is_file() else ""
@@ -135,11 +139,11 @@ def on_the_same_machine(run: Path) -> bool:
 
 
 def check_resumed(job: str) -> None:
-    """Resume a stopped training: its weights and figures have to be those of the finished one."""
+    """Resume a stopped training and compare its weights and metrics with the finished one's."""
     stopped, finished = Path(job, "stopped"), Path(job, "finished")
     before = (stopped / "metrics.jsonl").read_bytes()
-    again(job, str(stopped))
-    assert (stopped / "metrics.jsonl").read_bytes().startswith(before), "it began anew"
+    rerun(job, str(stopped))
+    assert (stopped / "metrics.jsonl").read_bytes().startswith(before), "it started from step 0"
     metrics = [
         [
             {key: value for key, value in line.items() if key != "tokens_per_second"}
@@ -147,7 +151,8 @@ def check_resumed(job: str) -> None:
         ]
         for run in (finished / "metrics.jsonl", stopped / "metrics.jsonl")
     ]
-    assert not snapshots.differences(*metrics, tolerance=10 * ELSEWHERE)  # norms add up more
+    # Rounding errors of norms are larger than those of weights.
+    assert not snapshots.differences(*metrics, tolerance=10 * ELSEWHERE)
     best = [
         json.loads((run / "manifest.json").read_text())["metrics"]["best_step"]
         for run in (finished, stopped)
@@ -156,7 +161,7 @@ def check_resumed(job: str) -> None:
     expected, found = load_file(finished / WEIGHTS), load_file(stopped / WEIGHTS)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
-        if on_the_same_machine(finished):
+        if is_from_this_machine(finished):
             assert torch.equal(found[name], tensor), name
         else:
             torch.testing.assert_close(
@@ -165,21 +170,21 @@ def check_resumed(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", TRAINING)
-def test_a_stopped_training_ends_as_if_it_had_not_been(job: str, copied: Path):
+def test_a_stopped_training_resumes_to_the_same_weights(job: str, copied: Path):
     assert len(snapshots.json_lines(copied / job / "stopped/metrics.jsonl")) > 0
     check_resumed(job)
 
 
-def flip_a_byte(checkpoint: Path) -> None:
-    """The checkpoint is damaged, is passed over, and the run begins anew."""
+def flip_byte(checkpoint: Path) -> None:
+    """Damage a checkpoint. It is skipped, and the run starts again."""
     file = checkpoint / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def change_the_state(checkpoint: Path) -> None:
-    """The checkpoint is whole, and another one."""
+def change_state(checkpoint: Path) -> None:
+    """Change the weights of a checkpoint, with valid hashes."""
     state = checkpoint / "state.json"
     values = json.loads(state.read_text())
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -200,10 +205,10 @@ def change_the_state(checkpoint: Path) -> None:
             marks=[pytest.mark.long] * (job != "distill.train"),
         )
         for job in TRAINING
-        for change in (flip_a_byte, change_the_state)
+        for change in (flip_byte, change_state)
     ],
 )
-def test_control_a_training_that_resumes_from_another_state_is_found_out(
+def test_control_a_training_from_another_state_fails_the_check(
     job: str, change: Callable[[Path], None], copied: Path
 ):
     (checkpoint,) = (copied / job / "stopped/checkpoints").iterdir()
@@ -214,7 +219,7 @@ def test_control_a_training_that_resumes_from_another_state_is_found_out(
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", TRAINING)
-def test_a_training_from_the_start_gives_the_same(job: str, copied: Path):
+def test_a_training_from_its_start_gives_the_same_weights(job: str, copied: Path):
     stopped = copied / job / "stopped"
     shutil.rmtree(stopped / "checkpoints")
     (stopped / "metrics.jsonl").write_text("")
@@ -222,26 +227,26 @@ def test_a_training_from_the_start_gives_the_same(job: str, copied: Path):
 
 
 @pytest.mark.parametrize("job", [*TRAINING, "eval.run"])
-def test_a_finished_run_is_passed_over(job: str, copied: Path):
+def test_a_finished_run_is_skipped(job: str, copied: Path):
     run = copied / (job if job == "eval.run" else f"{job}/finished")
-    before = contents(run)
-    again(job, str(run.relative_to(copied)))
-    assert contents(run) == before
+    before = file_contents(run)
+    rerun(job, str(run.relative_to(copied)))
+    assert file_contents(run) == before
 
 
-def test_control_a_finished_run_with_a_changed_byte_is_not_passed_over(
+def test_control_a_finished_run_with_a_changed_byte_is_not_skipped(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = copied / "distill.train/finished" / WEIGHTS
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    again("distill.train", "distill.train/finished")
+    rerun("distill.train", "distill.train/finished")
     assert file.read_bytes() != before[:-1] + bytes([before[-1] ^ 1])
     assert "model.safetensors" in capsys.readouterr().out
 
 
-def answers() -> list[dict[str, Any]]:
-    """What the front door answers now where answers.json says what it did."""
+def current_answers() -> list[dict[str, Any]]:
+    """Generate the answers of answers.json again."""
     from decoding import load
     from decoding.interfaces import RoundCosts
     from jobs.aliases import current_costs
@@ -263,7 +268,7 @@ def answers() -> list[dict[str, Any]]:
     return found
 
 
-def test_the_front_door_answers_in_the_same_tokens_and_rounds(copied: Path):
+def test_load_generates_the_same_tokens_in_the_same_rounds(copied: Path):
     expected = json.loads(Path("answers.json").read_text())
     assert {str(case["drafter"]) for case in expected} >= {
         "None",
@@ -271,11 +276,13 @@ def test_the_front_door_answers_in_the_same_tokens_and_rounds(copied: Path):
         "distill.train/finished/drafter",
     }
     assert any(sum(answer["accepted_by_depth"]) for case in expected for answer in case["answers"])
-    assert not snapshots.differences(lengths_left_out(expected), lengths_left_out(answers()))
+    assert not snapshots.differences(
+        without_planned_lengths(expected), without_planned_lengths(current_answers())
+    )
 
 
-def lengths_left_out(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop the draft lengths of the cases in which a planner chooses them."""
+def without_planned_lengths(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the draft lengths of the cases in which the planner chooses them."""
     return [
         {
             **case,
@@ -290,7 +297,7 @@ def lengths_left_out(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_control_another_drafter_takes_other_rounds(copied: Path):
+def test_control_another_drafter_needs_other_rounds(copied: Path):
     expected = json.loads(Path("answers.json").read_text())
     file = copied / "distill.train/finished" / WEIGHTS
     tensors = {
@@ -298,44 +305,44 @@ def test_control_another_drafter_takes_other_rounds(copied: Path):
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
-    found = answers()
+    found = current_answers()
     assert snapshots.differences(expected, found)
     greedy = [
         [case["answers"] for case in side if "temperature" not in case["settings"]]
         for side in (expected, found)
     ]
     tokens = [[[answer["tokens"] for answer in case] for case in side] for side in greedy]
-    assert tokens[0] == tokens[1], "no drafter changes what the target says"
+    assert tokens[0] == tokens[1], "the output does not depend on the drafter"
 
 
-def test_control_a_changed_token_is_found_out():
+def test_control_a_changed_token_is_found():
     expected = json.loads((snapshots.FIXTURES / "answers.json").read_text())
     changed = json.loads(json.dumps(expected))
     changed[-1]["answers"][-1]["tokens"][-1] += 1
     assert len(snapshots.differences(expected, changed)) == 1
 
 
-def remeasured(run: str) -> Path:
-    """Measure an evaluation again, all but its costs."""
+def measure_again(run: str) -> Path:
+    """Measure an evaluation again with its saved costs."""
     folder = Path(run)
     for name in ("results.jsonl", "records.jsonl", "parts.jsonl", "report.html"):
         (folder / name).unlink(missing_ok=True)
-    again("eval.run", run)
+    rerun("eval.run", run)
     return folder
 
 
-PLANNED = {"chain", "head by cost"}  # drafters of the evaluation whose lengths a planner chooses
+PLANNED = {"chain", "head by cost"}  # drafters whose draft lengths the planner chooses
 
 
-def test_an_evaluation_that_goes_on_drafts_as_it_did(copied: Path):
-    """A planner may choose other draft lengths than it did then; the tokens stay."""
+def test_a_resumed_evaluation_drafts_the_same_tokens(copied: Path):
+    """The planner may choose other draft lengths, but the tokens are equal."""
     run = copied / "eval.run"
     expected = snapshots.without_lengths(snapshots.drafted(run), PLANNED)
     rows = snapshots.without_lengths(snapshots.counted(run), PLANNED)
     fields = snapshots.row_fields(run)
     assert any(one["drafter"] == "head" and sum(one["accepted_by_depth"]) for one in expected)
-    reopen(run)
-    remeasured("eval.run")
+    mark_unfinished(run)
+    measure_again("eval.run")
     found = snapshots.without_lengths(snapshots.drafted(run), PLANNED)
     assert not snapshots.differences(expected, found)
     found = snapshots.without_lengths(snapshots.counted(run), PLANNED)
@@ -345,18 +352,18 @@ def test_an_evaluation_that_goes_on_drafts_as_it_did(copied: Path):
 
 
 @pytest.mark.long
-def test_control_other_costs_decide_otherwise(copied: Path):
+def test_control_other_costs_change_the_drafts(copied: Path):
     run = copied / "eval.run"
-    reopen(run)
-    remeasured("eval.run")
+    mark_unfinished(run)
+    measure_again("eval.run")
     expected = snapshots.drafted(run)
     costs = json.loads((run / "costs.json").read_text())
     for one in costs.values():
         one["t_draft_ms"] *= 50
         one["t_draft_by_beams_ms"] = [[beams, 50 * ms] for beams, ms in one["t_draft_by_beams_ms"]]
     (run / "costs.json").write_text(json.dumps(costs))
-    reopen(run)
-    remeasured("eval.run")
+    mark_unfinished(run)
+    measure_again("eval.run")
     changed = {
         place.partition(".")[0] for place in snapshots.differences(expected, snapshots.drafted(run))
     }
@@ -364,19 +371,20 @@ def test_control_other_costs_decide_otherwise(copied: Path):
     assert names == PLANNED
 
 
-def comparison(*more: str) -> list[dict[str, Any]]:
+def compare(*more: str) -> list[dict[str, Any]]:
+    """Compare the evaluation and return the rows."""
     given = ["runs=[eval.run]", "bootstrap_resamples=50", "prompts=all", "output_dir=compared"]
     assert snapshots.run_command("eval.compare", *given, *more) == 0
     return snapshots.json_lines(Path("compared", "comparison.jsonl"))
 
 
 def check_compared() -> None:
-    """A comparison holds the rows as they were evaluated, and what was found about them then."""
+    """Compare the rows of a comparison with those of its evaluation and earlier statistics."""
     rows, about = (
         snapshots.json_lines(Path("eval.run/results.jsonl")),
         json.loads(Path("comparison.json").read_text()),
     )
-    found = comparison()
+    found = compare()
     place = ("drafter", "temperature", "num_draft_tokens")
     of_row = {tuple(row[key] for key in place): row for row in rows if row["part"] == "main"}
     assert len(found) == len(about) == len(of_row)
@@ -388,12 +396,12 @@ def check_compared() -> None:
         )
 
 
-def test_a_comparison_reads_of_an_evaluation_what_it_did(copied: Path):
+def test_a_comparison_keeps_the_rows_of_an_evaluation(copied: Path):
     check_compared()
 
 
 def slow_down(run: Path) -> str:
-    """A generation in the records took twice the time."""
+    """Double the time of one generation in the records. Return the name of the file."""
     file = run / "records.jsonl"
     lines = [
         {key: value for key, value in line.items() if key != "crc32"}
@@ -406,7 +414,7 @@ def slow_down(run: Path) -> str:
 
 
 @pytest.mark.long
-def test_control_a_changed_number_of_an_evaluation_is_compared(copied: Path):
+def test_control_a_changed_figure_fails_the_comparison(copied: Path):
     file = copied / "eval.run" / slow_down(copied / "eval.run")
     manifest = json.loads((copied / "eval.run/manifest.json").read_text())
     manifest["artefacts"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -415,7 +423,7 @@ def test_control_a_changed_number_of_an_evaluation_is_compared(copied: Path):
         check_compared()
 
 
-def test_measured_costs_say_what_they_said():
+def test_measured_costs_lead_to_the_same_decisions():
     from decoding.interfaces import RoundCosts
     from jobs.aliases import current_costs
 
@@ -429,16 +437,16 @@ def test_measured_costs_say_what_they_said():
         ), name
 
 
-def test_class_paths_of_a_saved_configuration_are_known(
+def test_class_paths_of_a_saved_configuration_load(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """All those of conf/, with lookup before them and picked children; the dry run loads them."""
+    """Cover every class of conf/drafter, with lookup and top-k children, in a dry run."""
     file = copied / "class_paths/config.yaml"
     config = yaml.safe_load(file.read_text())
     paths = {entry["_target_"] for entry in config["drafters"]}
     assert paths == set(INVENTORY["class_paths"])
     file.write_text(yaml.safe_dump({**config, "dry_run": True}))
-    again("eval.run", "class_paths")
+    rerun("eval.run", "class_paths")
     (line,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("drafters:")
     )
@@ -450,10 +458,10 @@ def test_class_paths_of_a_saved_configuration_are_known(
 
 @pytest.mark.long
 @pytest.mark.parametrize("run", ["class_paths", "class_path_of_a_worker"])
-def test_class_paths_of_a_saved_configuration_draft_as_they_did(run: str, copied: Path):
-    """Of a worker the tokens alone: the clock decides on the length of its chunks."""
+def test_class_paths_of_a_saved_configuration_draft_the_same_tokens(run: str, copied: Path):
+    """Compare only the tokens of a worker, whose draft lengths depend on the clock."""
     expected = json.loads((copied / run / "drafted.json").read_text())
-    found = snapshots.drafted(remeasured(run))
+    found = snapshots.drafted(measure_again(run))
     if run == "class_path_of_a_worker":
         expected, found = (
             [{"tokens": one["tokens"]} for one in side] for side in (expected, found)
@@ -462,7 +470,7 @@ def test_class_paths_of_a_saved_configuration_draft_as_they_did(run: str, copied
 
 
 def renamed(names: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The inventory's names as they are now."""
+    """Return the names of the inventory with their current forms."""
     found: dict[str, list[str]] = {}
     for name, entries in names.items():
         found.setdefault(RENAMED.get(name, name), []).extend(
@@ -484,6 +492,7 @@ def test_no_test_of_a_law_and_no_control_is_lost(collected_tests: list[str]):
 
 
 def configured(only: Callable[[dict[str, list[str]]], Any]) -> list[Any]:
+    """Return the selected jobs and overrides as parameters of a test."""
     return [
         pytest.param(job, RENAMED.get(override, override), id=f"{job} {override}".strip())
         for job, override in only(INVENTORY["configurations"])
@@ -511,8 +520,8 @@ def test_every_other_configuration_still_composes(job: str, override: str):
     assert snapshots.composed(job, override).job == job
 
 
-def test_commands_that_left_the_readme_still_compose():
-    """Those that stand there yet are composed by tests/test_readme.py."""
+def test_commands_removed_from_the_readme_still_compose():
+    """tests/test_readme.py composes the present commands."""
     from tests.test_readme import composed, parts
 
     for command in sorted({*INVENTORY["commands"]} - {*snapshots.readme_commands()}):
@@ -527,7 +536,7 @@ def test_no_drafter_and_no_key_of_one_is_lost():
     assert {RENAMED.get(name, name) for name in before} <= now.keys()
 
 
-def test_fixtures_are_small_and_name_no_machine():
+def test_fixtures_are_small_and_contain_no_paths_of_a_machine():
     files = [path for path in snapshots.FIXTURES.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
     for path in files:

@@ -1,7 +1,6 @@
-"""Files of a run folder that were damaged: no job ends in a traceback, and none takes a changed
-artefact for a finished one.
+"""Damaged files of run folders: no job ends in a traceback or accepts a changed artefact.
 
-A job either goes on from the last good state, or raises a UserError that names the file.
+A job either resumes from the last good state, or raises a UserError that names the file.
 """
 
 import json
@@ -15,12 +14,13 @@ from decoding.errors import UserError
 from tests.support.small_jobs import JOBS, configured
 
 
-def torn(content: bytes) -> bytes:
+def truncate(content: bytes) -> bytes:
+    """Drop the second half."""
     return content[: len(content) // 2]
 
 
-def flipped(content: bytes) -> bytes:
-    """One bit in the middle."""
+def flip_bit(content: bytes) -> bytes:
+    """Flip one bit in the middle."""
     changed = bytearray(content)
     changed[len(content) // 2] ^= 1
     return bytes(changed)
@@ -28,15 +28,15 @@ def flipped(content: bytes) -> bytes:
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "emptied": lambda content: b"",
-    "torn": torn,
-    "flipped": flipped,
+    "torn": truncate,
+    "flipped": flip_bit,
     "binary": lambda content: bytes(range(256)) * 4,
     "a list": lambda content: b"[1, 2]\n",
     "a number": lambda content: b"7\n",
     "an object": lambda content: b"{}\n",
     "nested": lambda content: b"[" * 1500,
 }
-# What is read of a run that has not ended, by job.
+# job -> files that an unfinished run reads
 OPEN = {
     "distill.train": ["checkpoints/step_000002/state.json", "metrics.jsonl"],
     "recurrent_drafting.train": ["metrics.jsonl"],
@@ -45,7 +45,7 @@ OPEN = {
     "distill.skip_search": ["search.jsonl", "costs.json"],
     "eval.run": ["records.jsonl", "parts.jsonl", "seconds.json"],
 }
-# What a run leaves, by job.
+# job -> artefacts of a run
 ARTEFACTS = {
     "distill.train": ["drafter/model.safetensors", "drafter/config.json", "drafter/tokenizer.json"],
     "distill.pretrain": ["model/model.safetensors"],
@@ -57,54 +57,56 @@ ARTEFACTS = {
     "eval.run": ["results.jsonl", "report.html", "records.jsonl", "drafters.json"],
 }
 FOR_ALL = ["manifest.json", "config.yaml"]
-# Of these jobs every file in four ways, of the others in one; the short suite leaves it at that, as
-# all read by the same few functions (tests/jobs/test_run_files.py).
+# In the short suite, files of BOTH jobs have FOUR damages, and those of other jobs ONE, as all jobs
+# read with the functions of tests/jobs/test_run_files.py.
 BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list"), ("torn",)
 
 
 @pytest.fixture(scope="module")
-def finished(
+def finished_run(
     tiny_target: Path, padded_target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, Path], str]:
-    """Copies of finished runs, each made once: called with a job and the folder of the copy.
-    Returns what the job runs on.
+    """Return a function that copies the finished run of a job to a folder.
+
+    Each job runs once. The function returns the input of the job.
     """
     home = tmp_path_factory.mktemp("finished")
 
     def copied(job: str, folder: Path) -> str:
-        named = str(padded_target if job == "distill.compact" else tiny_target)
+        model = str(padded_target if job == "distill.compact" else tiny_target)
         if job == "eval.compare":
             copied("eval.run", home / "evaluated")
-            named = str(home / "evaluated")
+            model = str(home / "evaluated")
         if not (home / job).exists():
-            JOBS[job].run(configured(job, named, home / job))
+            JOBS[job].run(configured(job, model, home / job))
         if not folder.exists():
             shutil.copytree(home / job, folder)
-        return named
+        return model
 
     return copied
 
 
-def reopen(folder: Path) -> None:
-    """Make a finished run one that was stopped before its end."""
+def mark_unfinished(folder: Path) -> None:
+    """Mark a finished run as unfinished."""
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
 
 
-def words_of(job: str, named: str, folder: Path) -> str:
-    """Run a job; what its UserError says, or nothing where it came to its end."""
+def error_of(job: str, model: str, folder: Path) -> str:
+    """Run a job. Return the text of its UserError; empty where it succeeds."""
     try:
-        JOBS[job].run(configured(job, named, folder))
+        JOBS[job].run(configured(job, model, folder))
     except UserError as error:
         return str(error)
     return ""
 
 
-def goes_on_or_names(job: str, named: str, folder: Path, file: str) -> str:
-    """Run a job again: it comes to its end, or names the file with a way out. Returns
-    what it says.
+def check_resumes_or_names(job: str, model: str, folder: Path, file: str) -> str:
+    """Run a job again: it succeeds, or its error names the file and a remedy.
+
+    Returns the text of the error.
     """
-    words = words_of(job, named, folder)
+    words = error_of(job, model, folder)
     if words:
         assert file.rpartition("/")[2] in words
         assert any(
@@ -117,6 +119,7 @@ def goes_on_or_names(job: str, named: str, folder: Path, file: str) -> str:
 
 
 def cases(files: dict[str, list[str]], kinds: list[str]) -> list[object]:
+    """Return the damages of each file as parameters; most are long tests."""
     return [
         pytest.param(
             job,
@@ -135,63 +138,61 @@ def cases(files: dict[str, list[str]], kinds: list[str]) -> list[object]:
     ("job", "file", "kind"),
     cases({job: FOR_ALL for job in JOBS if job != "distill.quality"}, [*DAMAGES]),
 )
-def test_a_damaged_manifest_or_configuration_is_named(
-    job: str, file: str, kind: str, finished: Callable[[str, Path], str], tmp_path: Path
+def test_a_damaged_manifest_or_configuration_is_an_error(
+    job: str, file: str, kind: str, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
     folder = tmp_path / "run"
-    named = finished(job, folder)
+    model = finished_run(job, folder)
     path = folder / file
     path.write_bytes(DAMAGES[kind](path.read_bytes()))
-    words = goes_on_or_names(job, named, folder, file)
-    # One bit may lie in a figure that nothing reads.
+    words = check_resumes_or_names(job, model, folder, file)
+    # One bit may change a figure that nothing reads.
     assert words or (file, kind) == ("manifest.json", "flipped")
 
 
 @pytest.mark.parametrize(("job", "file", "kind"), cases(OPEN, [*DAMAGES]))
-def test_an_interrupted_run_with_a_damaged_file_goes_on_or_names_it(
-    job: str, file: str, kind: str, finished: Callable[[str, Path], str], tmp_path: Path
+def test_an_interrupted_run_with_a_damaged_file_resumes_or_names_it(
+    job: str, file: str, kind: str, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
     folder = tmp_path / "run"
-    named = finished(job, folder)
-    reopen(folder)
+    model = finished_run(job, folder)
+    mark_unfinished(folder)
     path = folder / file
     path.write_bytes(DAMAGES[kind](path.read_bytes()))
-    goes_on_or_names(job, named, folder, file)
+    check_resumes_or_names(job, model, folder, file)
 
 
 @pytest.mark.parametrize(("job", "file", "kind"), cases(ARTEFACTS, ["torn", "flipped"]))
-def test_a_finished_run_whose_artefact_changed_makes_it_again(
+def test_a_changed_artefact_of_a_finished_run_is_written_again(
     job: str,
     file: str,
     kind: str,
-    finished: Callable[[str, Path], str],
+    finished_run: Callable[[str, Path], str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
     folder = tmp_path / "run"
-    named = finished(job, folder)
+    model = finished_run(job, folder)
     path = folder / file
-    whole = path.read_bytes()
-    path.write_bytes(DAMAGES[kind](whole))
-    JOBS[job].run(configured(job, named, folder))
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[kind](content))
+    JOBS[job].run(configured(job, model, folder))
     assert (
         f"{path} has changed since the run was finished: it is written again"
         in capsys.readouterr().out
     )
-    if job != "eval.run":  # whose times are measured anew where records are gone
-        assert path.read_bytes() == whole
-    JOBS[job].run(configured(job, named, folder))
+    if job != "eval.run":  # it measures times again where records are missing
+        assert path.read_bytes() == content
+    JOBS[job].run(configured(job, model, folder))
     assert "written again" not in capsys.readouterr().out
 
 
-def test_a_run_of_an_earlier_version_is_still_finished(
-    finished: Callable[[str, Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_finished_run_of_an_earlier_version_is_skipped(
+    finished_run: Callable[[str, Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its manifest has no hashes of artefacts, its configuration no stamp and not every key of
-    today's.
-    """
+    """Its manifest lacks hashes of artefacts, its configuration a hash and newer keys."""
     folder = tmp_path / "run"
-    named = finished("distill.train", folder)
+    model = finished_run("distill.train", folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["artefacts"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -199,11 +200,11 @@ def test_a_run_of_an_earlier_version_is_still_finished(
     kept = [line for line in lines[1:] if "trust_remote_code" not in line]
     assert lines[0].startswith("# sha256") and len(kept) == len(lines) - 2
     (folder / "config.yaml").write_text("\n".join(kept) + "\n")
-    (folder / "drafter" / "tokenizer.json").write_text("{}")  # nothing is known of it
-    JOBS["distill.train"].run(configured("distill.train", named, folder))
+    (folder / "drafter" / "tokenizer.json").write_text("{}")  # without a known hash
+    JOBS["distill.train"].run(configured("distill.train", model, folder))
     assert "finished before" in capsys.readouterr().out
     (folder / "drafter" / "model.safetensors").unlink()
-    JOBS["distill.train"].run(configured("distill.train", named, folder))
+    JOBS["distill.train"].run(configured("distill.train", model, folder))
     assert "is missing from a finished run: it is written again" in capsys.readouterr().out
 
 
@@ -212,11 +213,11 @@ def test_a_run_of_an_earlier_version_is_still_finished(
 )
 @pytest.mark.parametrize(("kind", "hashed"), [*((kind, False) for kind in FOUR), ("flipped", True)])
 def test_a_comparison_names_the_damaged_file_of_a_run(
-    file: str, kind: str, hashed: bool, finished: Callable[[str, Path], str], tmp_path: Path
+    file: str, kind: str, hashed: bool, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
-    """hashed=False: of a run of an earlier version, whose manifest lists no artefacts."""
+    """hashed=False: the run is of an earlier version, whose manifest lists no artefacts."""
     folder = tmp_path / "run"
-    finished("eval.run", folder)
+    finished_run("eval.run", folder)
     if not hashed:
         manifest = json.loads((folder / "manifest.json").read_text())
         del manifest["artefacts"]
@@ -226,18 +227,18 @@ def test_a_comparison_names_the_damaged_file_of_a_run(
     silent = (file, kind) == ("manifest.json", "flipped") or (
         not hashed and file in ("results.jsonl", "drafters.json")
     )
-    words = words_of("eval.compare", str(folder), tmp_path / "compared")
+    words = error_of("eval.compare", str(folder), tmp_path / "compared")
     if words:
         assert str(folder) in words
         assert file in words or (file, kind) == ("manifest.json", "flipped"), (
-            "whose hashes are of other files"
+            "the manifest contains hashes of other files"
         )
     else:
         assert silent
 
 
-def test_every_job_refuses_a_folder_that_another_command_holds(
-    finished: Callable[[str, Path], str], tmp_path: Path
+def test_every_job_refuses_a_locked_folder(
+    finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
     lock = {
         "host": "elsewhere",
@@ -248,9 +249,9 @@ def test_every_job_refuses_a_folder_that_another_command_holds(
     }
     for job in (job for job in JOBS if job != "distill.quality"):
         folder = tmp_path / job
-        named = finished(job, folder)
+        model = finished_run(job, folder)
         (folder / ".lock").write_text(json.dumps(lock))
         with pytest.raises(
             UserError, match=rf"{job} is in use by process 1 on elsewhere, since long ago"
         ):
-            JOBS[job].run(configured(job, named, folder))
+            JOBS[job].run(configured(job, model, folder))

@@ -1,7 +1,6 @@
 """The examples run: the three scripts as commands, and the notebook cell by cell.
 
-The notebook's code cells are executed in one namespace, in place of a Jupyter kernel, whose thirty
-packages nothing else here needs.
+One namespace executes the code cells, without a Jupyter kernel and its thirty packages.
 """
 
 import json
@@ -31,7 +30,7 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_a_drafter_is_distilled_decodes_and_is_measured(tmp_path: Path) -> None:
+def test_the_scripts_distil_decode_with_and_measure_a_drafter(tmp_path: Path) -> None:
     drafter = tmp_path / "distil" / "drafter"
     printed = run("distil_a_drafter.py", f"output_dir={drafter.parent}", "loop.max_steps=8")
     assert "model.safetensors" in printed and drafter.is_dir()
@@ -55,6 +54,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     names: dict[str, object] = {}
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":
-            assert not cell["outputs"], "kept without outputs"
+            assert not cell["outputs"], "the notebook is stored without outputs"
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     assert (tmp_path / "measure" / "report.html").is_file()

@@ -1,5 +1,6 @@
-"""The measures of the house: few entries on a floor, short chains of imports, and interfaces that
-need nothing of ours. The layers themselves are contracts of import-linter (pyproject.toml).
+"""Structure of the packages: few entries in a folder and short chains of imports.
+
+The layers are contracts of import-linter (pyproject.toml).
 """
 
 from functools import cache
@@ -14,11 +15,12 @@ MOST_ENTRIES = MOST_IN_A_CHAIN = 16
 
 @pytest.fixture(scope="module")
 def decoding_imports() -> grimp.ImportGraph:
+    """Build the graph of imports inside `decoding`."""
     return grimp.build_graph("decoding", exclude_type_checking_imports=True, cache_dir=None)
 
 
 def longest_chain(graph: grimp.ImportGraph) -> list[str]:
-    """The longest chain of modules each of which imports the next."""
+    """Return the longest chain of modules, each of which imports the next."""
 
     @cache
     def below(module: str) -> list[str]:
@@ -39,11 +41,11 @@ def test_the_longest_chain_of_imports_is_short(decoding_imports: grimp.ImportGra
     assert len(chain) <= MOST_IN_A_CHAIN, " -> ".join(chain)
 
 
-def test_interfaces_import_nothing_of_ours(decoding_imports: grimp.ImportGraph):
+def test_interfaces_import_no_module_of_the_project(decoding_imports: grimp.ImportGraph):
     assert not decoding_imports.find_modules_directly_imported_by("decoding.interfaces")
 
 
-def test_a_longer_chain_is_found():
+def test_control_a_longer_chain_is_found():
     graph = grimp.ImportGraph()
     for importer, imported in (("a", "b"), ("b", "c"), ("a", "c"), ("d", "a")):
         graph.add_import(importer=importer, imported=imported)

@@ -1,5 +1,6 @@
-"""An installation from the wheel, without the checkout: the command lists the jobs and runs them,
-with the configurations and the embedded target that the wheel carries.
+"""Installation from the wheel, without the checkout: the command lists and runs the jobs.
+
+The wheel contains their configurations and the embedded target.
 """
 
 import os
@@ -16,10 +17,10 @@ from jobs.command import JOBS
 from jobs.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[1]
-EDITABLE = "__editable__*"  # what would lead an installation back to the checkout
+EDITABLE = "__editable__*"  # files that lead an installation back to the checkout
 MOST_MEGABYTES = 16
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0"
-# job -> what a dry run needs beyond its defaults
+# job -> arguments that its dry run needs
 DRY_RUNS = {
     "distill.compact": "model=padded",
     "distill.pretrain": "model.hidden_size=64 model.num_hidden_layers=2 "
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of what git tracks, so that no old build folder is in it."""
+    """Build the wheel from a copy of the tracked files, without older build folders."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -76,14 +77,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder to work in, with a zero-padded model for the job that compacts one."""
+    """Return a working folder with a zero-padded model for distill.compact."""
     work = tmp_path_factory.mktemp("work")
     shutil.copytree(ROOT / "assets" / "target", work / "padded")
     return work
 
 
 def run(installed: Path, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the installation in a folder, without a way to the checkout."""
+    """Run a command of the installation in a folder, where the checkout is not importable."""
     names = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -99,7 +100,7 @@ def run(installed: Path, folder: Path, command: str) -> subprocess.CompletedProc
 
 
 def output(installed: Path, folder: Path, command: str) -> str:
-    """Return what a command prints. It has to succeed."""
+    """Run a command that must succeed, and return its output."""
     done = run(installed, folder, command)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -128,14 +129,14 @@ def test_the_command_lists_every_job(installed: Path, folder: Path):
     assert {*SCHEMAS} <= {*JOBS}
 
 
-def test_the_command_knows_its_version(installed: Path, folder: Path):
+def test_the_command_prints_its_version(installed: Path, folder: Path):
     assert output(installed, folder, "shallow-draft --version") == "shallow-draft 0.2.0\n"
 
 
 def test_an_unknown_job_is_an_error_that_names_the_nearest(installed: Path, folder: Path):
     done = run(installed, folder, "shallow-draft eval.rnu")
     assert done.returncode == 2
-    assert "there is no job 'eval.rnu'; the nearest is 'eval.run'" in done.stderr
+    assert "'eval.rnu' is not a job; the nearest is 'eval.run'" in done.stderr
 
 
 def test_help_lists_settings_and_configurations(installed: Path, folder: Path):
@@ -150,19 +151,19 @@ def test_the_embedded_target_is_distilled_and_measured(installed: Path, folder: 
     output(installed, folder, f"{train} output_dir=runs/tiny")
     assert (folder / "runs/tiny/drafter/model.safetensors").is_file()
     measure = "max_prompts=2 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50"
-    told = output(
+    printed = output(
         installed,
         folder,
         f"shallow-draft eval.run drafters=[runs/tiny/drafter] {measure} timing_repeats=1 samples=1",
     )
-    assert "prompt_lookup" in told
+    assert "prompt_lookup" in printed
     assert (folder / "runs/eval.run/default/results.jsonl").stat().st_size
     output(installed, folder, "shallow-draft eval.compare runs=[runs/eval.run/default]")
     assert (folder / "runs/eval.compare/default/comparison.html").stat().st_size
 
 
 @pytest.mark.parametrize("job", DRY_RUNS)
-def test_every_job_runs_dry(installed: Path, folder: Path, job: str):
+def test_every_job_has_a_dry_run(installed: Path, folder: Path, job: str):
     output(
         installed,
         folder,

@@ -1,6 +1,4 @@
-"""Tests of the README and the docs: the Python example runs, every command composes, those of
-README.md and docs/cli.md run at toy size, and every file and link exists.
-"""
+"""Tests of the README and the docs: commands compose and run, files and links exist."""
 
 import json
 import os
@@ -42,10 +40,10 @@ from training.data import corpus
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
-# The README keeps what a newcomer types; docs/cli.md has all commands. The tests read both as one.
+# The README has the first commands of a newcomer, docs/cli.md all of them.
 COMMANDS = README + (ROOT / "docs" / "cli.md").read_text()
 GUIDES = ("adding_a_drafter", "devices", "methods", "pruning", "recurrent_drafting")
-# Words of commands on the guides that are no argument.
+# words in the commands of the guides that are not arguments
 ELLIPSES = ("...", "$@", "[overrides]")
 SCHEMAS = {job: schema_of(job) for job in schemas.SCHEMAS}
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +64,7 @@ TOY_LOOP = (
     "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
     "loop.eval_every=0 data.max_samples=20"
 )
-# What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
+# job -> arguments that make it small; without stages, as .ci/run runs those of the quickstart
 TOY = {
     "distill.compact": "",
     "distill.pretrain": f"{TOY_LOOP} stages=[]",
@@ -88,9 +86,7 @@ TOY = {
 
 
 def commands() -> list[str]:
-    """Return the commands that run: of README.md, docs/cli.md, assets/README.md, and those that the
-    quickstart prints.
-    """
+    """Return the commands that run: those of COMMANDS, assets/README.md and the quickstart."""
     quickstart = (
         (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
     )
@@ -98,6 +94,7 @@ def commands() -> list[str]:
 
 
 def commands_in(texts: list[str]) -> list[str]:
+    """Return the jobs' commands in the texts."""
     found = [
         match
         for text in texts
@@ -127,11 +124,11 @@ def parts(command: str) -> tuple[str, list[str]]:
 
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
-    """The job's configuration, of a sweep the first member's."""
-    # takes published flags and a drafter's folder beside overrides
+    """Compose a command's configuration; the first member's of a sweep."""
+    # It also takes published flags and the folder of a drafter.
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
-    # a kind of head has a configuration of its own
+    # The schema depends on the kind of head.
     schema = head_schema(find_kind_name(arguments)) if job == "heads.train" else SCHEMAS[job]
     arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
@@ -147,10 +144,8 @@ def test_every_command_composes(command: str):
     assert composed(job, arguments).job == job
 
 
-def pearls_prompts(folder: Path) -> Path:
-    """A folder with the prompt files of PEARL's suite, and those of its sweeps, eight short prompts
-    each.
-    """
+def write_pearl_prompts(folder: Path) -> Path:
+    """Write the prompt files of PEARL's suite and of its sweeps, eight short prompts each."""
     for name in ("humaneval", "gsm8k_test", "mgsm", "mt_bench", "mbpp_test", "alpaca_eval"):
         lines = [
             {"id": f"{name}/{i}", "category": name, "turns": [f"def {name}_{i}(x):", "And?"]}
@@ -170,7 +165,7 @@ def test_every_command_runs_at_toy_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(eval.measure.parts, "COST_WINDOWS", 1)  # no figure counts here
+    monkeypatch.setattr(eval.measure.parts, "COST_WINDOWS", 1)  # the figures do not matter here
     documents = corpus.documents
     monkeypatch.setattr(
         corpus, "documents", lambda split: documents(split)[: 6 if split == "held_out" else None]
@@ -194,8 +189,8 @@ def test_every_command_runs_at_toy_size(
         "runs/answers/chats.json": ROOT / "assets/chats.json",
         "other_prompts.jsonl": ROOT / "assets/prompts.jsonl",
     }
-    real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}
-    # written by pearls_prompts
+    real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": write_pearl_prompts(tmp_path)}
+    # written by write_pearl_prompts
     real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}
     real |= {
         "/path/to/your/model": tiny_target,
@@ -208,15 +203,15 @@ def test_every_command_runs_at_toy_size(
         ]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
     if "+experiment=batches" in arguments:
-        # of six conditions one
+        # one of six conditions
         arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]
     if "+experiment=every_way" in arguments:
-        # what to skip is searched in two layers, not in fourteen
+        # the search for skipped layers takes a two-layer target instead of fourteen layers
         arguments += [f"target.path={tiny_target}"]
     if any(word.startswith("batch_sizes=") for word in arguments):
-        arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
+        arguments += ["max_prompts=8", "sweep_prompts=4"]  # a full batch for each part
     own = composed(job, arguments)
-    # those start processes of their own
+    # these start processes
     if "-m" in arguments or "parallel=ddp" in arguments or own.stages:
         done = subprocess.run(
             [sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True
@@ -265,8 +260,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_named_is_there(page: Path):
-    """A path in backticks, a script in a command, and the goal of a link."""
+def test_every_named_file_exists(page: Path):
+    """Check paths in backticks, scripts in commands and targets of links."""
     text = page.read_text()
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
     named = re.findall(r"(?:\./|python )(scripts/[\w/]+\.(?:sh|py))", text)

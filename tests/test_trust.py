@@ -1,4 +1,4 @@
-"""Python that lies in a model folder does not run, whatever answers the question whether it may."""
+"""Python files in a model folder do not run unless the user trusts the folder."""
 
 import ast
 import io
@@ -39,19 +39,19 @@ class OwnTokenizer(LlamaTokenizerFast):
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """What the folder's code writes when it runs."""
+def trace_file(tmp_path: Path) -> Path:
+    """Return the file that the folder's Python writes when it runs."""
     return tmp_path / "written"
 
 
 @pytest.fixture
 def folder(
-    tiny_target: Path, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path, tmp_path: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A model folder of a kind that its own Python defines; standard input answers yes."""
+    """Make a model folder whose own Python defines its kind; standard input answers yes."""
     own = tmp_path / "own"
     shutil.copytree(tiny_target, own)
-    (own / "code.py").write_text(CODE.format(written=str(written)))
+    (own / "code.py").write_text(CODE.format(written=str(trace_file)))
     config = json.loads((own / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnModel"]}
     config["auto_map"] = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
@@ -67,19 +67,22 @@ def folder(
     return own
 
 
-def job(name: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
-    """A job on the folder."""
+def job_on_folder(name: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
+    """Return a way to run a job on the folder."""
     return lambda own, tiny, out: JOBS[name].run(configured(name, own, out, *overrides))
 
 
-def beside(name: str, key: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
-    """A job on another target that is given the folder under a key."""
+def job_on_another_target(
+    name: str, key: str, *overrides: str
+) -> Callable[[Path, Path, Path], object]:
+    """Return a way to run a job on another target, with the folder under a key."""
     return lambda own, tiny, out: JOBS[name].run(
         configured(name, tiny, out, f"{key}={own}", *overrides)
     )
 
 
 def chat(own: Path, out: Path, **fields: object) -> None:
+    """Run the generate job on a folder."""
     (out.parent / "prompts.jsonl").write_text('{"id": "a", "turns": ["Hi"]}\n')
     config = GenerateConfig(
         job="recurrent_drafting.generate",
@@ -91,12 +94,20 @@ def chat(own: Path, out: Path, **fields: object) -> None:
 
 
 WAYS: dict[str, Callable[[Path, Path, Path], object]] = {
-    **{f"{name}, {dry}": job(name, f"dry_run={dry}") for name in JOBS for dry in ("true", "false")},
-    "eval.run, hf": job("eval.run", "target.backend=hf"),
-    "distill.regenerate, hf": job("distill.regenerate", "target.backend=hf"),
-    "distill.train from a folder": beside("distill.train", "student.path", "student.init=folder"),
-    "its dry run": beside("distill.train", "student.path", "student.init=folder", "dry_run=true"),
-    "distill.pretrain from a folder": beside("distill.pretrain", "init_from"),
+    **{
+        f"{name}, {dry}": job_on_folder(name, f"dry_run={dry}")
+        for name in JOBS
+        for dry in ("true", "false")
+    },
+    "eval.run, hf": job_on_folder("eval.run", "target.backend=hf"),
+    "distill.regenerate, hf": job_on_folder("distill.regenerate", "target.backend=hf"),
+    "distill.train from a folder": job_on_another_target(
+        "distill.train", "student.path", "student.init=folder"
+    ),
+    "its dry run": job_on_another_target(
+        "distill.train", "student.path", "student.init=folder", "dry_run=true"
+    ),
+    "distill.pretrain from a folder": job_on_another_target("distill.pretrain", "init_from"),
     "generate": lambda own, tiny, out: chat(own, out),
     "generate, hf": lambda own, tiny, out: chat(
         own, out, target=TargetConfig(str(own), backend="hf", device="cpu")
@@ -110,19 +121,19 @@ WAYS: dict[str, Callable[[Path, Path, Path], object]] = {
     "decoding.load as a drafter": lambda own, tiny, out: decoding.load(tiny, own),
     "load_target": lambda own, tiny, out: load_target(own, backend="hf"),
 }
-del WAYS["eval.compare, true"], WAYS["eval.compare, false"]  # it is given runs
+del WAYS["eval.compare, true"], WAYS["eval.compare, false"]  # it reads runs, not a folder
 WAYS["a drafter of eval.run"] = lambda own, tiny, out: JOBS["eval.run"].run(
     configured("eval.run", tiny, out, f"drafters=[{own}]")
 )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_folders_own_python_does_not_run(
-    way: str, folder: Path, written: Path, tiny_target: Path, tmp_path: Path
+def test_python_of_a_model_folder_does_not_run(
+    way: str, folder: Path, trace_file: Path, tiny_target: Path, tmp_path: Path
 ):
     with pytest.raises(UserError) as error:
         WAYS[way](folder, tiny_target, tmp_path / "run")
-    # Jobs that run one family alone name that one.
+    # Jobs for one model family name that family.
     words = (
         "trust_remote_code",
         "model_type is 'own', expected llama",
@@ -130,24 +141,28 @@ def test_a_folders_own_python_does_not_run(
     )
     assert any(one in str(error.value) for one in words)
     assert "huggingface.co" not in str(error.value) and "`" not in str(error.value), (
-        "not transformers' own sentences"
+        "the message of transformers"
     )
-    assert not written.exists()
+    assert not trace_file.exists()
 
 
-def test_it_runs_where_the_user_says_so(
-    folder: Path, written: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_control_python_of_a_trusted_folder_runs(
+    folder: Path,
+    trace_file: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """The control: the folder's code writes, and its model decodes."""
+    """The folder's Python writes its file, and its model decodes."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     tokenizer = json.loads((tiny_target / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    # The target is trusted, not every folder that drafts for it.
+    # Only the target is trusted, not the folders of its drafters.
     trusted = ["target.backend=hf", "target.trust_remote_code=true", "drafters=[prompt_lookup]"]
     JOBS["eval.run"].run(configured("eval.run", folder, tmp_path / "run", *trusted))
-    assert written.read_text() == "the folder's code ran"
+    assert trace_file.read_text() == "the folder's code ran"
     for name in (
         "distill.train",
         "distill.prune",
@@ -162,8 +177,8 @@ def test_it_runs_where_the_user_says_so(
             )
 
 
-def test_every_auto_class_is_given_its_answer():
-    """Without the argument, transformers asks on standard input."""
+def test_every_auto_class_gets_trust_remote_code():
+    """Without this argument transformers asks on standard input."""
     asked = []
     for package in (
         "decoding",

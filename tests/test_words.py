@@ -1,6 +1,4 @@
-"""Phrases that the project's English avoids (plain words say the same) are absent from what people
-read: code, scripts, configurations and documents.
-"""
+"""Avoided phrases are absent from code, scripts, configurations and documents."""
 
 import re
 from collections.abc import Iterator
@@ -37,6 +35,6 @@ def test_avoided_phrases_are_absent() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_an_avoided_phrase_is_found() -> None:
+def test_control_an_avoided_phrase_is_found() -> None:
     assert [*offences("# The length hangs\n    # on the costs.")] == [(1, "hangs on")]
     assert not [*offences("The length depends on the costs.")]

@@ -1,11 +1,12 @@
 """Parts shared by training jobs beyond jobs/protocol.py: frozen target and recorded loop."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from decoding.models.model_check import check_model
 from jobs.protocol import Config, Job, Run
-from jobs.tracker import TrackedRun
+from jobs.tracker import track_run
 from training.bounds import Progress
 from training.config import TrainingJobConfig
 from training.data.packing import PackedData
@@ -40,7 +41,8 @@ def fit_recorded(
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
     """Train `model` with `training.loop.fit`; the main rank also records manifest and metrics."""
-    with TrackedRun(run.folder, config, run.inputs, parallel.is_main) as tracker:
+    is_main = parallel.is_main
+    with track_run(run.folder, config, run.inputs) if is_main else nullcontext() as tracker:
         return fit(
             title, objective, model, data, config.loop, parallel, run.path, tracker, evaluate
         )

@@ -9,14 +9,13 @@ Shapes: B rows, N new tokens (nodes), L tokens of a path, T slots, H key/value h
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import ancestors
-
-BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead of a fresh tensor
 
 
 @dataclass(slots=True)
@@ -28,13 +27,13 @@ class ForwardPlan:
     # first slot written, if it is equal in all rows
     start: int | None
     # slots written, if rows differ
-    slots_BN: Tensor | None
+    slots_BN: Tensor | None = None
     # rope positions, if they are not start .. start + N - 1
-    positions_BN: Tensor | None
+    positions_BN: Tensor | None = None
     # additive, (1 or B, 1, N, end); None: everything is visible, or `causal`
-    mask: Tensor | None
+    mask: Tensor | None = None
     # plain causal attention over an empty cache
-    causal: bool
+    causal: bool = False
 
 
 class Slots:
@@ -44,8 +43,6 @@ class Slots:
         self.dtype, self.device = dtype, device
         self.lengths_B: list[int] = []
         self.capacity = 0
-        self._band: Tensor | None = None
-        self._band_base = 0  # longest start that the band supports
 
     def open(self, batch_size: int, capacity: int) -> None:
         """Start `batch_size` empty rows of at most `capacity` slots."""
@@ -68,71 +65,32 @@ class Slots:
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> ForwardPlan:
         """Return the plan of a forward over `num_tokens` new tokens a row.
 
-        parents_BN: index of each node's parent among the new tokens, -1 for the committed tip;
-        parents precede their children. None is a chain.
+        parents_BN: as in `Target.forward`.
         """
-        lengths_B, N = self.lengths_B, num_tokens
         end = self.end_of(num_tokens)
-        start = lengths_B[0] if min(lengths_B) == max(lengths_B) else None
-        if parents_BN is not None:
-            return self._tree_plan(parents_BN, start, end)
-        if start is not None:
-            if N == 1:
-                return ForwardPlan(end, start, None, None, None, False)
-            if start == 0:
-                return ForwardPlan(end, 0, None, None, None, True)
-            if N <= BAND_ROWS:
-                return ForwardPlan(end, start, None, None, self._band_mask(start, N), False)
-        lengths = devices.tensor(lengths_B, self.device)
-        slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
-        visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
-        if start is not None:
-            return ForwardPlan(end, start, None, None, self._additive(visible_BNT[:1]), False)
-        return ForwardPlan(end, None, slots_BN, slots_BN, self._additive(visible_BNT), False)
-
-    def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> ForwardPlan:
-        B, N = parents_BN.shape
-        lengths_B = devices.tensor(self.lengths_B, self.device)
-        slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
-        ancestors_BNN = ancestors(parents_BN)
-        visible_BNT = (torch.arange(end, device=self.device) < lengths_B[:, None, None]).repeat(
-            1, N, 1
+        start = self.lengths_B[0] if min(self.lengths_B) == max(self.lengths_B) else None
+        lengths_B = self.lengths_B
+        if parents_BN is None and start is not None:
+            if num_tokens == 1 or start == 0:
+                return ForwardPlan(end, start, causal=num_tokens > 1)
+            lengths_B = lengths_B[:1]  # one mask for all rows
+        positions_BN, slots_BN, visible_BNT = visible_slots(
+            devices.tensor(lengths_B, self.device),
+            torch.arange(num_tokens, device=self.device),
+            torch.arange(end, device=self.device),
+            parents_BN,
         )
-        visible_BNT.scatter_(2, slots_BN[:, None, :].expand(B, N, N), ancestors_BNN)
-        positions_BN = lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
-        return ForwardPlan(
-            end,
-            start,
-            None if start is not None else slots_BN,
-            positions_BN,
-            self._additive(visible_BNT),
-            False,
-        )
-
-    def _additive(self, visible_BNT: Tensor) -> Tensor:
-        return torch.zeros(visible_BNT.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            visible_BNT.logical_not(), float("-inf")
-        )[:, None]
-
-    def _band_mask(self, start: int, num_tokens: int) -> Tensor:
-        """Return a mask in which row i attends to columns <= start + i.
-
-        It is a shifted view of a table whose row i attends to columns <= base + i.
-        """
-        if self._band is None or self._band_base < start:
-            self._band_base = max(self.capacity, start)
-            rows = torch.arange(BAND_ROWS, device=self.device)[:, None]
-            columns = torch.arange(
-                self._band_base + self._band_base + BAND_ROWS, device=self.device
-            )
-            with torch.inference_mode(False):
-                band = torch.zeros(BAND_ROWS, len(columns), dtype=self.dtype, device=self.device)
-                self._band = band.masked_fill_(columns > rows + self._band_base, float("-inf"))
-        shift = self._band_base - start
-        return self._band[None, None, :num_tokens, shift : shift + start + num_tokens]
+        mask = torch.zeros(visible_BNT.shape, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(visible_BNT.logical_not(), float("-inf"))[:, None]
+        if start is None:
+            return ForwardPlan(end, None, slots_BN, positions_BN, mask)
+        return ForwardPlan(end, start, None, None if parents_BN is None else positions_BN, mask)
 
     def commit(
-        self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int], move: "Move"
+        self,
+        paths_BL: Sequence[Sequence[int]] | None,
+        counts_B: Sequence[int],
+        move: Callable[[Tensor, Tensor], None],
     ) -> None:
         """Keep the first `counts_B` nodes of each row's path; None is the chain 0, 1, 2, ...
 
@@ -163,4 +121,48 @@ class Slots:
         return [(row, i) for i, row in enumerate(rows) if row != i]
 
 
-Move = Callable[[Tensor, Tensor], None]
+class CachedTarget:
+    """The methods of a target that only concern its rows' lengths and stored copies."""
+
+    slots: Slots
+    # name -> the copy of a row's cache that `keep` stored
+    _kept: dict[int, Any]
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Number of committed tokens in the cache, by row."""
+        return self.slots.lengths_B
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep accepted nodes (see `Slots.commit`)."""
+        self.slots.commit(paths_BL, counts_B, self._move)
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to at most these lengths."""
+        self.slots.truncate(lengths_B)
+
+    def forget(self) -> None:
+        """Drop everything that `keep` stored."""
+        self._kept = {}
+
+    def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
+        """Copy keys and values from slots `src_BL` to slots `dst_BL`."""
+        raise NotImplementedError
+
+
+def visible_slots(
+    lengths_B: Tensor, offsets_N: Tensor, columns_T: Tensor, parents_BN: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rope positions and slots (B, N) of new tokens, and which slots (B, N, T) they see.
+
+    lengths_B: committed tokens. offsets_N: 0 .. N - 1. columns_T: 0 .. T - 1. A token sees the
+    committed tokens, its ancestors and itself.
+    """
+    slots_BN = lengths_B[:, None] + offsets_N
+    if parents_BN is None:
+        return slots_BN, slots_BN, columns_T <= slots_BN[:, :, None]
+    B, N = slots_BN.shape
+    ancestors_BNN = ancestors(parents_BN)
+    visible_BNT = (columns_T < lengths_B[:, None, None]).repeat(1, N, 1)
+    visible_BNT.scatter_(2, slots_BN[:, None].expand(B, N, N), ancestors_BNN)
+    return lengths_B[:, None] + ancestors_BNN.sum(-1) - 1, slots_BN, visible_BNT

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from decoding.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CARD = "drafter_card.json"
 Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
@@ -39,24 +39,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise UserError with the file and line if it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}), expected a JSON file. Check its path and "
-            f"permissions."
-        ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"{path}: its JSON is nested too deeply to be read. Copy or download the file again."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}). Copy the file "
-            f"again."
-        ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}, line {error.lineno}: is not valid JSON ({error.msg}). Copy or download the "
             f"file again."
+        ) from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: cannot be read as JSON ({error}). Check its permissions, or copy the file "
+            f"again."
         ) from error
     if not isinstance(value, dict):
         raise UserError(
@@ -104,7 +95,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def own_code_error(folder: str | Path) -> UserError:
+def untrusted_code_error(folder: str | Path) -> UserError:
     """Return the error for a folder that defines its model or tokenizer in untrusted Python."""
     return UserError(
         f"{folder}: its model or tokenizer is defined by Python code in the folder, which is not "
@@ -114,9 +105,9 @@ def own_code_error(folder: str | Path) -> UserError:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or folder of this name.
+    """Return whether there is a file or folder at this path.
 
-    Raises UserError for an invalid name, and for one without read permission.
+    Raises UserError for an invalid path, and for one without read permission.
     """
     try:
         path.stat()
@@ -155,7 +146,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise UserError(_missing_weights(folder, file))
-        _check_complete(file)
+        _read_header(file)
     return files
 
 
@@ -187,7 +178,7 @@ def read_headers(folder: str | Path) -> Tensors:
     """
     tensors: Tensors = {}
     for file in weight_files(folder):
-        for name, header in _check_complete(file).items():
+        for name, header in _read_header(file).items():
             if name in tensors:
                 raise UserError(
                     f"{file}: tensor '{name}' is also in {tensors[name].file.name}, expected in "
@@ -205,52 +196,24 @@ def read_headers(folder: str | Path) -> Tensors:
     return tensors
 
 
-def _check_complete(file: Path) -> Tensors:
-    """Check a safetensors file's size against its header; return the header's tensors."""
+def _read_header(file: Path) -> Tensors:
+    """Return the tensors of a safetensors file; raise UserError if it is damaged or incomplete."""
     try:
-        size, header_size, header = _read_header(file)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {
-            name: TensorHeader(file, entry["dtype"], entry["shape"])
-            for name, entry in entries.items()
-        }
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        with safe_open(file, framework="pt") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: TensorHeader(file, part.get_dtype(), part.get_shape())
+                for name, part in parts.items()
+            }
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}), expected safetensors. Check the file's "
-            f"permissions."
+            f"{file}: cannot be read ({error}), expected safetensors. Check the file's permissions."
         ) from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except SafetensorError as error:
         raise UserError(
-            f"{file}: its header is damaged ({error!r}), expected safetensors. Copy it again."
+            f"{file}: has {file.stat().st_size} bytes and is damaged or incomplete ({error}), "
+            f"expected safetensors. Copy it again."
         ) from error
-    expected = 8 + header_size + max(ends, default=0)
-    if size != expected:
-        raise UserError(
-            f"{file}: has {size} bytes, expected {expected} by its header. It is damaged: copy it "
-            f"again."
-        )
-    return tensors
-
-
-def _read_header(file: Path) -> tuple[int, int, dict[str, Any]]:
-    """Return the bytes of the file, the bytes of its header, and the header."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        header_size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if len(head) < 8 or size < 8 + header_size:
-            raise UserError(
-                f"{file}: is cut short at {size} bytes, before the end of its header. Copy it "
-                f"again."
-            )
-        try:
-            header = json.loads(stream.read(header_size))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise UserError(
-                f"{file}: its header is damaged ({error}), expected safetensors. Copy it again."
-            ) from error
-    return size, header_size, header
 
 
 def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
@@ -261,20 +224,15 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
     """
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    if cut is None:
-                        state[name] = tensors.get_tensor(name)
-                        continue
-                    part = tensors.get_slice(name)
-                    index = cut(name, part.get_shape())
-                    if index is not None:
-                        state[name] = part[index].contiguous()  # a view would keep the whole tensor
-        except SafetensorError as error:
-            raise UserError(
-                f"{file}: cannot be read as safetensors ({error}). Copy it again."
-            ) from error
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                if cut is None:
+                    state[name] = tensors.get_tensor(name)
+                    continue
+                part = tensors.get_slice(name)
+                index = cut(name, part.get_shape())
+                if index is not None:
+                    state[name] = part[index].contiguous()  # a view would keep the whole tensor
     return state
 
 
@@ -289,8 +247,7 @@ def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> N
             if not (math.isfinite(least) and math.isfinite(most)):
                 raise UserError(
                     f"{folder}: tensor '{name}' holds non-finite weights (found {least} to "
-                    f"{most}), expected finite ones. Copy or train the "
-                    "model again."
+                    f"{most}), expected finite ones. Copy or train the model again."
                 )
 
 
@@ -331,19 +288,17 @@ _LARGE = 64 * 2**20  # bytes from which a file's hash is cached
 def hash_input(path: Path) -> str:
     """Return the SHA-256 of a file, or of a model folder's files except its card and README."""
     if path.is_file():
-        return _hash_file(path)
+        return hash_file(path)
     if not path.exists():
         return "absent"
-    import hashlib
-
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
-            digest.update(f"{file.name}:{_hash_file(file)}\n".encode())
+        if file.is_file() and file.name not in (CARD, "README.md"):
+            digest.update(f"{file.name}:{hash_file(file)}\n".encode())
     return digest.hexdigest()
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return a file's hash, computed once a process for large files."""
     stat = path.stat()
     if stat.st_size < _LARGE:
@@ -354,6 +309,3 @@ def _hash_file(path: Path) -> str:
 @functools.cache
 def _hash_large(path: Path, size: int, changed_ns: int) -> str:
     return sha256(path)
-
-
-CARD = "drafter_card.json"

@@ -28,23 +28,27 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import BAND_ROWS, ForwardPlan, Slots
+from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.folder import (
-    own_code_error,
     read_config,
     refuse_unsupported_attention,
+    untrusted_code_error,
     weight_files,
 )
 from decoding.models.model_check import check_loaded
 from decoding.models.taps import check_taps, join_taps
+from decoding.values import check_choice
 
 if TYPE_CHECKING:  # its import takes seconds, which only models of this backend need
     from transformers import PreTrainedModel
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
-WIDEST = BAND_ROWS  # new tokens of a compiled forward; a wider one is a prompt
+WIDEST = 64  # new tokens of a compiled forward; a wider one is a prompt
 # share of the largest logit; a model that ignores mask or positions differs by far more
 PROBE_TOLERANCE = 0.05
+# raised by `transformers` for folders that it cannot load
+_CANNOT_READ = (ValueError, OSError, KeyError, RuntimeError, StrictDataclassError)
+_CANNOT_BUILD = (TypeError, AttributeError, ArithmeticError)
 
 
 class RowLayer(CacheLayerMixin):
@@ -107,17 +111,12 @@ class RowCache(Cache):
 
     def stores(self) -> list[Tensor]:
         """Return the key and value tensors (B, H, T, D) of all layers that have run."""
-        return [
-            t
-            for layer in self.rows
-            if layer.is_initialized
-            for t in (layer.keys, layer.values)
-            if t is not None
-        ]
+        pairs = [(layer.keys, layer.values) for layer in self.rows if layer.is_initialized]
+        return [store for pair in pairs for store in pair if store is not None]
 
 
-class HFTarget:
-    """A `Target` (decoding/models/load.py) around a `transformers` model."""
+class HFTarget(CachedTarget):
+    """A `Target` around a `transformers` model."""
 
     def __init__(
         self,
@@ -128,10 +127,7 @@ class HFTarget:
     ) -> None:
         """Wrap a model; execution is one of EXECUTIONS, else UserError is raised (None: eager)."""
         self.execution = execution or "eager"
-        if self.execution not in EXECUTIONS:
-            raise UserError(
-                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
-            )
+        check_choice("execution", self.execution, EXECUTIONS)
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.name, self.device = name, model.device
@@ -146,9 +142,8 @@ class HFTarget:
         self._hidden: Tensor | None = None
         self._states: dict[int, Tensor] = {}  # at the taps of the running forward
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
-        self._kept: dict[
-            int, list[tuple[Tensor, Tensor]]
-        ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
+        # name -> keys and values of every layer, (1, H, tokens, D)
+        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
         self._refuse_unmasked_model()
         if self.execution == "compiled":
@@ -181,19 +176,10 @@ class HFTarget:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (
-            ValueError,
-            OSError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-            StrictDataclassError,
-        ) as error:
+        except (*_CANNOT_READ, *_CANNOT_BUILD) as error:
             reason = " ".join(str(error).split())
             if not trust_remote_code and "trust_remote_code" in reason:
-                raise own_code_error(folder) from error
+                raise untrusted_code_error(folder) from error
             raise UserError(
                 f"{folder}: transformers cannot load it as a causal LM ({reason}). Use another "
                 f"model, or repair the folder."
@@ -227,20 +213,12 @@ class HFTarget:
         """Name of the backend in results, with the execution unless it is eager."""
         return "hf" if self.execution == "eager" else f"hf {self.execution}"
 
-    @property
-    def lengths_B(self) -> list[int]:
-        """Number of committed tokens in the cache, by row."""
-        return self.slots.lengths_B
-
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length)."""
         capacity = capacity or self.max_length
         if self.cache.row_count < batch_size or self.cache.slot_count < capacity:
-            rows, slots = (
-                max(self.cache.row_count, batch_size),
-                max(self.cache.slot_count, capacity),
-            )
-            self.cache = RowCache(self.num_layers, rows, slots)
+            rows = max(self.cache.row_count, batch_size)
+            self.cache = RowCache(self.num_layers, rows, max(self.cache.slot_count, capacity))
         self.slots.open(batch_size, capacity)
 
     def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor | None) -> dict[str, Any]:
@@ -252,13 +230,10 @@ class HFTarget:
         # Only padding can lie past the context; a table of learned positions ends there.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         mask = plan.mask
-        if plan.causal:
-            visible = torch.ones(N, N, dtype=torch.bool, device=self.device).tril_()
-            mask = torch.zeros(1, 1, N, N, dtype=self.slots.dtype, device=self.device).masked_fill_(
-                ~visible, float("-inf")
-            )
         if mask is None:
             mask = torch.zeros(1, 1, N, plan.end, dtype=self.slots.dtype, device=self.device)
+        if plan.causal:
+            mask = torch.full_like(mask, float("-inf")).triu_(1)
         return {
             "input_ids": tokens_BN,
             "attention_mask": mask.expand(len(tokens_BN), -1, -1, -1),
@@ -271,26 +246,19 @@ class HFTarget:
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """Return (logits_BNV, hidden_BNC); see `Target.forward`."""
-        check_taps(self, taps)
-        with self._tapped(taps):
-            return self._forward(tokens_BN, parents_BN, taps)
-
-    def _forward(
-        self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(tokens_BN, parents_BN)
-        if self._compiled is None or tokens_BN.shape[1] > WIDEST or not self.cache.stores():
-            return self._run(inputs, taps)
         B, N = tokens_BN.shape
-        plan = self.cache.plan
-        assert plan is not None
-        slots_BN = plan.slots_BN
-        if slots_BN is None:
-            slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
-        # a copy, since a view of the band, made outside inference mode, would be traced again
-        return self._compiled(
-            tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN, taps
-        )
+        with self._tapped(taps):
+            inputs = self._inputs(tokens_BN, parents_BN)
+            if self._compiled is None or N > WIDEST or not self.cache.stores():
+                return self._run(inputs, taps)
+            plan = self.cache.plan
+            assert plan is not None
+            slots_BN = plan.slots_BN
+            if slots_BN is None:
+                slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
+            # a copy, since an expanded mask has other strides and would be traced again
+            mask = inputs["attention_mask"].clone()
+            return self._compiled(tokens_BN, mask, inputs["position_ids"], slots_BN, taps)
 
     def _run(self, inputs: dict[str, Any], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         logits_BNV = self.model(**inputs).logits
@@ -306,6 +274,7 @@ class HFTarget:
     @contextmanager
     def _tapped(self, taps: tuple[int, ...]) -> Iterator[None]:
         """Make forwards within the block store the inputs of these layers in `_states`."""
+        check_taps(self, taps)
         layers: Sequence[torch.nn.Module] = self._layers() if taps else []
         hooks = [
             layers[tap].register_forward_pre_hook(self._keep_input(tap), with_kwargs=True)
@@ -345,7 +314,7 @@ class HFTarget:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run the compiled forward, in which every length is a tensor's size."""
-        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
 
@@ -353,23 +322,14 @@ class HFTarget:
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits."""
-        check_taps(self, taps)
         with self._tapped(taps):
             found = self.model.base_model(**self._inputs(tokens_BN, parents_BN))
             return self._read(found.last_hidden_state, taps)
-
-    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep accepted nodes (see `Slots.commit`)."""
-        self.slots.commit(paths_BL, counts_B, self._move)
 
     def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
         rows = torch.arange(len(src_BL), device=self.device)[:, None]
         for store in self.cache.stores():
             store[rows, :, dst_BL] = store[rows, :, src_BL]
-
-    def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to `lengths_B` tokens."""
-        self.slots.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows` of the batch, in this order."""
@@ -391,15 +351,9 @@ class HFTarget:
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
             assert layer.keys is not None and layer.values is not None
-            layer.keys[row, :, :length], layer.values[row, :, :length] = (
-                keys[0, :, :length],
-                values[0, :, :length],
-            )
+            layer.keys[row, :, :length] = keys[0, :, :length]
+            layer.values[row, :, :length] = values[0, :, :length]
         self.slots.lengths_B[row] = length
-
-    def forget(self) -> None:
-        """Drop everything that `keep` stored."""
-        self._kept = {}
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return token embeddings (..., C)."""

@@ -60,13 +60,8 @@ def load_target(
     Raises UserError for a folder that is missing, empty, damaged, holds only pickled weights or is
     of an unsupported kind.
     """
-    given = {
-        "device": device,
-        "max_length": max_length,
-        "batch_size": batch_size,
-        "processes": processes,
-    }
-    check_values({**given, "trust_remote_code": trust_remote_code})
+    check_values({"device": device, "max_length": max_length, "batch_size": batch_size})
+    check_values({"processes": processes, "trust_remote_code": trust_remote_code})
     config, device = read_config(folder), device_of(device)
     _check_folder(folder, config, backend, dtype, max_length)
     count = processes_of(parallel, processes, backend, device)
@@ -116,11 +111,8 @@ def _check_folder(
 
 def _check_execution(execution: str | None, backend: str, processes: int) -> None:
     known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
-    if execution is not None and execution not in known:
-        raise UserError(
-            f"execution '{execution}' is unknown to the {backend} backend, expected one of "
-            f"{', '.join(known)}."
-        )
+    if execution is not None:
+        check_choice("execution", execution, known)
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
             f"execution '{execution}' does not work for a target over several processes. Use "

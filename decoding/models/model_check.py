@@ -7,7 +7,7 @@ compared, and the report of `transformers` is checked after loading.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,20 +16,28 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decoding.errors import UserError
 from decoding.models.folder import Tensors, load_state, read_config, read_headers
 from decoding.models.native.weights import FAMILIES
-from decoding.values import ValueRule, check_value, is_int, is_number, optional, quote, whole_number
+from decoding.values import (
+    ValueRule,
+    check_value,
+    is_int,
+    is_number,
+    number_where,
+    optional,
+    quote,
+    whole_number,
+)
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
 # computed on loading; older versions of transformers stored them
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
 _INDEXED = re.compile(r"\.(\d+)\.")
 
 _COUNT = whole_number(1)
-_POSITIVE = ValueRule(lambda value: is_number(value) and value > 0, "a number more than 0")
+_POSITIVE = number_where(lambda value: value > 0, "more than 0")
 _TRUTH = ValueRule(lambda value: isinstance(value, bool), "true or false")
-_DTYPE = ValueRule(
-    lambda value: value in ("float64", "float32", "float16", "bfloat16"),
-    "float64, float32, float16 or bfloat16",
-)
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_DTYPE = ValueRule(lambda value: value in _DTYPES, "float64, float32, float16 or bfloat16")
 _OBJECT = ValueRule(lambda value: isinstance(value, dict), "an object with named fields")
 _WORDS = ValueRule(
     lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
@@ -43,55 +51,33 @@ _REQUIRED = dict.fromkeys(
     ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     _COUNT,
 )
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window")
 _OPTIONAL = {
-    "num_key_value_heads": _COUNT,
-    "head_dim": _COUNT,
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), _COUNT),
+    **dict.fromkeys(_SWITCHES, _TRUTH),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    **dict.fromkeys(("architectures", "layer_types"), _WORDS),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
     "max_position_embeddings": whole_number(2),
-    "rms_norm_eps": ValueRule(
-        lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"
-    ),
+    "rms_norm_eps": number_where(lambda value: 0 < value < 1, "more than 0 and less than 1"),
     "rope_theta": _POSITIVE,
-    "tie_word_embeddings": _TRUTH,
-    "attention_bias": _TRUTH,
-    "mlp_bias": _TRUTH,
-    "use_cache": _TRUTH,
-    "use_sliding_window": _TRUTH,
     "hidden_act": ValueRule(lambda value: isinstance(value, str), "a text such as 'silu'"),
-    "dtype": _DTYPE,
-    "torch_dtype": _DTYPE,
-    "architectures": _WORDS,
-    "layer_types": _WORDS,
-    "rope_parameters": _OBJECT,
-    "rope_scaling": _OBJECT,
-    "bos_token_id": _TOKENS,
-    "eos_token_id": _TOKENS,
-    "pad_token_id": _TOKENS,
-    "sliding_window": _COUNT,
-    "initializer_range": ValueRule(
-        lambda value: is_number(value) and value >= 0, "a number of 0 or more"
-    ),
-    "attention_dropout": ValueRule(
-        lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"
-    ),
+    "initializer_range": number_where(lambda value: value >= 0, "of 0 or more"),
+    "attention_dropout": number_where(lambda value: 0 <= value < 1, "from 0 to less than 1"),
 }
 _ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 _ROPE_KIND = ValueRule(
     lambda value: isinstance(value, str) and value in _ROPE_KINDS,
     f"one of {', '.join(_ROPE_KINDS)}",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _ROPE = {
-    "rope_theta": _POSITIVE,
-    "factor": _POSITIVE,
-    "low_freq_factor": _POSITIVE,
-    "high_freq_factor": _POSITIVE,
-    "original_max_position_embeddings": _POSITIVE,
-    "rope_type": _ROPE_KIND,
-    "type": _ROPE_KIND,
+    **dict.fromkeys(("rope_theta", *_LLAMA3, "original_max_position_embeddings"), _POSITIVE),
+    **dict.fromkeys(("rope_type", "type"), _ROPE_KIND),
 }
-_OF_KIND = {  # required fields of a kind of rope
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
-}
+# required fields of a kind of rope
+_OF_KIND = {"llama3": _LLAMA3, **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))}
 
 
 class Expected(NamedTuple):
@@ -116,21 +102,16 @@ def check_model(folder: str | Path) -> None:
     if config["model_type"] not in FAMILIES:
         return
     wanted = {tensor.name: tensor for tensor in expected_tensors(config)}
+    if config.get("tie_word_embeddings") and HEAD in tensors:
+        wanted[HEAD] = Expected(HEAD, *wanted[EMBEDDING][1:])
     for tensor in wanted.values():
         _check_tensor(folder, tensor, tensors)
-    tied = config.get("tie_word_embeddings") or False
-    if tied and "lm_head.weight" in tensors:
-        _check_tensor(
-            folder, Expected("lm_head.weight", *wanted["model.embed_tokens.weight"][1:]), tensors
-        )
     unused = sorted(name for name in tensors if name not in wanted and not HARMLESS.fullmatch(name))
-    unused = [name for name in unused if not (tied and name == "lm_head.weight")]
     if unused:
         raise UserError(
             f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the "
-            f"{config['model_type']} model of {folder / 'config.json'}, expected "
-            f"every tensor to be used ({_count(len(unused))}). Use config.json and weights of the "
-            f"same model."
+            f"{config['model_type']} model of {folder / 'config.json'} ({_count(len(unused))}), "
+            f"expected every tensor to be used. Use config.json and weights of the same model."
         )
 
 
@@ -224,24 +205,18 @@ def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
 def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
     """Yield every tensor of a known family's model by its Hugging Face name."""
     V, C = config["vocab_size"], config["hidden_size"]
-    yield Expected("model.embed_tokens.weight", [V, C], "vocab_size, hidden_size")
+    yield Expected(EMBEDDING, [V, C], "vocab_size, hidden_size")
     yield Expected("model.norm.weight", [C], "hidden_size")
     if not config.get("tie_word_embeddings"):
-        yield Expected(
-            "lm_head.weight", [V, C], "vocab_size, hidden_size; tie_word_embeddings is false"
-        )
+        yield Expected(HEAD, [V, C], "vocab_size, hidden_size; tie_word_embeddings is false")
     for index in range(config["num_hidden_layers"]):
-        for name, shape, why in _of_a_layer(config):
+        for name, shape, why in _layer_tensors(config):
             yield Expected(f"model.layers.{index}.{name}", shape, why)
 
 
-def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
-    family, C, F, D = (
-        config["model_type"],
-        config["hidden_size"],
-        config["intermediate_size"],
-        _head_dim(config),
-    )
+def _layer_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
+    family, C, F = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    D = _head_dim(config)
     queries, keys = config["num_attention_heads"] * D, _groups(config) * D
     of_queries, of_keys = "num_attention_heads x head_dim", "num_key_value_heads x head_dim"
     # Qwen2 always has biases at queries, keys and values, Mistral never.
@@ -297,15 +272,13 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
 
 def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
     """Raise UserError for more layers than the files hold, or fewer for a known family."""
-    key = next(
-        (key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None
-    )
-    if key is None:
+    keys = [key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config]
+    if not keys:
         return
+    key = keys[0]
     check_value(key, config[key], _COUNT, f"{folder / 'config.json'}: {key}")
-    held = 1 + max(
-        (int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1
-    )
+    indices = (int(match[1]) for name in tensors if (match := _INDEXED.search(name)))
+    held = 1 + max(indices, default=-1)
     # Some families store layers that their causal LM does not use, such as those for multi-token
     # prediction.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
@@ -320,16 +293,15 @@ def check_tied_head(folder: str | Path) -> None:
 
     Such a model was trained with a separate head, which a loader would drop. Reads both tensors.
     """
-    config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    config = read_config(folder)
     if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
         return
-    if names[1] not in read_headers(folder):
+    if HEAD not in read_headers(folder):
         return
-    state = load_state(
-        folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None
-    )
+    everything, both = (slice(None), slice(None)), (EMBEDDING, HEAD)
+    state = load_state(folder, lambda name, _: everything if name in both else None)
     # in blocks of rows, since comparing two large tensors at once would allocate a third
-    blocks = zip(*(state[name].split(4096) for name in names))
+    blocks = zip(*(state[name].split(4096) for name in both))
     if not all(bool((embedding == head).all()) for embedding, head in blocks):
         raise UserError(
             f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but "
@@ -341,18 +313,14 @@ def check_tied_head(folder: str | Path) -> None:
 
 def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
     """Raise UserError if `transformers` loaded a model with missing, unused or reshaped tensors."""
-    kinds: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("missing_keys", "is in none of the weights, and would be random", str),
-        ("unexpected_keys", "is in the weights and has no place in the model", str),
-        (
-            "mismatched_keys",
-            "has another shape than config.json gives it",
-            lambda entry: str(entry[0]),
-        ),
-    )
-    for kind, what, name_of in kinds:
-        names = sorted(name_of(entry) for entry in info.get(kind) or ())
-        names = [name for name in names if not HARMLESS.fullmatch(name)]
+    for kind, what in {
+        "missing_keys": "is in none of the weights, and would be random",
+        "unexpected_keys": "is in the weights and has no place in the model",
+        "mismatched_keys": "has another shape than config.json gives it",
+    }.items():
+        # a mismatch is (name, shape, shape)
+        found = (entry if isinstance(entry, str) else entry[0] for entry in info.get(kind) or ())
+        names = sorted(name for name in found if not HARMLESS.fullmatch(name))
         if names:
             raise UserError(
                 f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights "

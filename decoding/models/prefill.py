@@ -27,10 +27,8 @@ def prefill(
     for start in range(0, longest, PREFILL_CHUNK):
         parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
         width = max(len(part) for part in parts)
-        tokens_BN = devices.tensor(
-            [part + [0] * (width - len(part)) for part in parts], target.device
-        )
-        hidden_BNC = target.features(tokens_BN, None, taps)
+        padded = [part + [0] * (width - len(part)) for part in parts]
+        hidden_BNC = target.features(devices.tensor(padded, target.device), None, taps)
         target.commit(None, [len(part) for part in parts])
         if keep_hidden:
             hidden.append(hidden_BNC)

@@ -7,7 +7,7 @@ request id, so neither its neighbours nor its place in the batch change its outp
 Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -22,7 +22,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
-from decoding.sampling.readback import DeviceReadback, FiniteCheck, finite_check
+from decoding.sampling.readback import DeviceReadback, FiniteCheck
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
 
@@ -125,16 +125,18 @@ class Batch:
         self.chooser.begin([row.key for row in rows], rounds_B, lengths_B, self.gamma + 1)
         proposal = self._propose()
         drafted_at = perf_counter()
-        logits_BNV, hidden_BNC = self._forward(proposal)
-        counted = None if proposal is None else proposal.counted()
-        width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        drafter_tensors = (
-            () if proposal is None or proposal.readback is None else proposal.readback(logits_BNV)
-        )
-        readback = DeviceReadback(
-            *drafter_tensors, watched=self._watched(logits_BNV[:, :width], counted)
-        )
-        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, readback)
+        counted = None
+        drafter_tensors: Sequence[Tensor] = ()
+        if proposal is None:
+            logits_BNV, hidden_BNC = self._forward(None)
+        else:
+            logits_BNV, hidden_BNC = self._forward(proposal.tokens_BN, proposal.parents_BN)
+            counted = proposal.counted()
+            if proposal.readback is not None:
+                drafter_tensors = proposal.readback(logits_BNV)
+        tested_BNV = logits_BNV[:, : 1 if counted is None else 1 + counted.tokens_BN.shape[1]]
+        readback = DeviceReadback(*drafter_tensors, watched=self._watched(tested_BNV, counted))
+        outcome = self.rule(tested_BNV, counted, self.chooser, readback)
         observation = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
@@ -170,30 +172,22 @@ class Batch:
         )
         return proposal if proposal.tokens_BN.shape[1] else None
 
-    def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
-        """Return logits and hidden states of the tip and the drafted tokens."""
-        tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
-        if proposal is None:
-            return self._processed(*self.target.forward(tips_B1, None, self.taps))
-        tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)
-        if proposal.parents_BN is None:
-            forward = self.target.forward(tokens_BN, None, self.taps)
-            return self._processed(*forward, proposal.tokens_BN)
-        parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
-        forward = self.target.forward(tokens_BN, parents_BN, self.taps)
-        return self._processed(*forward, proposal.tokens_BN, proposal.parents_BN)
-
-    def _processed(
-        self,
-        logits_BNV: Tensor,
-        hidden_BNC: Tensor,
-        tokens_BN: Tensor | None = None,
-        parents_BN: Tensor | None = None,
+    def _forward(
+        self, drafted_BN: Tensor | None, above_BN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return a forward's output with the logits processors applied to each node's text."""
+        """Return logits and hidden states at the tip and the drafted tokens.
+
+        above_BN: the parents of the drafted tokens; None is a chain.
+        """
+        tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
+        parents_BN = None
+        if above_BN is not None:
+            parents_BN = torch.cat((torch.full_like(tips_B1, -1), above_BN + 1), 1)
+        tokens_BN = tips_B1 if drafted_BN is None else torch.cat((tips_B1, drafted_BN), 1)
+        logits_BNV, hidden_BNC = self.target.forward(tokens_BN, parents_BN, self.taps)
         if self.chooser.processors is not None:
             sequences_B = [row.sequence for row in self.rows]
-            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
+            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, drafted_BN, above_BN)
         return logits_BNV, hidden_BNC
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
@@ -201,17 +195,12 @@ class Batch:
 
         `q_top` needs none: it comes from heads and trees, whose weights were checked on loading.
         """
-        found = [finite_check(logits_BNV, f"the target '{self.target.name}'", "logits")]
-        if (
-            proposal is not None
-            and proposal.q_BNV is not None
-            and proposal.q_BNV.numel()
-            and self.drafter is not None
-        ):
-            found.append(
-                finite_check(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
-            )
-        return found
+        checks = [FiniteCheck(logits_BNV, f"the target '{self.target.name}'", "logits")]
+        q_BNV = None if proposal is None else proposal.q_BNV
+        if q_BNV is not None and q_BNV.numel() and self.drafter is not None:
+            whose = f"the drafter '{self.drafter.name}'"
+            checks.append(FiniteCheck(q_BNV, whose, "probabilities"))
+        return checks
 
     def _emit(
         self,
@@ -228,15 +217,9 @@ class Batch:
         for b, row in enumerate(self.rows):
             tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
             generation = row.generation
-            stop = (
-                next((i for i, token in enumerate(tokens) if token in self.stops), None)
-                if self.stops
-                else None
-            )
+            stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
             if self.stop_strings:
-                stop = self._stop_string(
-                    generation.tokens, tokens if stop is None else tokens[:stop], stop
-                )
+                stop = self._stop_string(generation.tokens, tokens[:stop], stop)
             end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
             if end < len(tokens):
                 tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
@@ -269,18 +252,15 @@ class Batch:
     def _commit(self, observation: Observation, drafted_B: list[int]) -> None:
         """Keep the tip and the accepted tokens in the caches."""
         outcome = observation.outcome
-        paths_BL = (
-            None
-            if outcome.paths_B is None
-            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
-        )
+        paths_BL = None
+        if outcome.paths_B is not None:
+            paths_BL = [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
         self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
         if self.drafter is not None:
             self.drafter.observe(observation)
             self.drafter.rollback(self.target.lengths_B)
-            for row, drafted, accepted in zip(
-                self.rows, drafted_B, outcome.accepted_B, strict=True
-            ):
+            counts = zip(self.rows, drafted_B, outcome.accepted_B, strict=True)
+            for row, drafted, accepted in counts:
                 row.stopping.update(drafted, accepted)
 
     def _select(self, keep: list[int]) -> None:

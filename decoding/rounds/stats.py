@@ -7,8 +7,8 @@ a round accepts after a stop token are not.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Headlines leave out texts that repeat themselves more than this (distinct-4): loops are easy to
-# predict and do not represent real text.
+# Headlines leave out texts whose distinct-4 is below this: loops are easy to predict and do not
+# represent real text.
 LOOPING_BELOW = 0.5
 
 
@@ -67,6 +67,11 @@ class Generation:
     def block_efficiency(self) -> float:
         """Emitted tokens per target forward (tau), the bonus token included, prefill excluded."""
         return len(self.tokens) / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second of decoding, prefill excluded."""
+        return len(self.tokens) / max(self.decode_seconds, 1e-9)
 
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
         """Add the counts of one round."""

@@ -45,19 +45,18 @@ class Processors:
         Without `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token
         after a row's text.
         """
-        paths_BNN = None
-        if tokens_BN is not None and tokens_BN.shape[1]:
-            paths_BNN = _on_path(tokens_BN, parents_BN)
+        if tokens_BN is not None and tokens_BN.shape[1] == 0:
+            tokens_BN = None
         if self.repetition_penalty != 1:
             held_BNX = text_ids(sequences_B, logits_BNV)[:, None]
-            if tokens_BN is not None and paths_BNN is not None:
-                held_BNX = _ids_at_nodes(
-                    held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN
-                )
+            if tokens_BN is not None:
+                known_BN = tokens_BN.clamp(max=logits_BNV.shape[-1] - 1)
+                held_BNX = _ids_at_nodes(held_BNX, known_BN, _on_path(tokens_BN, parents_BN))
             logits_BNV = self.penalised(logits_BNV, held_BNX)
         if self.allowed is not None:
             texts_BN = [[list(sequence)] for sequence in sequences_B]
-            if tokens_BN is not None and paths_BNN is not None:
+            if tokens_BN is not None:
+                paths_BNN = _on_path(tokens_BN, parents_BN)
                 texts_BN = _texts_at_nodes(sequences_B, tokens_BN, paths_BNN)
             logits_BNV = self.masked(logits_BNV, texts_BN)
         return logits_BNV
@@ -96,9 +95,8 @@ class Processors:
                     )
                 forbidden_BNV[row, node] = True
                 forbidden_BNV[row, node, list(ids)] = False
-        return logits_BNV.masked_fill(
-            devices.tensor(forbidden_BNV, logits_BNV.device), float("-inf")
-        )
+        mask_BNV = devices.tensor(forbidden_BNV, logits_BNV.device)
+        return logits_BNV.masked_fill(mask_BNV, float("-inf"))
 
 
 class DraftProcessors:
@@ -186,8 +184,6 @@ def _texts_at_nodes(
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
     """Return processors, or None if nothing changes; raise UserError for an invalid penalty."""
     check_value("repetition_penalty", repetition_penalty)
-    return (
-        None
-        if repetition_penalty == 1 and allowed is None
-        else Processors(repetition_penalty, allowed)
-    )
+    if repetition_penalty == 1 and allowed is None:
+        return None
+    return Processors(repetition_penalty, allowed)

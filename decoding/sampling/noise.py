@@ -14,6 +14,8 @@ Python integers for single numbers, and torch.int64, which wraps, for rows of a 
 CUDA give equal numbers.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -38,10 +40,7 @@ def mix(z: int) -> int:
 
 def key(*parts: int) -> int:
     """Return one unsigned 64-bit key from integers; their order matters."""
-    state = 0
-    for part in parts:
-        state = mix((state ^ (part & MASK)) * 5 + GOLDEN & MASK)
-    return state
+    return reduce(extend, parts, 0)
 
 
 def extend(state: int, part: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from decoding import devices
 from decoding.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
 class FiniteCheck:
     """A check for NaN and infinities by the largest of several numbers.
 
@@ -19,9 +17,9 @@ class FiniteCheck:
     infinity. Minus infinity among finite numbers only rules a token out, and is allowed.
     """
 
-    largest: Tensor
-    whose: str
-    what: str
+    def __init__(self, values: Tensor, whose: str, what: str) -> None:
+        """Prepare the check of these values, which takes one operation."""
+        self.largest, self.whose, self.what = values.amax(), whose, what
 
     def check(self, largest: float) -> None:
         """Raise UserError for NaN and infinities."""
@@ -31,11 +29,6 @@ class FiniteCheck:
                 f"ones: its weights hold NaN or infinity, or overflow in half precision. Copy the "
                 f"model's weights again, or use dtype=float32."
             )
-
-
-def finite_check(values: Tensor, whose: str, what: str) -> FiniteCheck:
-    """Return the check of these values, which takes one operation."""
-    return FiniteCheck(values.amax(), whose, what)
 
 
 class DeviceReadback:
@@ -60,10 +53,8 @@ class DeviceReadback:
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):
             one.check(largest)
         if self._along:
-            self._drafter_values, self._along = (
-                found[len(tensors) : len(tensors) + len(self._along)],
-                (),
-            )
+            self._drafter_values = found[len(tensors) : len(tensors) + len(self._along)]
+            self._along = ()
         return found[: len(tensors)]
 
     def drafter_values(self) -> list[Any]:

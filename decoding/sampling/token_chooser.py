@@ -17,6 +17,7 @@ from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
 from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
+from decoding.values import check_choice
 
 LOSSY = ("typical",)  # rules that change the target's distribution
 SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
@@ -40,8 +41,7 @@ class TokenChooser:
         device: torch.device,
         processors: Processors | None = None,
     ) -> None:
-        if verify not in RULES:
-            raise UserError(f"verify '{verify}' is unknown, expected one of {', '.join(RULES)}.")
+        check_choice("verify", verify, RULES)
         if verify == "greedy" and not warper.greedy:
             raise UserError(
                 f"verify 'greedy' needs temperature 0, found {warper.temperature}. Use 'token', "
@@ -50,11 +50,9 @@ class TokenChooser:
         self.warper, self.seed = warper, seed
         self.rule = "greedy" if warper.greedy else verify
         self.vocab_size, self.device = vocab_size, device
-        self._scaled_V = (
-            noise.scaled_ids(torch.arange(vocab_size, device=device))
-            if self.rule == "coupled"
-            else None
-        )
+        self._scaled_V: Tensor | None = None
+        if self.rule == "coupled":
+            self._scaled_V = noise.scaled_ids(torch.arange(vocab_size, device=device))
         # with `begun`, all that another process needs to build an equal chooser
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
@@ -64,7 +62,7 @@ class TokenChooser:
         self._keys_BW = torch.empty(0)
         self._keys: list[list[int]] = []
         # key of a position -> its noise (V,), oldest first
-        self._known: dict[int, Tensor] = {}
+        self._cached: dict[int, Tensor] = {}
         self._race_BWV: Tensor | None = None
 
     def begin(
@@ -106,15 +104,16 @@ class TokenChooser:
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return the uniform of (seed, request, round, position, purpose) and, if given, node."""
-        state = noise.extend(
-            noise.extend(self._round_keys_B[row], self._positions_B[row] + depth), purpose
-        )
+        state = self._state(row, depth, purpose)
         return noise.uniform(state if node is None else noise.extend(state, node))
 
     def draft_key(self, row: int, depth: int) -> int:
         """Return the key of (seed, request, round, position) for a drafter's noise."""
-        state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
-        return noise.signed(noise.extend(state, noise.DRAFT))
+        return noise.signed(self._state(row, depth, noise.DRAFT))
+
+    def _state(self, row: int, depth: int, purpose: int) -> int:
+        position = self._positions_B[row] + depth
+        return noise.extend(noise.extend(self._round_keys_B[row], position), purpose)
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return a drafter's next tokens (B,) at this depth, and q (B, V) if the rule tests it."""
@@ -129,10 +128,8 @@ class TokenChooser:
 
     def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
         """Return the keys (B, P) of (seed, request, round, position, node) for nodes' children."""
-        states_B = [
-            noise.extend(noise.extend(key, position + depth), noise.DRAFT)
-            for key, position in zip(self._round_keys_B, self._positions_B, strict=True)
-        ]
+        rows = range(len(self._round_keys_B))
+        states_B = [self._state(row, depth, noise.DRAFT) for row in rows]
         return [[noise.signed(noise.extend(state, node)) for node in nodes] for state in states_B]
 
     def draw_children(
@@ -156,9 +153,8 @@ class TokenChooser:
         greedily, and the normalised p / E under shared noise.
         """
         if self.rule == "greedy":
-            return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(
-                -1
-            )
+            dtype = torch.promote_types(logits_BPV.dtype, torch.float32)
+            return logits_BPV.log_softmax(-1, dtype)
         if self.rule == "coupled":
             race_BPV = self._race_at(logits_BPV, depth)
             return (race_BPV / race_BPV.sum(-1, keepdim=True)).log()
@@ -189,10 +185,9 @@ class TokenChooser:
             race_BNK = noise.exponentials(keys_BN[:, :, None], self._scaled_V[ids_BNK])
             return ids_BNK.gather(-1, (probs_BNK / race_BNK).argmax(-1, keepdim=True)).squeeze(-1)
         if depths_BN is not None:
-            race_BNV = self._at_depths(depths_BN)
-        else:
-            race_BNV = self._shared(first_depth, logits_BNV.shape[1])
-        return (self.warper.probs(logits_BNV) / race_BNV).argmax(-1)
+            return self.race_scores(logits_BNV, depths_BN).argmax(-1)
+        noise_BNV = self._shared(first_depth, logits_BNV.shape[1])
+        return (self.warper.probs(logits_BNV) / noise_BNV).argmax(-1)
 
     def _at_depths(self, depths_BN: Tensor) -> Tensor:
         """Return the noise (B, N, V) of nodes at these depths.
@@ -201,9 +196,8 @@ class TokenChooser:
         """
         assert self._scaled_V is not None
         if depths_BN.shape[1] <= self.depths:
-            return noise.exponentials(
-                self._keys_BW.gather(1, depths_BN)[:, :, None], self._scaled_V
-            )
+            keys_BN = self._keys_BW.gather(1, depths_BN)
+            return noise.exponentials(keys_BN[:, :, None], self._scaled_V)
         rows_B1 = torch.arange(len(depths_BN), device=self.device)[:, None]
         return self._shared(0, self.depths)[rows_B1, depths_BN]
 
@@ -220,20 +214,16 @@ class TokenChooser:
                 self._race_BWV = noise.exponentials(self._keys_BW[:, :, None], self._scaled_V)
             return self._race_BWV[:, first : first + count]
         wanted = [key for row in self._keys for key in row[first : first + count]]
-        if any(key not in self._known for key in wanted):
+        if any(key not in self._cached for key in wanted):
             ahead = max(count, AT_ONCE)
-            missing = [
-                key
-                for row in self._keys
-                for key in row[first : first + ahead]
-                if key not in self._known
-            ]
+            keys = [key for row in self._keys for key in row[first : first + ahead]]
+            missing = [key for key in keys if key not in self._cached]
             made_MV = noise.exponentials(torch.tensor(missing)[:, None], self._scaled_V)
-            self._known.update(zip(missing, made_MV))
-        return torch.stack([self._known[key] for key in wanted]).view(len(self._keys), count, -1)
+            self._cached.update(zip(missing, made_MV))
+        return torch.stack([self._cached[key] for key in wanted]).view(len(self._keys), count, -1)
 
     def _forget(self, most: int) -> None:
         """Drop the oldest half of the noise if there is more than a few rounds can use."""
-        if len(self._known) > most:
-            for key in list(self._known)[: -most // 2]:
-                del self._known[key]
+        if len(self._cached) > most:
+            for key in list(self._cached)[: -most // 2]:
+                del self._cached[key]

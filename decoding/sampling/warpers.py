@@ -85,15 +85,11 @@ class Warper:
         takes a few operations of fixed shape: the token that brings the sum to top_p keeps only its
         share below top_p, and min_p subtracts its threshold from all tokens.
         """
-        if logits_RK.dtype != torch.float64:
-            logits_RK = logits_RK.float()
-        cut = warp_constants(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
-        if self.top_k or self.temperature != 1:
-            logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
-        probs_RK = logits_RK.softmax(-1)
+        kept_RK = self._tempered(logits_RK)[..., : self.top_k or None]
+        probs_RK = F.pad(kept_RK.softmax(-1), (0, logits_RK.shape[-1] - kept_RK.shape[-1]))
         if self.top_p < 1:
-            limited_RK = F.linear(probs_RK, cut.before_KK, cut.top_p_K)
-            probs_RK = torch.clamp(limited_RK, min=cut.zero, max=probs_RK)
+            sums_RK = probs_RK.cumsum(-1).clamp_(max=self.top_p)
+            probs_RK = sums_RK - F.pad(sums_RK[..., :-1], (1, 0))
         if self.min_p > 0:
             probs_RK = torch.sub(probs_RK, probs_RK[..., :1], alpha=self.min_p).clamp_(min=0)
         return probs_RK
@@ -121,49 +117,21 @@ class Warper:
             reached_R1 = (probs_RK.cumsum(-1) < self.top_p).sum(-1, keepdim=True) + 1
             counts_R1 = torch.minimum(counts_R1, reached_R1)
         if self.min_p > 0:
-            counts_R1 = torch.minimum(
-                counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True)
-            )
+            above_R1 = (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True)
+            counts_R1 = torch.minimum(counts_R1, above_R1)
         # asynchronous devices: padding with zeros costs less than reading the longest row
         ahead = devices.runs_ahead(ids_RK.device)
         longest = probs_RK.shape[-1] if ahead else int(counts_R1.max())
         if partial and longest >= K:
             return None
-        if partial and bool(
-            (sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()
-        ):
-            return None
+        if partial:
+            last_R1, next_R1 = (sorted_RK.gather(-1, counts_R1 - back) for back in (1, 0))
+            if (last_R1 == next_R1).any():
+                return None
         probs_RK = probs_RK[..., :longest]
         if counts_R1.numel() > 1 or ahead:
             probs_RK = probs_RK * (torch.arange(longest, device=ids_RK.device) < counts_R1)
         return probs_RK / probs_RK.sum(-1, keepdim=True), ids_RK[..., :longest]
-
-
-@dataclass(frozen=True, slots=True)
-class WarpConstants:
-    """The constants of `Warper.of_likeliest`."""
-
-    # added to the logits: 0 for the top k, -inf for the others
-    top_k_K: Tensor
-    # a matrix that maps probabilities to minus the sum of the preceding ones
-    before_KK: Tensor
-    top_p_K: Tensor
-    zero: Tensor
-
-
-@lru_cache
-def warp_constants(
-    warper: Warper, count: int, dtype: torch.dtype, device: torch.device
-) -> WarpConstants:
-    """Return the constants for this number of logits, cached to save operations."""
-    with torch.inference_mode(False):
-        top_k_K = torch.zeros(count, dtype=dtype, device=device)
-        top_k_K[warper.top_k or count :] = float("-inf")
-        before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
-        top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
-        return WarpConstants(
-            top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device)
-        )
 
 
 @lru_cache
@@ -179,9 +147,8 @@ def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
     uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
     the total, so the first sum above it belongs to a token of positive weight.
     """
-    return draw_at(
-        weights_RV, devices.tensor(uniforms_R, weights_RV.device, torch.float64)[:, None]
-    )
+    uniforms = devices.tensor(uniforms_R, weights_RV.device, torch.float64)
+    return draw_at(weights_RV, uniforms[:, None])
 
 
 def draw_at(weights_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
@@ -193,6 +160,14 @@ def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
     """Sample like `draw_at` from cumulative sums; return V for a row without weight."""
     points_R1 = uniforms_R1 * cumulative_RV[..., -1:]
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)
+
+
+def residual_or_p(residual_RV: Tensor, p_RV: Tensor) -> Tensor:
+    """Return the residual, or p in rows whose residual is zero.
+
+    p = q up to rounding there, so the rejection had probability zero, and p itself is right.
+    """
+    return torch.where(residual_RV.sum(-1, keepdim=True) > 0, residual_RV, p_RV)
 
 
 def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -211,6 +186,5 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
     places_M = torch.arange(M, device=again_BPM.device)
     order_BPK = (again_BPM * M + places_M).topk(count, largest=False).indices
     tokens_BPK = tokens_BPM.gather(-1, order_BPK)
-    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(
-        again_BPM.gather(-1, order_BPK), 0.0
-    )
+    repeats_BPK = again_BPM.gather(-1, order_BPK)
+    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(repeats_BPK, 0.0)

@@ -154,13 +154,9 @@ class Pearl(Batch):
         """
         if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
-        pairs = zip(self.rows, self.lanes, strict=True)
-        inputs_B = [[row.sequence[-1], *lane.tokens] for row, lane in pairs]
-        width = max(len(inputs) for inputs in inputs_B)
-        padded = [inputs + [0] * (width - len(inputs)) for inputs in inputs_B]
-        tokens_BN = devices.tensor(padded, self.target.device)
-        forward = self.target.forward(tokens_BN, None, self.taps)
-        forward = self._processed(*forward, tokens_BN[:, 1:])
+        width = max(len(lane.tokens) for lane in self.lanes)
+        padded = [[*lane.tokens, *[0] * (width - len(lane.tokens))] for lane in self.lanes]
+        forward = self._forward(devices.tensor(padded, self.target.device, torch.long))
         devices.synchronize(self.target.device)
         return forward
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw
 from decoding.verification import device_chain
-from decoding.verification.nodes import at_nodes, probabilities, sample_without_draft, tested
+from decoding.verification.nodes import at_nodes, finish_chain, probabilities, sample_without_draft
 
 
 def block(
@@ -42,7 +41,6 @@ def block(
     q_BNV = _dense(proposal, probs_BNV)
     if devices.runs_ahead(probs_BNV.device):
         return device_chain.block(probs_BNV, q_BNV, proposal, chooser, readback)
-    counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     # w_0 .. w_N
     w_BN = [_running_ratios(*pair) for pair in zip(*probabilities(probs_BNV, proposal))]
     weights_BN1 = torch.tensor(w_BN, dtype=probs_BNV.dtype, device=probs_BNV.device)[:, :-1, None]
@@ -50,33 +48,20 @@ def block(
     surplus_BNV = (weights_BN1 * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)
     s_BN = surplus_BNV.sum(-1).tolist()
     accepted_B = []
-    for b, count in enumerate(counts_B):
+    for b, count in enumerate(proposal.counts_B):
         # The uniforms are independent, so the longest prefix may be tested first.
-        passed = (
+        accepts = (
             chooser.uniform(b, i - 1, noise.ACCEPT) <= _chance(s_BN[b], w_BN[b], i, count)
             for i in range(count, 0, -1)
         )
-        accepted_B.append(next((count - n for n, kept in enumerate(passed) if kept), 0))
-    weights_BV = at_nodes(probs_BNV, accepted_B)
-    failed = [b for b, count in enumerate(counts_B) if accepted_B[b] < count]
-    if failed:
-        residual_FV = at_nodes(surplus_BNV[failed], [accepted_B[b] for b in failed])
-        # If w p = q up to rounding, there is no residual and the rejection had probability zero:
-        # then p itself is right.
-        keep_F1 = residual_FV.sum(-1, keepdim=True) > 0
-        weights_BV = weights_BV.clone()
-        weights_BV[failed] = torch.where(keep_F1, residual_FV, weights_BV[failed])
-    purposes = [
-        noise.BONUS if accepted == count else noise.RESIDUAL
-        for accepted, count in zip(accepted_B, counts_B)
-    ]
-    uniforms = [
-        chooser.uniform(b, accepted, purpose)
-        for b, (accepted, purpose) in enumerate(zip(accepted_B, purposes))
-    ]
-    next_B = draw(weights_BV, uniforms).tolist()
-    tokens_B = [[*drafted[b][:accepted], next_B[b]] for b, accepted in enumerate(accepted_B)]
-    return Outcome(tokens_B, None, accepted_B, tested(accepted_B, counts_B))
+        accepted_B.append(next((count - n for n, accept in enumerate(accepts) if accept), 0))
+    return finish_chain(
+        probs_BNV,
+        lambda rows, nodes: at_nodes(surplus_BNV[rows], nodes),
+        accepted_B,
+        proposal,
+        chooser,
+    )
 
 
 def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:

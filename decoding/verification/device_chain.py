@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw_at
+from decoding.sampling.warpers import draw_at, residual_or_p
 
 
 def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
@@ -24,14 +24,11 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Rea
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
-    p_BV, failed_BV = (
-        _at(probs_BNV, accepted_B),
-        _at(proposal.tokens_BN, _last_node(accepted_B, proposal)),
-    )
+    p_BV, failed_B = _at(probs_BNV, accepted_B), _last_node(accepted_B, proposal)
     if proposal.q_BNV is None:
-        residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
+        residual_BV = p_BV.scatter(1, _at(proposal.tokens_BN, failed_B)[:, None], 0.0)
     else:
-        residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
+        residual_BV = (p_BV - _at(proposal.q_BNV, failed_B)).clamp_(min=0)
     return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, readback)
 
 
@@ -117,14 +114,10 @@ def _outcome(
     readback: Readback,
 ) -> Outcome:
     """Sample the token after the accepted ones and read everything back."""
-    # If p = q up to rounding, there is no residual and the rejection had probability zero: then p
-    # itself is right.
-    residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     counts_B = proposal.counts_B
     failed_B1 = (accepted_B < devices.tensor(counts_B, accepted_B.device))[:, None]
-    next_B = draw_at(
-        torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
-    )
+    weights_BV = torch.where(failed_B1, residual_or_p(residual_BV, p_BV), p_BV)
+    next_B = draw_at(weights_BV, last_BN.gather(1, accepted_B[:, None]))
     drafted, accepted, following = readback(proposal.tokens_BN, accepted_B, next_B)
     tokens_B = [
         [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)

@@ -37,7 +37,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.warpers import draw_at, draw_from
+from decoding.sampling.warpers import draw_at, draw_from, residual_or_p
 from decoding.verification.tail_rejection import TailRejection, tail_ratio
 
 
@@ -69,14 +69,12 @@ def token(
     # for rows without a draft
     ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
     ends_B11 = devices.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
-    kind = (
-        _full_vocabulary_tests
-        if proposal.q_BNV is not None
-        else _point_mass_tests
-        if proposal.q_top is None
-        else _candidate_tests
-    )
-    drafted, parents, node_tests = kind(probs_BPV, ends_B11, proposal, readback)
+    make_tests = _point_mass_tests
+    if proposal.q_BNV is not None:
+        make_tests = _full_vocabulary_tests
+    elif proposal.q_top is not None:
+        make_tests = _candidate_tests
+    drafted, parents, node_tests = make_tests(probs_BPV, ends_B11, proposal, readback)
     paths_B, tokens_B, tested_B = [], [], []
     for b, count in enumerate(proposal.counts_B):
         path, tested, following = _walk(b, parents[b][:count], node_tests, chooser)
@@ -111,11 +109,8 @@ def _walk(
             if not node_test.reject(child, uniform):
                 break
         if len(path) == depth:
-            return (
-                path,
-                depth + bool(children),
-                node_test.next_token(chooser.uniform(row, 0, noise.RESIDUAL)),
-            )
+            following = node_test.next_token(chooser.uniform(row, 0, noise.RESIDUAL))
+            return path, depth + bool(children), following
 
 
 @dataclass(slots=True)
@@ -150,15 +145,14 @@ def _point_mass_tests(
     """Return tokens, parents and node tests of a tree of point masses."""
     assert proposal.parents_BN is not None
     real_BN = _is_node(proposal)
-    own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
+    N = real_BN.shape[1]
+    own_BN = torch.arange(1, N + 1, device=real_BN.device).expand_as(real_BN)
     # a node that was not drafted points at a row of the table that no walk reads
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
     flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
     left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
-    follows_BP = draw_at(
-        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
-    )
+    follows_BP = draw_at(residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, N + 1, 1))
     rest_BP = left_BPV.sum(-1, dtype=torch.float64)
     drafted, parents, p, rest, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, p_BN, rest_BP, follows_BP
@@ -213,7 +207,7 @@ class CandidateNode:
         rejection = self.rejection
         if rejection.rejected_in_tail:
             return self.residual_tail_token
-        weights = rejection.p if sum(rejection.p) > 0 else self.p  # as in `_residual_or_p`
+        weights = rejection.p if sum(rejection.p) > 0 else self.p  # as in `residual_or_p`
         point, drawn = uniform * sum(weights), self.other
         for token, weight in zip(rejection.ids, weights[:-1], strict=False):
             point -= weight
@@ -230,11 +224,8 @@ def _candidate_tests(
     """Return tokens, parents and node tests of a tree whose children have few candidates."""
     assert proposal.parents_BN is not None and proposal.q_top is not None
     P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
-    ids_BQK, q_BQK, tail_BPV = (
-        proposal.q_top.ids_BPK[:, :P],
-        proposal.q_top.probs_BPK[:, :P],
-        proposal.q_top.tail_BPV,
-    )
+    q_top = proposal.q_top
+    ids_BQK, q_BQK, tail_BPV = q_top.ids_BPK[:, :P], q_top.probs_BPK[:, :P], q_top.tail_BPV
     Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes past Q have no children
     p_BQK = probs_BPV.gather(2, ids_BQK)
     # A node without children ignores its candidates, since it may only have some because another
@@ -265,20 +256,16 @@ def _candidate_tests(
         place = node + 1
         if not children:
             return PrecomputedNode([], any_[row][place])
-        candidate_p, shares, all_others = (
-            p[row][place],
-            [max(share, 0.0) for share in q[row][place]],
-            others[row][place],
-        )
+        candidate_p, all_others = p[row][place], others[row][place]
+        shares = [max(share, 0.0) for share in q[row][place]]
         # a token past the vocabulary has no weight and is not used
         drawn = residual_tail_token = min(other[row][place], last)
         within = 0.0
         if has_tail:
             drawn_q, sum_q, left = (each[row][place] for each in of_tail)
             within = tail_ratio(candidate_p.pop(), all_others, drawn_q, sum_q)
-            residual_tail_token = (
-                left if left <= last else drawn
-            )  # p = q up to rounding leaves nothing
+            # p = q up to rounding leaves nothing
+            residual_tail_token = left if left <= last else drawn
         else:
             shares.append(0.0)
         rejection = TailRejection(ids[row][place], [*candidate_p, all_others], shares, within)
@@ -320,17 +307,15 @@ def _full_vocabulary_tests(
     above_BN1 = (proposal.parents_BN + 1).clamp(min=0)[:, :, None]
     chance_BNS = torch.cat(chances, 2).gather(1, above_BN1.expand(-1, -1, len(chances)))
     chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
-    follows_BP = draw_at(
-        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
-    )
+    follows_BP = draw_at(residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, N + 1, 1))
     drafted, parents, chance, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP
     )
-    return (
-        drafted,
-        parents,
-        lambda row, node, children: PrecomputedNode(chance[row], follows[row][node + 1]),
-    )
+
+    def node_tests(row: int, node: int, children: list[int]) -> NodeTest:
+        return PrecomputedNode(chance[row], follows[row][node + 1])
+
+    return drafted, parents, node_tests
 
 
 def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
@@ -357,8 +342,3 @@ def _is_node(proposal: Proposal) -> Tensor:
     counts_B1 = devices.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
     places_N = torch.arange(proposal.parents_BN.shape[1], device=proposal.parents_BN.device)
     return (places_N < counts_B1) & (proposal.parents_BN > NO_NODE)
-
-
-def _residual_or_p(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
-    """Return the weights, or p where the weights are all zero because p = q up to rounding."""
-    return torch.where(weights_BPV.sum(-1, keepdim=True) > 0, weights_BPV, probs_BPV)

@@ -52,9 +52,7 @@ def follow(choices_BN: Tensor, proposal: Proposal | None, readback: Readback) ->
         next((n for n in range(count) if row[n] != wanted[n]), count)
         for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)
     ]
-    tokens_B = [
-        wanted[: accepted + 1] for wanted, accepted in zip(choices, accepted_B, strict=True)
-    ]
+    tokens_B = [row[: accepted + 1] for row, accepted in zip(choices, accepted_B, strict=True)]
     return Outcome(tokens_B, None, accepted_B, tested(accepted_B, proposal.counts_B))
 
 

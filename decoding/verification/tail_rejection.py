@@ -81,11 +81,8 @@ def verify_children(
     """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)
-    others, candidate_p, q = (
-        others_V.sum().item(),
-        p_V[ids_K].tolist(),
-        [max(share, 0.0) for share in q_K.tolist()],
-    )
+    others, candidate_p = others_V.sum().item(), p_V[ids_K].tolist()
+    q = [max(share, 0.0) for share in q_K.tolist()]
     within_tail = 0.0
     if tail_V is None:
         q.append(0.0)
@@ -107,6 +104,5 @@ def verify_children(
     if not rejection.rejected or sum(rejection.p) <= 0:
         return None, p_V
     weights_V = others_V * (rejection.p[-1] / others if others > 0 else 0.0)
-    return None, weights_V.index_copy_(
-        0, candidates_K, torch.tensor(rejection.p[:-1], dtype=weights_V.dtype)
-    )
+    left_K = torch.tensor(rejection.p[:-1], dtype=weights_V.dtype)
+    return None, weights_V.index_copy_(0, candidates_K, left_K)

@@ -40,11 +40,9 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
                     children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform
                 )
             else:
-                q_V = (
-                    proposal.q_BNV[b, children[0]]
-                    if children and proposal.q_BNV is not None
-                    else None
-                )
+                q_V = None
+                if children and proposal.q_BNV is not None:
+                    q_V = proposal.q_BNV[b, children[0]]
                 passed, left_V = _verify_siblings(children, drafted[b], p_V, q_V, uniform)
             tested_B[b] += bool(children)
             if passed is None:
@@ -53,10 +51,9 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
             else:
                 paths_B[b].append(passed)
         if ended:
-            drawn = draw(
-                torch.stack(weights), [chooser.uniform(b, depth, purpose) for b, purpose in ended]
-            ).tolist()
-            for (b, _), token in zip(ended, drawn, strict=True):
+            uniforms = [chooser.uniform(b, depth, purpose) for b, purpose in ended]
+            tokens = draw(torch.stack(weights), uniforms).tolist()
+            for (b, _), token in zip(ended, tokens, strict=True):
                 next_B[b] = token
         going, depth = [b for b in going if len(paths_B[b]) > depth], depth + 1
     tokens_B = [[*(drafted[b][n] for n in path), next_B[b]] for b, path in enumerate(paths_B)]
@@ -99,6 +96,6 @@ def residual_after_rejection(
     without_V[token] = 0.0
     residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)
     total = residual_V.sum()
-    # p = q up to rounding: see `token.final_weights`
+    # p = q up to rounding: see `warpers.residual_or_p`
     residual_V = residual_V / total if total > 0 else p_V
     return residual_V, None if q_V is None else without_V / without_V.sum().clamp(min=1e-30)

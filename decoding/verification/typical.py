@@ -41,20 +41,15 @@ def typical(
     accepts_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
     drafted, parents, accepts = readback(proposal.tokens_BN, parents_BN, accepts_BN)
     walks = [_longest(parents[b][:count], accepts[b]) for b, count in enumerate(proposal.counts_B)]
-    ends_B = [path[-1] + 1 if path else 0 for path, _ in walks]
-    uniforms_B = [chooser.uniform(b, len(path), noise.BONUS) for b, (path, _) in enumerate(walks)]
+    paths_B = [path for path, _ in walks]
+    ends_B = [path[-1] + 1 if path else 0 for path in paths_B]
+    accepted_B, tested_B = [len(path) for path in paths_B], [tested for _, tested in walks]
+    uniforms_B = [chooser.uniform(b, count, noise.BONUS) for b, count in enumerate(accepted_B)]
     next_B = draw(at_nodes(probs_BNV, ends_B), uniforms_B).tolist()
-    tokens_B = [
-        [*(drafted[b][node] for node in path), next_B[b]] for b, (path, _) in enumerate(walks)
-    ]
-    paths_B = None if proposal.parents_BN is None else [path for path, _ in walks]
-    return Outcome(
-        tokens_B,
-        paths_B,
-        [len(path) for path, _ in walks],
-        [tested for _, tested in walks],
-        None if proposal.parents_BN is None else proposal.drafted(parents),
-    )
+    tokens_B = [[*(drafted[b][n] for n in path), next_B[b]] for b, path in enumerate(paths_B)]
+    if proposal.parents_BN is None:
+        return Outcome(tokens_B, None, accepted_B, tested_B)
+    return Outcome(tokens_B, paths_B, accepted_B, tested_B, proposal.drafted(parents))
 
 
 def _longest(parents: list[int], accepts: list[bool]) -> tuple[list[int], int]:

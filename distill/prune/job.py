@@ -30,12 +30,11 @@ from distill.shapes import refuse_wider, student_config
 from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
-from jobs.launch import is_worker
 from jobs.paths import resolve
 from jobs.protocol import Run
-from jobs.ranks import SHARDED_WEIGHTS
+from jobs.ranks import SHARDED_WEIGHTS, is_rank
 from jobs.run_files import read_object
-from jobs.tracker import TrackedRun
+from jobs.tracker import track_run
 from training.config import check_values
 from training.data.from_config import data_files, held_out_samples, sources, training_texts
 from training.data.mixture import check_mixture
@@ -70,7 +69,7 @@ class Prune(TargetJob[PruneConfig]):
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if (note := describe_wide_dtype(self.config, self.target)) and not is_worker():
+        if (note := describe_wide_dtype(self.config, self.target)) and not is_rank():
             print(note)
 
     def work(self, run: Run) -> None:
@@ -300,8 +299,7 @@ def finish(
     pruning = {"mode": config.mode, "stages": stages}
     write_card(folder, load_causal_lm(folder, torch.float32), origin, pruning)
     tracked = dataclasses.replace(config, tracker=context.tracker_config())
-    with TrackedRun(run.folder, tracked, run.inputs, is_main=True) as tracker:
-        assert tracker is not None, "only rank 0 runs this"
+    with track_run(run.folder, tracked, run.inputs) as tracker:
         record_stages(tracker, stages)
     seconds, flops = Counter[str](), Counter[str]()
     for notes in stages:

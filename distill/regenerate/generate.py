@@ -28,7 +28,7 @@ from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
 from jobs.aliases import current_costs
-from jobs.drafter_use import DrafterUse, check_not_evaluated
+from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, uses
 from jobs.files import write_text
 from jobs.run_files import read_object
@@ -216,7 +216,7 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
             f"because all drafters give the same answers"
         )
     for name, use in uses(mappings, DrafterUse()).items():
-        check_not_evaluated(name, use)
+        refuse_eval_options(name, use)
         if use.schedule != "serial":
             raise UserError(
                 f"drafters: {name} has schedule={use.schedule}, expected serial, because answers "

@@ -43,7 +43,7 @@ from jobs.amounts import hours
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.files import write_text
-from jobs.launch import count_processes, is_worker, launch
+from jobs.launch import count_processes, launch
 from jobs.paths import resolve
 from jobs.run_folder import RunFolder
 from training.config import data_rules
@@ -71,7 +71,7 @@ def run(config: RegenerateConfig) -> Path:
     if run_folder.finished(artefact):
         print(f"finished before: {artefact}")
         return artefact
-    if processes > 1 and not is_worker():
+    if processes > 1 and not ranks.is_rank():
         launch(config.job, run_folder.path / "config.yaml", processes)
         return artefact
     Regeneration(config, run_folder, target_folder).run()

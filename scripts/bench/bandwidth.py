@@ -4,11 +4,11 @@
     python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 \\
       intermediate_size=11008 kv_heads=32
 
-A forward over one token reads every weight once. Its rate is compared with the best of three plain
-readers of the same size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy),
-and its operations with those of a product of two square matrices, in the same rounds. A yardstick
-counts by its best round, and a share above 1 is marked as not valid. V(n) stays near 1 for as long
-as bytes are the limit.
+A forward over one token reads every weight once. The bytes it reads per second are compared with
+the best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype,
+and on a GPU a copy), and its operations per second with a product of two square matrices, in the
+same rounds. The best round of a reader counts, and a share above 1 is marked as not valid. V(n)
+stays near 1 while bytes are the limit.
 """
 
 import sys
@@ -26,7 +26,7 @@ from decoding.costs.machine_limits import per_second, product, readers
 from decoding.costs.roofline import ForwardBudget, forward_budget
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
-from scripts.bench.random_models import Shape, random_target
+from scripts.bench.random_models import llama, random_target
 from training.models.build import dtype_of
 
 
@@ -39,8 +39,8 @@ class Options(BenchOptions):
     kv_heads: int = 4  # key/value heads
     vocab_size: int = 32000  # rows of the output layer
     context: int = 256  # committed tokens
-    widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # new tokens a forward
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # each in turn
+    widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # new tokens in a forward
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # dtypes to measure
     forwards: int = 8  # forwards a round
     rounds: int = 5  # measured rounds
     product_side: int = 1024  # rows of the square matrices of the product
@@ -48,12 +48,12 @@ class Options(BenchOptions):
 
 
 def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
-    """Measure forwards and yardsticks in one dtype."""
+    """Measure forwards, readers and the product in one dtype."""
     dtype, device, width = dtype_of(dtype_name), chosen.device, chosen.hidden_size
-    sizes_of_mlp = (chosen.intermediate_size, chosen.kv_heads, width // chosen.heads)
-    shape = Shape(chosen.layers, width, chosen.heads, *sizes_of_mlp, chosen.vocab_size)
+    inner, head_dim = chosen.intermediate_size, width // chosen.heads
+    shape = (chosen.layers, width, chosen.heads, inner, chosen.kv_heads, head_dim)
     most = chosen.context + max(chosen.widths) + 1
-    target = random_target(shape, dtype, device, most)
+    target = random_target(llama(*shape, chosen.vocab_size), dtype, device, most)
     budget = forward_budget(target.config, dtype, 1, chosen.context)
     target.open(1, most)
     target.slots.lengths_B = [chosen.context]  # the content of the cache does not change the time
@@ -69,17 +69,17 @@ def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
     with torch.inference_mode():
         figures = common.take_turns(sides, chosen.rounds)
     sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
-    return {"parameters": target.num_parameters, **reached(figures, budget, sizes)}
+    return {"parameters": target.num_parameters, **compute_shares(figures, budget, sizes)}
 
 
-def reached(
+def compute_shares(
     figures: dict[str, list[float]], budget: ForwardBudget, sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return the shares of the machine's limits that the forwards reach.
 
     figures: calls/s in every round. sizes: bytes of each reader, and operations of the product.
-    Forwards count by their median and yardsticks by their best round, because a slow round of a
-    yardstick is no property of the machine.
+    Forwards count by their median. Readers and the product count by their best round, because other
+    processes cause the slow ones.
     """
     forwards = {name: values for name, values in figures.items() if name.startswith("forward")}
     median = common.medians(forwards)
@@ -107,7 +107,7 @@ def reached(
 
 def main() -> None:
     """Measure every dtype."""
-    chosen = common.options(Options)
+    chosen = common.read_options(Options)
     found = {dtype: measure(chosen, dtype) for dtype in chosen.dtypes}
     common.save(chosen.name, chosen, found)
 

@@ -20,6 +20,7 @@ from decoding import devices
 from decoding.costs.machine_limits import SLOW_YARDSTICK
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
+from decoding.models.text.tokenizer import load_tokenizer
 from eval.config import EvalConfig
 from eval.statistics.schema import Row, read_rows
 from jobs.config import ParallelConfig, plain, typed
@@ -28,16 +29,18 @@ from jobs.help import field_docs
 from jobs.malloc import keep_memory
 from jobs.paths import resolve
 from jobs.run_folder import git_revision, hardware, versions
+from scripts.bench.padded import SAME_LOSS, agree
 from training.config import LoopConfig
-from training.data.packing import PackedData
-from training.data.readers import Prompt, read_prompts
+from training.data.packing import PackedData, Sample
+from training.data.readers import Prompt, read_chats, read_prompts
+from training.data.samples import Account, chat_samples
 from training.loop import fit
 from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 Schema = TypeVar("Schema")
 RESULTS = Path(__file__).resolve().parent / "results"
-# columns of a measured row that the benchmarks keep
+# columns of a measured row that the results files keep
 ROW_KEYS = tuple(
     "drafter temperature num_draft_tokens prompts alpha tau t_draft_ms cost_ratio speedup "
     "speedup_low speedup_high headline_prompts headline_speedup headline_speedup_low "
@@ -55,10 +58,10 @@ class BenchOptions:
 
 
 # ------------------------------------------------------------------------------------ command line
-def options(schema: type[Schema], **choices: Collection[str]) -> Schema:
+def read_options(schema: type[Schema], **choices: Collection[str]) -> Schema:
     """Read the command line's `key=value` pairs, and set the threads and malloc of all sides.
 
-    `--help` prints the usage and exits. choices: allowed values of the options of these names.
+    `--help` prints the usage and exits, as does an error. choices: option -> its allowed values.
     """
     if {"--help", "-h"} & {*sys.argv[1:]}:
         print(usage(schema))
@@ -82,7 +85,7 @@ def options(schema: type[Schema], **choices: Collection[str]) -> Schema:
 
 
 def usage(schema: type[Any]) -> str:
-    """Return the script's docstring and every option with its default and its comment."""
+    """Return the script's docstring, and every option with its default and meaning."""
     shown = {
         key: str(value).lower() if isinstance(value, bool) else str(value)
         for key, value in plain(schema()).items()
@@ -123,20 +126,20 @@ def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(figures: Mapping[str, Sequence[float]], over: str, under: str) -> dict[str, float]:
-    """Return the median of the ratios by round, with the smallest and the largest."""
+    """Return the median, the smallest and the largest ratio of two sides by round."""
     ratios = [a / b for a, b in zip(figures[over], figures[under], strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
-def timed(function: Callable[[], Any]) -> float:
-    """Return the seconds of one call."""
+def measure_seconds(function: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the peak size of the tensors made by `action`, without those that existed before."""
+    """Return the peak bytes of the tensors that `action` creates."""
     place = torch.device(device)
     devices.peak_bytes(place)  # resets the peak to the memory in use
     held = devices.peak_bytes(place)
@@ -157,17 +160,17 @@ def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
     return peak
 
 
-def check_losses(ours: float, theirs: float, tolerance: float) -> None:
+def check_losses(ours: float, theirs: float) -> None:
     """Exit if two sides compute different losses on the same chats."""
-    if abs(ours / theirs - 1) > tolerance:
+    if not agree(ours, theirs):
         sys.exit(
-            f"error: the two sides' losses on the same chats are {ours:.4f} and {theirs:.4f}: they "
-            f"do not compute the same"
+            f"error: on the same chats our loss is {ours:.4f} and the other side's {theirs:.4f}, "
+            f"expected a relative difference of at most {SAME_LOSS}; compare no speeds"
         )
 
 
 class StepRecorder:
-    """Tracker that keeps the figures of every training step."""
+    """Tracker that records the figures of every training step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -186,6 +189,11 @@ class StepRecorder:
             (after - before) / step["tokens_per_second"]
             for before, after, step in zip(tokens, tokens[1:], self.steps, strict=False)
         ]
+
+    def rate(self, count: str = "tokens") -> float:
+        """Return the tokens/s of all steps after the first. count: the figure to count by."""
+        counted = self.steps[-1][count] - self.steps[0][count]
+        return float(counted / sum(self.seconds()[1:]))
 
 
 def train_steps(
@@ -207,7 +215,7 @@ def train_steps(
 def loop_config(
     steps: int, tokens: int, dtype: str, optimizer: OptimizerConfig, **more: Any
 ) -> LoopConfig:
-    """Return a loop without checkpoints whose steps are one micro-batch of `tokens`."""
+    """Return a loop without checkpoints, with one micro-batch of `tokens` a step."""
     fixed = {"micro_batch_tokens": tokens, "eval_every": 0, "checkpoint_every": 0}
     given = {**fixed, **more}
     return LoopConfig(
@@ -218,32 +226,43 @@ def loop_config(
 def fitting_prompts(
     engine: Engine, prompts: str | Sequence[Prompt], max_new_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return prompts and token ids of the first turns that fit the target's context."""
+    """Return the prompts whose first turn and answer fit the target's context, with token ids."""
     found = read_prompts(resolve(prompts)) if isinstance(prompts, str) else prompts
     asked = [(one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in found]
     most = engine.target.max_length - max_new_tokens
     return [(one, ids) for one, ids in asked if len(ids) < most]
 
 
+def read_chat_samples(
+    target: str, files: Sequence[str], max_length: int
+) -> tuple[list[Sample], Account]:
+    """Return the chats of ShareGPT files as samples with supervised answers, and their account."""
+    chats, _ = read_chats([resolve(file) for file in files])
+    tokenizer = load_tokenizer(resolve(target))
+    samples, account = chat_samples(tokenizer, chats, "auto", max_length, "answers")
+    print(account.line("chats"), file=sys.stderr)
+    return samples, account
+
+
 def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:
-    """Run eval.run with these fields of its configuration and return the rows of its main part."""
+    """Run eval.run with these fields of its configuration; return the rows of its main part."""
     eval.run.run(EvalConfig(job="eval.run", output_dir=str(folder), **fields))
     return [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
 
 
 def row_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the kept columns of measured rows."""
+    """Return the columns of measured rows that the results files keep."""
     return [{key: getattr(row, key) for key in ROW_KEYS} for row in rows]
 
 
 # ----------------------------------------------------------------------------------------- results
 def goal(found: Any, met: bool) -> dict[str, Any]:
-    """Return the record of a goal."""
+    """Return the record of a goal: the figure, and whether it meets the goal."""
     return {"found": found, "met": met}
 
 
 def add_warnings(shares: Mapping[str, float]) -> dict[str, Any]:
-    """Add a warning for every share of a measured limit above 1, which a slow limit causes."""
+    """Add a warning for every share above 1: its limit was measured on a busy machine."""
     warnings = [
         f"{name} is {share:.2f}: {SLOW_YARDSTICK}" for name, share in shares.items() if share > 1
     ]
@@ -264,7 +283,7 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
         "git_revision": git_revision(),
         "figures": figures,
     }
-    # paths of one machine mean nothing elsewhere
+    # paths of this machine mean nothing elsewhere
     text = json.dumps(record, indent=1).replace(f"{RESULTS.parents[2]}/", "")
     data = os.environ.get("SHALLOW_DRAFT_DATA")
     write_result(f"{name}.json", text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text)
@@ -297,7 +316,7 @@ def _cell(value: Any) -> str:
 
 
 def interval(value: float | None, low: float | None, high: float | None) -> str:
-    """Format `1.310 [1.200, 1.440]`, or the value alone without an interval."""
+    """Format a value with its interval, `1.310 [1.200, 1.440]`, or alone if it has none."""
     if value is None:
         return ""
     known = low is not None and high is not None

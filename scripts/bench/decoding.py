@@ -8,8 +8,8 @@
 Weights, prompts, length, dtype and threads are equal. Autoregressive: `generate` with sdpa, the
 better of its dynamic and static caches. Speculative: `generate(assistant_model=...)` with the same
 drafter and the same fixed draft length (confidence threshold 0, constant schedule). Nothing is
-compiled on either side. Complete calls are timed, prefill included; stop tokens are ignored, so
-that every call emits the same number of tokens.
+compiled on either side. Complete calls are timed, prefill included. Stop tokens are ignored, so
+every call emits the same number of tokens.
 """
 
 import statistics
@@ -58,7 +58,7 @@ class Options(BenchOptions):
 
 
 class ModelPair:
-    """Models of both sides in one dtype, and the prompts."""
+    """Target and drafter of both sides in one dtype, and the prompts."""
 
     def __init__(self, chosen: Options, dtype: str, prompts: list[list[int]]) -> None:
         self.chosen, self.dtype, self.prompts = chosen, dtype_of(dtype), prompts
@@ -82,7 +82,7 @@ class ModelPair:
         return model.eval().to(self.chosen.device)
 
     def settings(self, temperature: float = 0.0) -> Settings:
-        """Return settings of fixed length."""
+        """Return settings under which every call emits the same number of tokens."""
         return Settings(
             max_new_tokens=self.chosen.max_new_tokens,
             temperature=temperature,
@@ -101,14 +101,14 @@ class ModelPair:
         if temperature:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         tokens = self.chosen.max_new_tokens
+        more |= {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
         for prompt in self.prompts:
             ids_BT = torch.tensor([prompt], device=self.chosen.device)
-            more |= {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
             made = self.peer.generate(ids_BT, **sampling, **more)
             assert made.shape[1] - len(prompt) == tokens, made.shape
 
     def sides(self, temperature: float) -> dict[str, Callable[[], float]]:
-        """Return a function of each side that decodes all prompts and returns tokens/s."""
+        """Return side -> a function that decodes all prompts and returns tokens/s."""
         tokens = len(self.prompts) * self.chosen.max_new_tokens
         theirs = partial(self.decode_theirs, temperature)
         calls: dict[str, Callable[[], None]] = {
@@ -123,7 +123,7 @@ class ModelPair:
 
 
 def _rate(tokens: int, call: Callable[[], Any]) -> float:
-    return tokens / common.timed(call)
+    return tokens / common.measure_seconds(call)
 
 
 def measure(models: ModelPair, temperature: float) -> dict[str, Any]:
@@ -144,10 +144,10 @@ def measure(models: ModelPair, temperature: float) -> dict[str, Any]:
 
 
 def measure_budgets(models: ModelPair) -> dict[str, Any]:
-    """Measure how much of plain reading and of a plain product a step and a round reach.
+    """Measure the shares of the machine's limits that a step and a round reach.
 
-    Greedy, medians over the prompts. Small models that fit the cache are bound by neither, but by
-    the calls of single operations.
+    Decoding is greedy, and rates are medians over the prompts. Small models that fit the cache are
+    bound by the calls of single operations instead.
     """
     chosen, dtype, device = models.chosen, models.dtype, models.chosen.device
     assert isinstance(models.target, NativeTarget), "budgets need the native backend"
@@ -156,10 +156,9 @@ def measure_budgets(models: ModelPair) -> dict[str, Any]:
     context = prompt + chosen.max_new_tokens // 2
     step = forward_budget(target, dtype, 1, context)
     limits = measure_limits(step.weight_bytes, dtype, device)
-    reading, computing = limits.bytes_a_second, limits.operations_a_second
     found: dict[str, Any] = {
-        "plain_reading_gigabytes_per_second": reading / 1e9,
-        "product_gigaflop_per_second": computing / 1e9,
+        "plain_reading_gigabytes_per_second": limits.bytes_a_second / 1e9,
+        "product_gigaflop_per_second": limits.operations_a_second / 1e9,
     }
     shares: dict[str, float] = {}
     shapes: dict[str, tuple[ForwardBudget, Drafter | None]] = {"autoregressive step": (step, None)}
@@ -173,8 +172,10 @@ def measure_budgets(models: ModelPair) -> dict[str, Any]:
         rate = statistics.median(one.rounds / one.decode_seconds for one in made)
         found[f"{name}, megabytes"] = budget.bytes_read / 1e6
         found[f"{name}, megaflop"] = budget.operations / 1e6
-        shares[f"{name}, share_of_bandwidth"] = rate * budget.bytes_read / reading
-        shares[f"{name}, share_of_operations"] = rate * budget.operations / computing
+        shares[f"{name}, share_of_bandwidth"] = rate * budget.bytes_read / limits.bytes_a_second
+        shares[f"{name}, share_of_operations"] = (
+            rate * budget.operations / limits.operations_a_second
+        )
     return found | common.add_warnings(shares)
 
 
@@ -194,8 +195,8 @@ def measure_overhead(models: ModelPair, temperature: float) -> float:
 
 
 def main() -> None:
-    """Measure every dtype and temperature; the file is written after each."""
-    chosen = common.options(Options)
+    """Measure every dtype and temperature, and write the results after each."""
+    chosen = common.read_options(Options)
     tokenizer = load_tokenizer(resolve(chosen.target))
     chats = (
         [{"role": "user", "content": p.turns[0]}] for p in read_prompts(resolve(chosen.prompts))

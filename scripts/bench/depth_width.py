@@ -5,20 +5,22 @@
       "shapes=['2:384:6:6:1024','4:288:4:4:832','6:224:4:4:704','12:192:3:3:384']"
 
 The claim is that of "Decoding Speculative Decoding" (arXiv 2402.01528). Every shape is pruned from
-the target by importance and distilled on the same rows for the same number of steps, once a seed.
-All shapes are then decoded with in one interleaved run for each backend and execution. Bytes are
-those of the layers and the head, and may differ by 3 %. Speedups are those on prompts whose greedy
-text does not loop (`headline_speedup`); those on all prompts are reported too. Compiled executions
-use inductor on a CPU too, which needs a C++ compiler.
+the target by importance and distilled on the same rows for the same number of steps, once per seed.
+All drafters then decode in one interleaved run for each backend and execution. Bytes are those of
+the layers and the head, and may differ by 3 %. Speedups are given for prompts whose greedy text
+does not loop (`headline_speedup`), and for all prompts. Compiled executions use inductor on a CPU
+too, which needs a C++ compiler.
 
-Pieces such as `seeds=[0]` or `executions=["hf eager"]` (`executions=[]`: students alone) may run
-one by one: with the same settings and `work`, the figures include all earlier pieces.
+Parts such as `seeds=[0]` or `executions=["hf eager"]` (`executions=[]`: students alone) may run in
+separate calls: with the same settings and `work`, the figures include all earlier parts.
 """
 
+import functools
 import hashlib
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from jobs.config import TargetConfig, plain
 from jobs.drafters import CONTROL
 from jobs.paths import resolve
 from scripts.bench import common
-from scripts.bench.kept import Difference, Kept, paired
+from scripts.bench.part_journal import Difference, PartJournal, paired
 from scripts.bench.students import StudentOptions, Students, prune_config
 from training.config import DataConfig, HeldOutConfig, StudentConfig
 from training.data.packing import Sample
@@ -87,8 +89,8 @@ def parse_shape(text: str) -> StudentConfig:
     )
 
 
-def equal_bytes(chosen: Options) -> dict[str, int]:
-    """Return the bytes a step of every shape.
+def check_equal_bytes(chosen: Options) -> dict[str, int]:
+    """Return the bytes that a step of every shape reads.
 
     Raises:
         UserError: two shapes differ by more than TOLERANCE, or have the same name.
@@ -98,7 +100,7 @@ def equal_bytes(chosen: Options) -> dict[str, int]:
     if len({*names}) < len(names):
         raise UserError(
             f"shapes need different layers or hidden sizes, found {', '.join(names)}: give each "
-            f"pair once"
+            f"combination once"
         )
     found = {
         text: bytes_a_step(student_config(parse_shape(text), target)) for text in chosen.shapes
@@ -107,36 +109,32 @@ def equal_bytes(chosen: Options) -> dict[str, int]:
     if found[most] > (1 + TOLERANCE) * found[least]:
         raise UserError(
             f"shape {most} reads {found[most] / 1e6:.2f} MB a step, {least} reads "
-            f"{found[least] / 1e6:.2f} MB: they may differ by {TOLERANCE:.0%}"
+            f"{found[least] / 1e6:.2f} MB: they may differ by {TOLERANCE:.0%}, so change one"
         )
     return found
 
 
-class TargetAnswers:
-    """The target's answers to the held-out prompts, generated once a seed."""
+def make_answers(chosen: Options) -> Callable[[int], list[Sample]]:
+    """Return a function of the seed: the target's answers to the held-out prompts."""
+    folder, tokens = resolve(chosen.target), min(96, chosen.max_length // 2)
 
-    def __init__(self, chosen: Options) -> None:
-        self._chosen, self._by_seed = chosen, dict[int, list[Sample]]()
+    @functools.lru_cache(maxsize=1)
+    def answers(seed: int) -> list[Sample]:
+        config = TrainConfig(
+            seed=seed,
+            target=TargetConfig(path=chosen.target, device=chosen.device),
+            data=DataConfig(max_length=chosen.max_length),
+            held_out=HeldOutConfig(prompts=chosen.held_out_prompts, max_new_tokens=tokens),
+        )
+        return target_answers(folder, load_tokenizer(folder), config)
 
-    def of_seed(self, seed: int) -> list[Sample]:
-        """Return the answers sampled with this seed."""
-        chosen = self._chosen
-        if seed not in self._by_seed:
-            folder, tokens = resolve(chosen.target), min(96, chosen.max_length // 2)
-            config = TrainConfig(
-                seed=seed,
-                target=TargetConfig(path=chosen.target, device=chosen.device),
-                data=DataConfig(max_length=chosen.max_length),
-                held_out=HeldOutConfig(prompts=chosen.held_out_prompts, max_new_tokens=tokens),
-            )
-            self._by_seed = {seed: target_answers(folder, load_tokenizer(folder), config)}
-        return self._by_seed[seed]
+    return answers
 
 
 def distil_student(
     chosen: Options,
     students: Students,
-    answers: TargetAnswers,
+    answers: Callable[[int], list[Sample]],
     shape: StudentConfig,
     seed: int,
     folder: Path,
@@ -146,8 +144,8 @@ def distil_student(
     context = students.context(prune_config(chosen, shape, seed, work))
     student, notes = students.cut(context)
     on_text = students.distil(f"{shape.name} {seed}", context, student)
-    own = (answers.of_seed(seed), chosen.max_length, 1.0)
-    on_answers = HeldOutAcceptance(student, context.teacher, *own)()
+    teacher, length = context.teacher, chosen.max_length
+    on_answers = HeldOutAcceptance(student, teacher, answers(seed), length, 1.0)()
     write_model(student, resolve(chosen.target), folder, torch.float32)
     return {
         "layers": notes["layers"],
@@ -158,7 +156,7 @@ def distil_student(
 
 
 def decoding_options(chosen: Options) -> dict[str, Any]:
-    """Return the options that only decoding depends on."""
+    """Return the options that affect decoding alone."""
     return {key: value for key, value in plain(chosen).items() if key in DECODING}
 
 
@@ -185,23 +183,23 @@ def measure_speeds(
         max_prompts=chosen.max_prompts,
         max_new_tokens=chosen.max_new_tokens,
         repeats=chosen.repeats,
-        require_lossless=False,  # the rows report it; an error would lose the others' figures
+        require_lossless=False,  # the rows report it; an error would lose the other figures
     )
     return {"rows": common.row_figures([r for r in rows if r.drafter in (*drafters, CONTROL)])}
 
 
 def main() -> None:
-    """Distil every student and measure its speeds; the file is written after each part."""
-    chosen = common.options(Options, executions=EXECUTIONS)
-    sizes = equal_bytes(chosen)
+    """Distil every student and measure its speeds, and write the results after each part."""
+    chosen = common.read_options(Options, executions=EXECUTIONS)
+    sizes = check_equal_bytes(chosen)
     devices.CPU_COMPILER = "inductor"  # a compiled execution is compiled on a CPU too
-    kept = Kept(chosen.work, chosen, ("seeds", "executions", *DECODING))
-    students, answers, folder = Students(), TargetAnswers(chosen), kept.folder
+    journal = PartJournal(chosen.work, chosen, ("seeds", "executions", *DECODING))
+    students, answers, folder = Students(), make_answers(chosen), journal.folder
     shapes = list(map(parse_shape, chosen.shapes))
 
     def keep(part: dict[str, Any], measure: Any, *given: Any) -> None:
-        kept.figures(part, measure, chosen, *given, folder)
-        common.save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
+        journal.figures(part, measure, chosen, *given, folder)
+        common.save(chosen.name, chosen, collect_figures(chosen, sizes, journal), show=False)
 
     for seed in chosen.seeds:
         drafters = {shape.name: folder / f"{shape.name}_seed{seed}" for shape in shapes}
@@ -211,20 +209,21 @@ def main() -> None:
         for execution in chosen.executions:
             part = {"execution": execution, "seed": seed, **decoding_options(chosen)}
             keep(part, measure_speeds, drafters, execution, seed)
-    found = figures(chosen, sizes, kept)
+    found = collect_figures(chosen, sizes, journal)
     print(json.dumps({key: found[key] for key in ("acceptance", "over_first", "means")}, indent=1))
 
 
-Rows = list[dict[str, Any]]
+# seed -> rows of results
+BySeed = dict[str, list[dict[str, Any]]]
 
 
-def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any]:
-    """Collect acceptance, every shape's difference to the first one, and the speeds."""
+def collect_figures(chosen: Options, sizes: dict[str, int], journal: PartJournal) -> dict[str, Any]:
+    """Return acceptance, every shape's difference to the first one, and the speeds."""
     target = target_config(TargetConfig(path=chosen.target))
     shapes = {shape.name: shape for shape in map(parse_shape, chosen.shapes)}
     acceptance: dict[str, dict[str, float]] = {name: {} for name in shapes}
-    rows: dict[str, dict[str, Rows]] = {}  # execution -> seed -> rows
-    for part, found in kept.all():
+    rows: dict[str, BySeed] = {}  # by execution
+    for part, found in journal.all():
         if "shape" in part:
             acceptance[part["shape"]][str(part["seed"])] = found["acceptance"]
         elif decoding_options(chosen).items() <= part.items():
@@ -232,7 +231,7 @@ def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any
     first, *others = shapes
     over: dict[str, Any] = {
         figure: {
-            execution: {name: over_first(figure, first, name, by_seed) for name in others}
+            execution: {name: differences_to_first(figure, first, name, by_seed) for name in others}
             for execution, by_seed in rows.items()
         }
         for figure in COMPARED
@@ -244,23 +243,29 @@ def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any
         "parameters": {name: count["all"] for name, count in counts.items()},
         "acceptance": acceptance,
         "over_first": over,
-        "means": {execution: means([*by_seed.values()]) for execution, by_seed in rows.items()},
-        "revisions": kept.revisions(),
+        "means": {execution: mean_figures(by_seed) for execution, by_seed in rows.items()},
+        "revisions": journal.revisions(),
         "rows": rows,
-        "parts": [{**part, **found} for part, found in kept.all() if "shape" in part],
+        "parts": [{**part, **found} for part, found in journal.all() if "shape" in part],
     }
 
 
-def over_first(
-    figure: str, first: str, name: str, by_seed: dict[str, Rows]
-) -> dict[str, Difference]:
-    """Return a shape's difference to the first one by temperature, paired over seeds."""
+def figure_by_condition(figure: str, by_seed: BySeed) -> dict[tuple[str, float], dict[str, float]]:
+    """Return (drafter, temperature) -> seed -> the figure; seeds without it are left out."""
     found: dict[tuple[str, float], dict[str, float]] = {}
     for seed, rows in by_seed.items():
         for row in rows:
-            of_row = found.setdefault((row["drafter"], row["temperature"]), {})
+            values = found.setdefault((row["drafter"], row["temperature"]), {})
             if row[figure] is not None:
-                of_row[seed] = row[figure]
+                values[seed] = row[figure]
+    return found
+
+
+def differences_to_first(
+    figure: str, first: str, name: str, by_seed: BySeed
+) -> dict[str, Difference]:
+    """Return a shape's difference to the first one by temperature, paired over seeds."""
+    found = figure_by_condition(figure, by_seed)
     temperatures = sorted({temperature for _, temperature in found})
     return {
         f"T={t:g}": paired(found.get((name, t), {}), found.get((first, t), {}))
@@ -268,17 +273,13 @@ def over_first(
     }
 
 
-def means(by_seed: list[Rows]) -> dict[str, dict[str, float | None]]:
+def mean_figures(by_seed: BySeed) -> dict[str, dict[str, float | None]]:
     """Return means over seeds by drafter and temperature; None where no seed has the figure."""
-    groups: dict[tuple[str, float], Rows] = {}
-    for row in (row for rows in by_seed for row in rows):
-        groups.setdefault((row["drafter"], row["temperature"]), []).append(row)
     found: dict[str, dict[str, float | None]] = {}
-    for (drafter, temperature), rows in sorted(groups.items()):
-        found[f"{drafter}, T={temperature:g}"] = of_rows = {}
-        for name in (*COMPARED, "cost_ratio"):
-            values = [row[name] for row in rows if row[name] is not None]
-            of_rows[name] = statistics.mean(values) if values else None
+    for figure in (*COMPARED, "cost_ratio"):
+        for (drafter, temperature), values in sorted(figure_by_condition(figure, by_seed).items()):
+            mean = statistics.mean(values.values()) if values else None
+            found.setdefault(f"{drafter}, T={temperature:g}", {})[figure] = mean
     return found
 
 

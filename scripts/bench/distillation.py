@@ -9,7 +9,6 @@ number of chats a step, and take turns in one process.
 """
 
 import copy
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,16 +18,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from decoding.models.text.tokenizer import load_tokenizer
 from distill.student import build_student
 from jobs.paths import resolve
 from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
-from scripts.bench.padded import SAME_LOSS, both_losses, trainer_rate
+from scripts.bench.padded import both_losses, trainer_rate
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
-from training.data.readers import read_chats
-from training.data.samples import chat_samples
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
 from training.optimizer_config import OptimizerConfig
@@ -48,13 +44,11 @@ class Options(BenchOptions):
     name: str = "distillation"  # name of the results file
 
 
-def load_models(chosen: Options, attention: str | None = None) -> tuple[Any, Any]:
-    """Return a student and its frozen teacher, with packed attention unless another is given."""
+def load_models(chosen: Options) -> tuple[Any, Any]:
+    """Return a student and its frozen teacher, with packed attention."""
     dtype = dtype_of(chosen.dtype)
     teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
     student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
-    for model in (student, teacher) if attention else ():
-        model.set_attn_implementation(attention)
     return student.to(chosen.device), teacher
 
 
@@ -68,22 +62,19 @@ def build_our_side(chosen: Options, samples: list[Sample]) -> Callable[[], float
     def measure() -> float:
         recorder, module = StepRecorder(), Distillation(copy.deepcopy(student), teacher)
         common.train_steps("ours", module, module.student, data, loop, chosen.device, recorder)
-        return statistics.harmonic_mean([one["tokens_per_second"] for one in recorder.steps[1:]])
+        return recorder.rate()
 
     return measure
 
 
 def main() -> None:
     """Compare the losses of both sides, then their rates."""
-    chosen = common.options(Options)
-    chats, _ = read_chats([resolve(chosen.chats)])
-    tokenizer = load_tokenizer(resolve(chosen.target))
-    samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
-    print(account.line("chats"), file=sys.stderr)
+    chosen = common.read_options(Options)
+    samples, account = common.read_chat_samples(chosen.target, [chosen.chats], chosen.max_length)
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))
-    losses = both_losses(*load_models(chosen), samples[:8], chosen.max_length)
-    common.check_losses(losses["ours"], losses["trainer"], SAME_LOSS)
-    student, teacher = load_models(chosen, "sdpa")
+    student, teacher = load_models(chosen)
+    losses = both_losses(student, teacher, samples[:8], chosen.max_length)  # leaves sdpa for below
+    common.check_losses(losses["ours"], losses["trainer"])
     with tempfile.TemporaryDirectory() as folder:
         given = (student, teacher, samples, per_step, chosen.steps, Path(folder), chosen.device)
         sides = {"ours": build_our_side(chosen, samples), "trainer": lambda: trainer_rate(*given)}

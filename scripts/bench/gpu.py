@@ -5,14 +5,13 @@ Parts: `exact` (equality of the tokens), `decode` (speed against the bandwidth o
 head of a 7B target).
 
     python scripts/bench/gpu.py part=decode device=cuda
-    python scripts/bench/gpu.py part=exact device=cpu toy=true  # every line except the listed ones
+    python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
 
-Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
-nothing outside the repository. Every figure is written at once, so an interrupted part loses none.
-`scripts/bench/gpu.sh` calls it.
+It imports only torch, transformers, accelerate, safetensors and numpy, downloads nothing and needs
+nothing outside the repository. Every figure is written when it is measured, so an interrupted part
+loses none. `scripts/bench/gpu.sh` calls this script.
 """
 
-import ast
 import inspect
 import json
 import re
@@ -31,7 +30,7 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
-# no figure starts later; a part ends within eight minutes if its last figure takes at most 80 s
+# no figure starts later, so a part ends within eight minutes if its last figure takes 80 s at most
 LAST_START_S = 400.0
 
 
@@ -44,7 +43,7 @@ class Options:
 
 
 class Figures:
-    """Results of a part in a JSON file that is complete after every figure."""
+    """Figures of a part, in a JSON file that is complete after each of them."""
 
     def __init__(self, options: Options) -> None:
         device = torch.device(options.device)
@@ -64,14 +63,14 @@ class Figures:
         self.write()
 
     def add(self, name: str, value: Any) -> None:
-        """Keep, write and print a figure."""
+        """Add a figure, write the file and print the figure."""
         self.record["figures"][name] = value
         self.record["seconds"] = round(time.perf_counter() - self.began, 1)
         self.write()
         print(f"[{self.record['seconds']:6.1f} s] {name}: {json.dumps(value)}", flush=True)
 
     def in_time(self, name: str) -> bool:
-        """Return whether there is time for a figure, and record it as left out if not."""
+        """Return whether time is left for a figure; if not, record it as left out."""
         if time.perf_counter() - self.began < LAST_START_S:
             return True
         self.add(name, "left out: the part's time was up")
@@ -90,53 +89,16 @@ class Figures:
         half.replace(self.path)
 
 
-def untested_lines() -> list[str]:
-    """Return `file:line` of the code in decoding/devices.py that only a card runs.
-
-    Besides, a CPU uses gloo where cards use nccl (decoding/models/distributed/links.py,
-    training/parallel/strategy.py), and decoding/models/distributed/parallel.py has no second card.
-    """
-    path = ROOT / "decoding" / "devices.py"
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.IfExp) and "'cuda'" in ast.unparse(node.test):
-            lines.add(node.body.lineno)
-        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
-            for index, statement in enumerate(block if isinstance(block, list) else []):
-                guarded: list[ast.stmt] = []
-                if isinstance(statement, ast.If) and _tests_for(statement, ast.Eq):
-                    guarded = statement.body
-                if isinstance(statement, ast.If) and _tests_for(statement, ast.NotEq):
-                    assert isinstance(block, list)
-                    guarded = block[index + 1 :]
-                for inner in guarded:
-                    lines |= {each.lineno for each in ast.walk(inner) if isinstance(each, ast.stmt)}
-    return [f"decoding/devices.py:{line}" for line in sorted(lines)]
-
-
-def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
-    """Return whether a statement is `if device.type == "cuda"`, or `!=`."""
-    test = statement.test
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.ops[0], comparison)
-        and "'cuda'" in ast.unparse(test)
-    )
-
-
 def usage() -> str:
-    """Return the script's docstring and its options with defaults and comments."""
+    """Return the script's docstring, and every option with its default and meaning."""
     docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
-    lines = [
-        f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()
-    ]
-    return "\n".join(
-        [(__doc__ or "").strip(), "", "Options, as KEY=VALUE, with their defaults:", *lines]
-    )
+    lines = [f"  {f'{key}={value}':<32}  {docs[key]}" for key, value in asdict(Options()).items()]
+    about = (__doc__ or "").strip()
+    return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
 
 
 def parse(words: list[str]) -> Options:
-    """Parse `key=value` words, and exit with a message for anything else."""
+    """Parse `key=value` words; exit with an error for anything else."""
     kinds = {field.name: field.type for field in fields(Options)}
     given: dict[str, Any] = {}
     for word in words:
@@ -162,16 +124,11 @@ def main(words: list[str]) -> int:
         return 0
     from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent, gpu_train
 
-    parts = dict(
-        zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_train.run, gpu_recurrent.run), strict=True)
-    )
+    modules = dict(zip(PARTS, (gpu_exact, gpu_decode, gpu_train, gpu_recurrent), strict=True))
     options = parse(words)
-    untested = untested_lines()
-    print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)
     figures = Figures(options)
-    figures.record["untested_lines"] = untested
     with torch.inference_mode():
-        parts[options.part](options.device, options.toy, figures)
+        modules[options.part].run(options.device, options.toy, figures)
     figures.add("done", not figures.failed)
     for name in figures.failed:
         print(f"FAILED: {name}", file=sys.stderr)

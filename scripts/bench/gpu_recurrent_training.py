@@ -9,57 +9,39 @@ from typing import Any
 
 import torch
 
-from decoding import devices
 from recurrent_drafting.predictions import PREDICTIONS
-from scripts.bench.gpu_decode import judged
-from scripts.bench.gpu_training import TrainingSizes, chats, frozen_target, ours
-from scripts.bench.random_models import Shape, random_head
+from scripts.bench.gpu_decode import judge
+from scripts.bench.gpu_training import TrainingSizes, measure_training, random_chats
+from scripts.bench.random_models import LLAMA_7B, TOY_TARGET, random_head, random_model
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
+from training.objectives import freeze
 
 GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # hours of one card; published: 1.5 hours on 8 H100
 SHAREGPT_TOKENS = 248_000_000  # tokens of two epochs without padding
 BLOCKS, HEADS = 2, 5  # residual blocks of the head; tokens that a draft predicts
 
-REAL = TrainingSizes(
-    target=Shape(32, 4096, 32, 11008),  # LLaMA-7B
-    dtype=torch.bfloat16,
-    row=2048,
-    forward_rows=4,
-    step_rows=128,  # 262,144 tokens, as published
-    steps=2,
-    chats=(64, 2049),  # about ShareGPT's mean
-    turn=250,
-)
+# a step of 262,144 tokens, as published
+REAL = TrainingSizes(LLAMA_7B, torch.bfloat16, row=2048, forward_rows=4, step_rows=128, steps=2)
 TOY = TrainingSizes(
-    target=Shape(2, 32, 4, 48, 2, 8, 64),
-    dtype=torch.bfloat16,
-    row=32,
-    forward_rows=2,
-    step_rows=4,
-    steps=1,
-    chats=(8, 32),
-    turn=8,
+    TOY_TARGET, torch.bfloat16, row=32, forward_rows=2, step_rows=4, steps=1, chats=(8, 32), turn=8
 )
 
 
 @torch.inference_mode(False)
-def training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
-    """Measure the tokens/s of our training, with float32 masters and optimizer on the card."""
-    devices.peak_bytes(torch.device(device))
+def measure_head_training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
+    """Measure the tokens/s of our training, and project the hours of ShareGPT."""
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
-    loss_config = HeadLossConfig(predict_n_tokens=HEADS)
-    objective = HeadObjective(
-        PREDICTIONS, head, TargetStates(frozen_target(sizes, device)), loss_config
-    )
-    found = ours(objective, head, chats(sizes), sizes, device)
+    states = TargetStates(freeze(random_model(sizes.target, sizes.dtype, device)))
+    objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))
+    found = measure_training(objective, head, random_chats(sizes), sizes, device)
     hours = SHAREGPT_TOKENS / found["tokens_per_second"] / 3600
     return {
         **found,
         "projected_card_hours": hours,
         "projected": f"{SHAREGPT_TOKENS:,} tokens, two epochs of ShareGPT, on one card",
         "published_card_hours": PUBLISHED_HOURS,
-        **judged(-hours, -GOAL_HOURS),
+        **judge(-hours, -GOAL_HOURS),
         "head_parameters": head.num_parameters,
     }

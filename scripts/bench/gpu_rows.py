@@ -1,4 +1,4 @@
-"""Ways to draft of part `exact`: every drafter of the law table, and more settings of them.
+"""Ways to draft of part `exact`: every drafter of the law table, and further settings of them.
 
 The table (tests/decoding/rows.py) needs no pytest. Nothing is trained. Drafters without a head
 draft for the embedded target, whose first layers are their model. A recurrent head is random, and
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain
@@ -24,120 +24,107 @@ from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import NativeConfig, Weights
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.schedules.by_name import VIRTUAL
-from scripts.bench.random_models import Shape, random_weights
+from scripts.bench.random_models import llama, random_weights
 from tests.decoding.rows import ROWS, Kit
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "target"
 VOCABULARY = 2048  # tokens of the embedded target
-DRAFT_LAYERS = 4
-TOY_LAYERS = (2, 1)  # layers of the target and of its draft model
-RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
-SPREAD = 0.3  # spread of the random target's weights; with less it repeats one token
+LAYERS = (14, 4)  # layers of the target and of its draft model
+TOY_LAYERS = (2, 1)
+# with less spread of its weights, it repeats one token
+RANDOM = llama(2, 64, 4, 96, 2, 16, vocab_size=24, spread=0.3)
 TREE_RULES = ("greedy", "token", "coupled")
 
 
 @dataclass(frozen=True)
 class DraftingMode:
-    """Way to draft, and the rules that verify it."""
+    """A way to draft, and the rules that verify its drafts."""
 
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...] = TREE_RULES
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings besides the usual ones
+    settings: Mapping[str, Any] = field(default_factory=dict)  # changes of the usual settings
     head: bool = False  # drafts with a random head for the random target
-    # rounds wait once; not where the host computes a function of the text for every drafted token
+    # rounds wait once, unless the host computes a function of the text for every drafted token
     waits_once: bool = True
-
-    @property
-    def alone(self) -> bool:
-        """Whether this way takes one prompt at a time."""
-        schedule = self.settings.get("schedule")
-        return schedule in VIRTUAL and VIRTUAL[schedule].one_row
+    one_row: bool = False  # takes one prompt at a time
 
 
-def chain(kit: Kit) -> Drafter:
+def make_chain(kit: Kit) -> Drafter:
     """Return a chain of the first layers."""
     return ChainDrafter(model=kit.draft_model)
 
 
-def tree(kit: Kit) -> Drafter:
+def make_tree(kit: Kit) -> Drafter:
     """Return a multi-candidate tree of the first layers."""
     return MultiCandidate(model=kit.draft_model, branching=(3, 2, 1))
 
 
-def even_or_odd(text: Sequence[int]) -> Sequence[int]:
+def same_parity(text: Sequence[int]) -> Sequence[int]:
     """Return the tokens of the same parity as the last one, as a grammar."""
     return range(text[-1] % 2, VOCABULARY, 2)
 
 
-def uses(folder: Path, device: str) -> dict[str, DraftingMode]:
-    """Return all ways by name. folder: the draft model of a worker."""
+def drafting_modes(folder: Path, device: str) -> dict[str, DraftingMode]:
+    """Return all ways to draft by name. folder: draft model of `pearl_wall`'s worker process."""
     found = {
         row.name: DraftingMode(
             row.make,
             row.rules,
             {"num_draft_tokens": row.gamma or 3},
-            row.name.startswith("recurrent"),
+            head=row.name.startswith("recurrent"),
         )
         for row in ROWS
         if not row.name.startswith("oracle")  # test oracles are no product
     }
-    found |= {name: DraftingMode(chain, settings={"schedule": name}) for name in VIRTUAL}
+    for name, schedule in VIRTUAL.items():
+        found[name] = DraftingMode(
+            make_chain, settings={"schedule": name}, one_row=schedule.one_row
+        )
     found["pearl_wall"] = DraftingMode(
         lambda kit: RemoteChain(folder, dtype="float64", device=device, draft_cores=0),
         settings={"schedule": "pearl_wall"},
     )
-    found["top-k and top-p"] = DraftingMode(chain, settings={"top_k": 20, "top_p": 0.9})
-    found["cost ratio"] = DraftingMode(chain, settings={"stopping": "cost_ratio"})
-    found["repetition penalty, chain"] = DraftingMode(chain, settings={"repetition_penalty": 1.3})
-    found["repetition penalty, tree"] = DraftingMode(tree, settings={"repetition_penalty": 1.3})
-    found["allowed tokens, chain"] = DraftingMode(
-        chain, settings={"allowed": even_or_odd}, waits_once=False
-    )
-    found["allowed tokens, tree"] = DraftingMode(
-        tree, settings={"allowed": even_or_odd}, waits_once=False
-    )
+    found["top-k and top-p"] = DraftingMode(make_chain, settings={"top_k": 20, "top_p": 0.9})
+    found["cost ratio"] = DraftingMode(make_chain, settings={"stopping": "cost_ratio"})
+    for name, make in (("chain", make_chain), ("tree", make_tree)):
+        penalty, allowed = {"repetition_penalty": 1.3}, {"allowed": same_parity}
+        found[f"repetition penalty, {name}"] = DraftingMode(make, settings=penalty)
+        found[f"allowed tokens, {name}"] = DraftingMode(make, settings=allowed, waits_once=False)
     return found
 
 
-def embedded_kit(
-    dtype: str, device: str, execution: str, toy: bool = False, folder: Path | None = None
-) -> Kit:
-    """Return the embedded target and its first layers, which are also written to `folder`."""
+def embedded_kit(dtype: str, device: str, execution: str, toy: bool = False) -> Kit:
+    """Return the embedded target and its first layers."""
     config, state = read_config(TARGET), load_state(TARGET)
-    layers = TOY_LAYERS if toy else (config["num_hidden_layers"], DRAFT_LAYERS)
 
-    def of(count: int) -> NativeTarget:
-        shape, place = (
-            NativeConfig.from_dict({**config, "num_hidden_layers": count}),
-            torch.device(device),
-        )
-        weights = Weights(shape, state, DTYPES[dtype], place, packed=False)
+    def first_layers(count: int) -> NativeTarget:
+        shape = NativeConfig.from_dict({**config, "num_hidden_layers": count})
+        weights = Weights(shape, state, DTYPES[dtype], torch.device(device), packed=False)
         return NativeTarget(weights, f"{count} layers", execution=execution)
 
-    if folder is not None:
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers[1]}))
-        above = tuple(
-            f"model.layers.{index}." for index in range(layers[1], config["num_hidden_layers"])
-        )
-        kept = {
-            name: tensor.contiguous()
-            for name, tensor in state.items()
-            if not name.startswith(above)
-        }
-        save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    target = of(layers[0])
-    return Kit(target, target, of(layers[1]), ())
+    target, draft_model = map(first_layers, TOY_LAYERS if toy else LAYERS)
+    return Kit(target, target, draft_model, ())
 
 
-def random_kit(dtype: str, device: str, execution: str) -> Kit:
-    """Return a random target, for which the drafter makes a random head."""
-    weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
-    target = NativeTarget(weights, "random", execution=execution)
-    return Kit(target, target, target, ())
+def write_draft_model(folder: Path, toy: bool) -> None:
+    """Write the draft model of `embedded_kit` to a folder."""
+    layers = (TOY_LAYERS if toy else LAYERS)[1]
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        TARGET, trust_remote_code=False, dtype="auto", num_hidden_layers=layers
+    )
+    model.save_pretrained(folder)
 
 
-def prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
+def make_kits(dtype: str, device: str, execution: str, toy: bool) -> dict[bool, Kit]:
+    """Return the embedded kit, and (True) a random target for drafters that make a random head."""
+    weights = random_weights(RANDOM, DTYPES[dtype], device)
+    target = NativeTarget(weights, "random", 512, execution=execution)
+    embedded = embedded_kit(dtype, device, execution, toy)
+    return {False: embedded, True: Kit(target, target, target, ())}
+
+
+def tokenize_prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
     """Return held-out prompts. head: in the vocabulary of the random target."""
     tokenizer = load_tokenizer(TARGET)
     lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]

@@ -1,4 +1,4 @@
-"""Random chats, a frozen target and a timed optimizer step, for the training parts of gpu.py.
+"""Random chats and a timed optimizer step, for the training parts of gpu.py.
 
 The step is that of training/loop.py in one process, without checkpoints, held-out prompts and
 records. Chats are random tokens with ShareGPT's mean length and share of answers.
@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import LlamaConfig
 
 from decoding import devices
-from scripts.bench.random_models import Shape
 from training.data.packing import PackedData, Sample, collate, micro_batches
-from training.models.attention import PACKED
-from training.objectives import StaticObjective, freeze
+from training.objectives import StaticObjective
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
 
@@ -28,50 +26,35 @@ SUPERVISED = 0.6  # share of ShareGPT's tokens
 class TrainingSizes:
     """Target, chats and steps of a training."""
 
-    target: Shape
+    target: LlamaConfig
     dtype: torch.dtype  # of both models; masters are float32
     row: int  # tokens of a packed row
     forward_rows: int  # rows of a forward
     step_rows: int  # rows of an optimizer step
     steps: int  # timed steps
-    # tokens of the shortest chat, and one more than of the longest; uniform in between
-    chats: tuple[int, int]
-    turn: int  # tokens of a request and its answer
+    # tokens of the shortest chat, and one more than of the longest; uniform in between. The
+    # default has about ShareGPT's mean.
+    chats: tuple[int, int] = (64, 2049)
+    turn: int = 250  # tokens of a request and its answer
 
 
-def chats(sizes: TrainingSizes) -> list[Sample]:
+def random_chats(sizes: TrainingSizes) -> list[Sample]:
     """Return chats of random tokens for all steps, with ShareGPT's share of supervised tokens."""
     random = np.random.default_rng(0)
     made, tokens, turn = [], 0, sizes.turn
     while tokens < sizes.row * sizes.step_rows * (sizes.steps + 1):
-        ids = random.integers(
-            0, sizes.target.vocab_size, int(random.integers(*sizes.chats))
-        ).astype(np.int32)
+        length = int(random.integers(*sizes.chats))
+        ids = random.integers(0, sizes.target.vocab_size, length).astype(np.int32)
         # a chat begins anywhere in a turn
-        places = np.arange(len(ids)) + int(random.integers(turn))
+        places = np.arange(length) + int(random.integers(turn))
         answered = places % turn >= round((1 - SUPERVISED) * turn)
         answered[0] = False
         made.append(Sample(ids, answered))
-        tokens += len(ids)
+        tokens += length
     return made
 
 
-def model(shape: Shape, sizes: TrainingSizes, device: str) -> Any:
-    """Return a Hugging Face model of this shape with random weights."""
-    values: dict[str, Any] = shape.config(sizes.row)
-    config = AutoConfig.for_model(**values)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            config, trust_remote_code=False, dtype=sizes.dtype, attn_implementation=PACKED
-        )
-
-
-def frozen_target(sizes: TrainingSizes, device: str) -> Any:
-    """Return a frozen target of the given sizes."""
-    return freeze(model(sizes.target, sizes, device))
-
-
-def step(
+def train_step(
     objective: StaticObjective,
     optimizer: MasterAdamW,
     data: PackedData,
@@ -94,22 +77,27 @@ def step(
     return loss_sum / count, norm
 
 
-def timed_steps(
+def measure_training(
     objective: StaticObjective,
-    optimizer: MasterAdamW,
-    data: PackedData,
+    trained: torch.nn.Module,
+    samples: list[Sample],
     sizes: TrainingSizes,
     device: str,
 ) -> dict[str, Any]:
-    """Measure tokens/s without padding, after a step for warm-up."""
-    place = torch.device(device)
-    step(objective, optimizer, data, data.step_rows(0)[: 2 * sizes.forward_rows], sizes)
-    tokens, took, seen = 0, [], []
+    """Measure the tokens/s of training `trained`, after a step for warm-up.
+
+    Masters are float32 and on the device. Padding does not count.
+    """
+    place, data = torch.device(device), PackedData(samples, sizes.row, sizes.step_rows, 0)
+    devices.peak_bytes(place)  # resets the peak
+    optimizer = MasterAdamW(trained, OptimizerConfig())
+    train_step(objective, optimizer, data, data.step_rows(0)[: 2 * sizes.forward_rows], sizes)
+    tokens, took, found = 0, [], []
     for number in range(1, sizes.steps + 1):
         rows = data.step_rows(number)
         devices.synchronize(place)
         began = time.perf_counter()
-        seen.append(step(objective, optimizer, data, rows, sizes))
+        found.append(train_step(objective, optimizer, data, rows, sizes))
         devices.synchronize(place)
         took.append(time.perf_counter() - began)
         tokens += sum(len(data.samples[index].ids) for row in rows for index in row)
@@ -121,19 +109,7 @@ def timed_steps(
         "supervised_share": data.supervised / data.tokens,
         "rows_full": data.fill,
         "step_seconds": took,
-        "losses": [loss for loss, _ in seen],
-        "gradient_norms": [norm for _, norm in seen],
+        "losses": [loss for loss, _ in found],
+        "gradient_norms": [norm for _, norm in found],
         "peak_bytes": devices.peak_bytes(place),
     }
-
-
-def ours(
-    objective: StaticObjective,
-    trained: torch.nn.Module,
-    samples: list[Sample],
-    sizes: TrainingSizes,
-    device: str,
-) -> dict[str, Any]:
-    """Measure our training of `trained`, with float32 masters on the card."""
-    data = PackedData(samples, sizes.row, sizes.step_rows, 0)
-    return timed_steps(objective, MasterAdamW(trained, OptimizerConfig()), data, sizes, device)

@@ -1,4 +1,4 @@
-"""Dynamic mixing against fixed shares, by acceptance in the domain that is drafted worst.
+"""Dynamic mixing of domains against fixed shares, compared by the worst domain's acceptance.
 
     python scripts/bench/mixing.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       texts=$SHALLOW_DRAFT_DATA/data/text
@@ -6,10 +6,12 @@
 Four sides start from the same student and seeds, and train on the same number of rows: `fixed`
 keeps shares by the size of the domains, `equal` keeps equal shares, `acceptance` starts as `fixed`
 and follows the gap in held-out acceptance, `loss` the gap to the target's loss, as Sheared-LLaMA
-does where no scaling law gives a reference. Pieces such as `seeds=[0]` may run one by one: with the
-same settings and `work`, the figures include all earlier pieces. The last fifth of every domain is
-held out. Every second piece of it moves the shares; the others, which no side sees, are judged. One
-document may have pieces in both, and a domain of one long document is held out by its end.
+does where no scaling law gives a reference. Parts such as `seeds=[0]` may run in separate calls:
+with the same settings and `work`, the figures include all earlier parts.
+
+The last fifth of every domain is held out. Every second piece of it moves the shares; the other
+pieces, which no side uses, give the results. A document may have pieces in both halves, and of a
+domain with one long document the end is held out.
 """
 
 import json
@@ -30,7 +32,7 @@ from distill.student import build_student
 from jobs.paths import resolve
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
-from scripts.bench.kept import Kept, paired_figures
+from scripts.bench.part_journal import PartJournal, paired_figures
 from training.config import DataConfig, DomainConfig, StudentConfig
 from training.data.from_config import sample_evenly
 from training.data.mixture import MixedData
@@ -69,8 +71,9 @@ class Options(BenchOptions):
     lr: float = 3e-3  # peak learning rate
     # largest share of bad records, which are skipped and counted: one of arxiv's twenty is empty
     max_bad: float = 0.1
-    held_out_tokens: int = 4096  # tokens of a domain that move the shares; as many are judged
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every side each
+    # tokens of a domain that move the shares; as many others give the results
+    held_out_tokens: int = 4096
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # each runs every side once
     sides: list[str] = field(default_factory=lambda: [*SIDES])  # ways to mix
     cache_mb: int = 2000  # memory for the target's states on the training text
     work: str = "runs/bench"  # folder of finished parts; the same settings continue there
@@ -79,7 +82,7 @@ class Options(BenchOptions):
 
 @dataclass
 class Domain:
-    """Samples of one domain: to train on, to move the shares, and to judge."""
+    """Samples of one domain: to train on, to move the shares, and for the results."""
 
     train: list[Sample]
     steer: list[Sample]
@@ -87,7 +90,10 @@ class Domain:
 
 
 def read_domains(chosen: Options, tokenizer: Any) -> dict[str, Domain]:
-    """Read every domain in the order of its files, so that other documents are held out."""
+    """Read every domain and split it in the order of its files.
+
+    Raises UserError for a domain that is too small to split.
+    """
     found = {}
     for entry in chosen.domains:
         name, _, path = entry.partition("=")
@@ -98,7 +104,8 @@ def read_domains(chosen: Options, tokenizer: Any) -> dict[str, Domain]:
         held_out = samples[cut:]
         if cut == 0 or len(held_out) < 2:
             raise UserError(
-                f"domain {name} ({path}) has {len(samples)} pieces of text, expected at least 10"
+                f"domain {name} ({path}) has {len(samples)} pieces of text, expected at least 10; "
+                f"give a larger file or lower max_length"
             )
         halves = (sample_evenly(held_out[part::2], chosen.held_out_tokens) for part in (0, 1))
         found[name] = Domain(samples[:cut], *halves)
@@ -140,7 +147,7 @@ class Comparison:
         return MixedData(samples, config, chosen.tokens_per_step // chosen.max_length, seed)
 
     def measure(self, side: str, seed: int) -> dict[str, Any]:
-        """Distil one student and measure its acceptance on the judged half."""
+        """Distil one student and measure its acceptance in every domain."""
         chosen = self.chosen
         torch.manual_seed(seed)
         shape, dtype = StudentConfig(num_hidden_layers=chosen.layers), dtype_of(chosen.dtype)
@@ -151,7 +158,7 @@ class Comparison:
         def evaluate() -> dict[str, float]:
             nonlocal evaluations
             evaluations += 1
-            # the last evaluation scores best: every run is judged at its end
+            # the last evaluation has the best score, so every run is judged at its end
             figures = {"score": float(evaluations)}
             for name, of in score(student, self.steer).items():
                 figures[f"acceptance/{name}"] = of.acceptance
@@ -176,30 +183,32 @@ class Comparison:
 
 
 def score(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, AcceptanceSums]:
-    """Return every domain's totals with the student's current weights."""
+    """Return the sums over every domain with the student's current weights."""
     for of in held_out.values():
         of.student = student
     return {name: of.totals() for name, of in held_out.items()}
 
 
 def main() -> None:
-    """Measure every side; the file is written after each."""
-    chosen = common.options(Options, sides=SIDES)
-    comparison, kept = Comparison(chosen), Kept(chosen.work, chosen, ("seeds", "sides"))
+    """Measure every side, and write the results after each."""
+    chosen = common.read_options(Options, sides=SIDES)
+    comparison, journal = Comparison(chosen), PartJournal(chosen.work, chosen, ("seeds", "sides"))
     for seed in chosen.seeds:
         for side in chosen.sides:
-            found = kept.figures({"side": side, "seed": seed}, comparison.measure, side, seed)
+            found = journal.figures({"side": side, "seed": seed}, comparison.measure, side, seed)
             means = f"worst {found['worst']:.4f} mean {found['mean']:.4f}"
             print(f"  {side} seed {seed}: {means}", file=sys.stderr)
-            common.save(chosen.name, chosen, figures(kept, comparison.references), show=False)
-    compared = figures(kept, comparison.references)
+            common.save(
+                chosen.name, chosen, collect_figures(journal, comparison.references), show=False
+            )
+    compared = collect_figures(journal, comparison.references)
     print(json.dumps({key: compared[key] for key in compared if key.startswith("over_")}, indent=1))
 
 
-def figures(kept: Kept, references: dict[str, float]) -> dict[str, Any]:
-    """Collect every side's difference to fixed and to equal shares, and the runs."""
+def collect_figures(journal: PartJournal, references: dict[str, float]) -> dict[str, Any]:
+    """Return every side's difference to fixed and to equal shares, and all runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # side -> seed -> figures
-    for part, found in kept.all():
+    for part, found in journal.all():
         runs.setdefault(part["side"], {})[str(part["seed"])] = found
     over = {
         f"over_{other}": {
@@ -210,7 +219,7 @@ def figures(kept: Kept, references: dict[str, float]) -> dict[str, Any]:
         for other in ("fixed", "equal")
         if other in runs
     }
-    return {**over, "target_loss": references, "revisions": kept.revisions(), "runs": runs}
+    return {**over, "target_loss": references, "revisions": journal.revisions(), "runs": runs}
 
 
 if __name__ == "__main__":

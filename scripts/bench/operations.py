@@ -1,8 +1,9 @@
-"""Count of the eager operations outside models that launch a kernel on a GPU."""
+"""Counter of the eager operations outside models that launch a kernel on a GPU."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +19,28 @@ FREE = (
 )
 
 
+def run_methods_within(
+    context: Callable[[], AbstractContextManager[None]], owner: Any, *names: str
+) -> None:
+    """Make these methods of an object run inside a context manager.
+
+    `delattr` restores the method of the class.
+    """
+    for name in names:
+        setattr(owner, name, _within(context, getattr(owner, name)))
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
+    @functools.wraps(method)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        with context():
+            return method(*arguments, **named)
+
+    return wrapped
+
+
 class Operations(TorchDispatchMode):
-    """Counts by name of all operations except views; `inside` leaves out those of a model.
+    """Counter by name of all operations except views; `leave_out` excludes those of a model.
 
     Composite operations count as their parts.
     """
@@ -35,17 +56,9 @@ class Operations(TorchDispatchMode):
         """Number of operations outside models."""
         return sum(self.counts.values())
 
-    def inside(self, owner: Any, *names: str) -> None:
-        """Leave out these methods of an object."""
-        for name in names:
-            setattr(owner, name, self._left_out(getattr(owner, name)))
-
-    def _left_out(self, method: Any) -> Any:
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            with self._in_model():
-                return method(*arguments, **named)
-
-        return wrapped
+    def leave_out(self, owner: Any, *names: str) -> None:
+        """Leave out the operations of these methods of an object."""
+        run_methods_within(self._in_model, owner, *names)
 
     @contextmanager
     def _in_model(self) -> Iterator[None]:

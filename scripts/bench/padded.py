@@ -1,14 +1,16 @@
 """Distillation by a `transformers.Trainer` loop on padded batches and complete logits.
 
-Models, chats, supervised tokens, forward KL and dtype are those of our side. Imports only packages
-that gpu.py may import.
+Models, chats, supervised tokens, forward KL and dtype equal our side's. The module imports only
+packages that gpu.py may import.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -20,7 +22,7 @@ SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
-    """Clock of the Trainer's steps, with data loading and without start-up."""
+    """Clock of the Trainer's steps, data loading included and start-up excluded."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -33,7 +35,7 @@ class _Clock(TrainerCallback):
 
 
 class PaddedDistillation(Trainer):
-    """Usual loop: padded batches, complete logits, forward KL on supervised positions."""
+    """Trainer with the usual distillation: padded batches, complete logits, forward KL."""
 
     teacher: Any
     counts: list[int]  # tokens of every step without padding
@@ -57,27 +59,27 @@ class PaddedDistillation(Trainer):
 
 def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """Return the forward KL in nats a supervised token, from complete logits."""
-    common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    text = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     with torch.no_grad():
-        teacher_BTV = teacher(**common).logits[:, :-1]
-    student_BTV = student(**common).logits[:, :-1]
+        teacher_BTV = teacher(**text).logits[:, :-1]
+    student_BTV = student(**text).logits[:, :-1]
     keep = inputs["supervised"][:, 1:]
     log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
     log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
-    return (
-        torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
-        / keep.sum()
-    )
+    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
 
 
-def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
-    """Return a batch padded to its longest row."""
-    ids = pad_sequence([torch.from_numpy(row.ids).long() for row in rows], batch_first=True)
-    attention = pad_sequence(
-        [torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True
-    )
-    supervised = pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": attention, "supervised": supervised}
+def pad_rows(rows: Sequence[Sample], length: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch padded to `length` tokens, or to its longest row if that is longer."""
+    ids = [torch.from_numpy(row.ids).long() for row in rows]
+    columns = {
+        "input_ids": ids,
+        "attention_mask": [torch.ones_like(row) for row in ids],
+        "supervised": [torch.from_numpy(row.mask) for row in rows],
+    }
+    batch = {name: pad_sequence(column, batch_first=True) for name, column in columns.items()}
+    missing = max(0, length - batch["input_ids"].shape[1])
+    return {name: F.pad(tensor, (0, missing)) for name, tensor in batch.items()}
 
 
 def trainer_rate(
@@ -89,9 +91,9 @@ def trainer_rate(
     folder: Path,
     device: str,
 ) -> float:
-    """Measure the useful tokens/s of Trainer steps of `per_step` chats, after one for warm-up.
+    """Measure the tokens/s without padding of Trainer steps over `per_step` chats.
 
-    Both models must use attention `sdpa`.
+    The first step is a warm-up. Both models must use attention `sdpa`.
     """
     settings = TrainingArguments(
         str(folder),
@@ -107,7 +109,7 @@ def trainer_rate(
     )
     clock = _Clock()
     trainer = PaddedDistillation(
-        student, settings, data_collator=padded, train_dataset=samples, callbacks=[clock]
+        student, settings, data_collator=pad_rows, train_dataset=samples, callbacks=[clock]
     )
     trainer.teacher, trainer.counts = teacher, []
     trainer.train()
@@ -127,10 +129,10 @@ def both_losses(
     ours = float(Distillation(student, teacher)(batch)[0]) / data.supervised
     for model in (student, teacher):
         model.set_attn_implementation("sdpa")
-    inputs = {name: tensor.to(teacher.device) for name, tensor in padded(samples).items()}
+    inputs = {name: tensor.to(teacher.device) for name, tensor in pad_rows(samples).items()}
     return {"ours": ours, "trainer": float(padded_loss(student, teacher, inputs))}
 
 
-def agree(losses: dict[str, float]) -> bool:
-    """Return whether both sides compute the same loss except for rounding."""
-    return abs(losses["ours"] / losses["trainer"] - 1) <= SAME_LOSS
+def agree(ours: float, theirs: float) -> bool:
+    """Return whether two losses are equal except for rounding."""
+    return abs(ours / theirs - 1) <= SAME_LOSS

@@ -1,16 +1,16 @@
-"""Ways to prune, compared by acceptance and block efficiency after equal distillation, and by cost.
+"""Ways to prune, compared by cost, and by acceptance and block efficiency after distillation.
 
     python scripts/bench/pruning.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       chats=[CHATS.json] prompts=PROMPTS.jsonl
 
 Sides: `importance` (the layers that a probe finds), `l0` (learned masks), `even` (first, last and
 evenly spaced layers), `random` (the same shape from scratch). All are distilled on the same rows
-for the same number of steps. The cost before that is reported as run and at the published settings
-(LLaMA-7B to 5 layers, width 2560: 0.419 B tokens of mask training; 1,024 sequences of 4,096 tokens
-and all probes).
+for the same number of steps. The cost of pruning is reported as measured, and as computed for the
+published settings (LLaMA-7B to 5 layers, width 2560: 0.419 B tokens of mask training; 1,024
+sequences of 4,096 tokens and all probes).
 
-Pieces such as `seeds=[0] layers=[4]` may run one by one: with the same settings and `work`, the
-figures include all earlier pieces.
+Parts such as `seeds=[0] layers=[4]` may run in separate calls: with the same settings and `work`,
+the figures include all earlier parts.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from distill.shapes import student_config
 from jobs.config import TargetConfig
 from jobs.paths import resolve
 from scripts.bench import common
-from scripts.bench.kept import Kept, paired_figures
+from scripts.bench.part_journal import PartJournal, paired_figures
 from scripts.bench.students import StudentOptions, Students, prune_config
 from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.readers import read_prompts
@@ -56,7 +56,6 @@ _LLAMA = {
 }
 _WIDE = StudentConfig(num_hidden_layers=5, hidden_size=2560, num_attention_heads=32, head_dim=128)
 _MASK_TOKENS = 3200 * 32 * 4096
-_BATCH = 16  # prompts decoded in one batch
 
 
 @dataclass
@@ -84,7 +83,7 @@ def measure(
     config.loop = dataclasses.replace(config.loop, max_steps=chosen.mask_steps, optimizer=optimizer)
     context = students.context(config)
     student, notes = students.cut(context)
-    spent = {"seconds": by_work(context.seconds), "flops": by_work(context.flops)}
+    spent = {"seconds": sum_by_work(context.seconds), "flops": sum_by_work(context.flops)}
     before = context.acceptance(student)["acceptance"]
     after = students.distil(f"{side} {layers} {seed}", context, student)
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +102,7 @@ def measure(
 
 
 def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]:
-    """Return the tokens a target forward over all prompts, greedy and at temperature 1."""
+    """Return the block efficiency over all prompts, greedy and at temperature 1."""
     engine = load(resolve(chosen.target), drafter, device=chosen.device)
     asked = read_prompts(resolve(chosen.prompts))[: chosen.max_prompts]
     prompts = [ids for _, ids in common.fitting_prompts(engine, asked, chosen.max_new_tokens)]
@@ -117,21 +116,16 @@ def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]
             stop_token_ids=engine.stop_token_ids,
             stopping="fixed",
         )
-        tokens = rounds = 0
-        for start in range(0, len(prompts), _BATCH):
-            batch = prompts[start : start + _BATCH]
-            ids = range(start, start + len(batch))
-            for one in decode(engine.target, engine.drafter, batch, settings, request_ids=ids):
-                tokens, rounds = tokens + len(one.tokens), rounds + one.rounds
-        found.append(tokens / rounds)
+        made = decode(engine.target, engine.drafter, prompts, settings)
+        found.append(sum(len(one.tokens) for one in made) / sum(one.rounds for one in made))
     return found
 
 
-def published() -> dict[str, float]:
+def count_published_flops() -> dict[str, float]:
     """Return the operations of both modes at the published settings, LLaMA-7B to 796 M.
 
-    Importance is counted in one cut and in the recipe's two. The short distillation between these
-    is listed apart, since it trains the student.
+    Importance is counted for one cut and for the recipe's two. The short distillation between the
+    two is a separate figure, since it trains the student.
     """
     llama = target_config(TargetConfig(path="nowhere/llama_7b", config=_LLAMA))
     between, data = LoopConfig(max_steps=300, tokens_per_step=16384), DataConfig(max_length=4096)
@@ -154,9 +148,9 @@ def published() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every side; the file is written after each."""
-    chosen = common.options(Options, sides=SIDES)
-    kept, students = Kept(chosen.work, chosen, ("seeds", "layers", "sides")), Students()
+    """Measure every side, and write the results after each."""
+    chosen = common.read_options(Options, sides=SIDES)
+    journal, students = PartJournal(chosen.work, chosen, ("seeds", "layers", "sides")), Students()
     parts = [
         {"side": side, "layers": layers, "seed": seed}
         for seed in chosen.seeds
@@ -164,7 +158,7 @@ def main() -> None:
         for side in chosen.sides
     ]
     for part in parts:
-        found = kept.figures(part, measure, chosen, students, **part, work=kept.folder)
+        found = journal.figures(part, measure, chosen, students, **part, work=journal.folder)
         print(
             f"  {part['layers']} layers, {part['side']}, seed {part['seed']}: acceptance "
             f"{found['acceptance']:.4f} (before {found['acceptance_before']:.4f}), tau "
@@ -172,14 +166,14 @@ def main() -> None:
             f"{sum(found['pruning']['seconds'].values()):.0f} s to prune",
             file=sys.stderr,
         )
-        common.save(chosen.name, chosen, figures(kept), show=False)
-    common.save(chosen.name, chosen, figures(kept))
+        common.save(chosen.name, chosen, collect_figures(journal), show=False)
+    common.save(chosen.name, chosen, collect_figures(journal))
 
 
-def figures(kept: Kept) -> dict[str, Any]:
-    """Collect importance's difference to every other side, the costs and the runs."""
+def collect_figures(journal: PartJournal) -> dict[str, Any]:
+    """Return the difference of importance to every other side, the costs and the runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # layers -> side -> seed -> figures
-    for part, found in kept.all():
+    for part, found in journal.all():
         of_side = runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})
         of_side[str(part["seed"])] = found
     keys = ("acceptance", "tau_greedy", "tau_sampled")
@@ -193,15 +187,15 @@ def figures(kept: Kept) -> dict[str, Any]:
     }
     return {
         "importance_over": over,
-        "cost": least_costs(kept),
-        "published_flops": published(),
-        "revisions": kept.revisions(),
+        "cost": least_costs(journal),
+        "published_flops": count_published_flops(),
+        "revisions": journal.revisions(),
         "runs": runs,
     }
 
 
-def by_work(accounts: Mapping[str, float]) -> dict[str, float]:
-    """Add up the costs by kind of work; the candidates of a probe count as one."""
+def sum_by_work(accounts: Mapping[str, float]) -> dict[str, float]:
+    """Return the sum of the costs by kind of work; all candidates of a probe are one kind."""
     found: dict[str, float] = {}
     for name, value in accounts.items():
         kind = "probes" if name.startswith("probe") else name
@@ -209,14 +203,14 @@ def by_work(accounts: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def least_costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
+def least_costs(journal: PartJournal) -> dict[str, dict[str, dict[str, float]]]:
     """Return side -> work -> the least seconds and operations of any run.
 
-    The least, because other processes can only add to a run's seconds. Scores and the order of
-    layers serve all cuts of a seed.
+    Other processes can only add to a run's seconds. Scores and the order of layers serve all cuts
+    of a seed.
     """
     spent: dict[str, dict[str, dict[str, float]]] = {}
-    for part, found in kept.all():
+    for part, found in journal.all():
         for unit, of_works in found["pruning"].items():
             for work, value in of_works.items():
                 name = f"{work}, to {part['layers']} layers"

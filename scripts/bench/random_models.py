@@ -1,114 +1,80 @@
 """Random-weight LLaMAs and recurrent heads: speed depends on shapes and not on values."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import NativeConfig, Weights
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-
-SPREAD = 0.02  # standard deviation of all matrices
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a LLaMA."""
-
-    layers: int
-    hidden_size: int
-    heads: int
-    intermediate_size: int
-    kv_heads: int | None = None  # None: equal to heads
-    head_dim: int = 128
-    vocab_size: int = 32000
-
-    def config(self, max_length: int) -> dict[str, object]:
-        """Return the fields of a config.json."""
-        return {
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": max_length,
-        }
-
-    @property
-    def parameters(self) -> int:
-        """Number of elements of all matrices, embedding and output layer included."""
-        C, queries, keys = (
-            self.hidden_size,
-            self.heads * self.head_dim,
-            (self.kv_heads or self.heads) * self.head_dim,
-        )
-        return 2 * self.vocab_size * C + self.layers * (
-            2 * C * (queries + keys) + 3 * C * self.intermediate_size
-        )
+from training.models.attention import PACKED
 
 
-def random_state(
-    shape: Shape, dtype: torch.dtype, device: str, spread: float = SPREAD
-) -> dict[str, Tensor]:
-    """Return a Hugging Face state dict, equal for equal shapes and spreads."""
-    C, F = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.heads * shape.head_dim, (shape.kv_heads or shape.heads) * shape.head_dim
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (shape.vocab_size, C),
-        "lm_head": (shape.vocab_size, C),
-        "model.norm": (C,),
-    }
-    for layer in range(shape.layers):
-        before = f"model.layers.{layer}."
-        sizes |= {f"{before}input_layernorm": (C,), f"{before}post_attention_layernorm": (C,)}
-        sizes |= {
-            f"{before}self_attn.q_proj": (queries, C),
-            f"{before}self_attn.o_proj": (C, queries),
-        }
-        sizes |= {f"{before}self_attn.{name}_proj": (keys, C) for name in "kv"}
-        sizes |= {
-            f"{before}mlp.gate_proj": (F, C),
-            f"{before}mlp.up_proj": (F, C),
-            f"{before}mlp.down_proj": (C, F),
-        }
-    generator = torch.Generator(device).manual_seed(0)
-    return {
-        f"{name}.weight": torch.empty(size, dtype=dtype, device=device).normal_(
-            0, spread, generator=generator
-        )
-        if len(size) == 2
-        else torch.ones(size, dtype=dtype, device=device)
-        for name, size in sizes.items()
-    }
+def llama(
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    intermediate_size: int,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    vocab_size: int = 32000,
+    spread: float = 0.02,
+) -> LlamaConfig:
+    """Return the configuration of a LLaMA.
 
-
-def random_weights(
-    shape: Shape, dtype: torch.dtype, device: str, max_length: int, spread: float = SPREAD
-) -> Weights:
-    """Return unpacked weights of this shape, which targets of every execution share."""
-    config = NativeConfig.from_dict(shape.config(max_length))
-    return Weights(
-        config,
-        random_state(shape, dtype, device, spread),
-        dtype,
-        torch.device(device),
-        packed=False,
+    kv_heads: None means as many as `heads`. spread: standard deviation of all matrices.
+    """
+    return LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        intermediate_size=intermediate_size,
+        num_key_value_heads=kv_heads or heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        initializer_range=spread,
+        max_position_embeddings=1 << 16,
     )
 
 
-def random_target(shape: Shape, dtype: torch.dtype, device: str, max_length: int) -> NativeTarget:
-    """Return a target of this shape."""
-    state = random_state(shape, dtype, device)
+LLAMA_7B = llama(32, 4096, 32, 11008)
+TOY_TARGET = llama(2, 32, 4, 48, 2, 8, 64)
+TOY_DRAFTER = llama(1, 32, 4, 48, 4, 8, 64)
+
+
+def random_model(config: LlamaConfig, dtype: torch.dtype, device: str) -> Any:
+    """Return a Hugging Face model with packed attention, equal for equal configurations."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=dtype, attn_implementation=PACKED
+        )
+
+
+def random_weights(config: LlamaConfig, dtype: torch.dtype, device: str) -> Weights:
+    """Return unpacked weights, which targets of every execution can share."""
+    state = random_model(config, dtype, device).state_dict()
+    shape = NativeConfig.from_dict(config.to_dict())
+    return Weights(shape, state, dtype, torch.device(device), packed=False)
+
+
+def random_target(
+    config: LlamaConfig, dtype: torch.dtype, device: str, max_length: int
+) -> NativeTarget:
+    """Return a target whose context has `max_length` tokens."""
+    state = random_model(config, dtype, device).state_dict()
     return NativeTarget.from_state(
-        shape.config(max_length), state, dtype=dtype, device=device, name="random-weights"
+        config.to_dict(),
+        state,
+        name="random-weights",
+        dtype=dtype,
+        device=device,
+        max_length=max_length,
     )
 
 
-def random_head(target: Shape, blocks: int, dtype: torch.dtype, device: str) -> RecurrentHead:
+def random_head(target: LlamaConfig, blocks: int, dtype: torch.dtype, device: str) -> RecurrentHead:
     """Return a head of the published form with `blocks` residual blocks, equal for equal shapes."""
     torch.manual_seed(0)
     C = target.hidden_size

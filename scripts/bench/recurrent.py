@@ -1,4 +1,4 @@
-"""Benchmarks of the recurrent drafter, part by part.
+"""Benchmarks of the recurrent drafter: training, the parts of a round, and speedups.
 
     python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
@@ -34,34 +34,34 @@ class Options(BenchOptions):
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
     num_draft_layers: int = 2  # residual blocks of the head
     heads: int = 5  # predictions of a draft
-    # dtype of both sides; the published side keeps float32 weights and computes under autocast
+    # dtype of both sides; the published side has float32 weights and computes under autocast
     dtype: str = "bfloat16"
     max_length: int = 2048  # length that the published recipe pads every chat to
-    # tokens of our packed rows, where chats are cut on all sides; 0: the target's context, at most
+    # tokens of our packed rows; longer chats are cut on all sides. 0: the target's context, at most
     # max_length
     context: int = 0
-    rows: int = 4  # chats of a padded forward
-    forwards: int = 2  # padded forwards of a step; ours takes as many supervised tokens
+    rows: int = 4  # chats in a padded forward
+    forwards: int = 2  # padded forwards in a step; our step has as many supervised tokens
     steps: int = 4  # optimizer steps a round, after one for warm-up
     rounds: int = 3  # measured rounds
     head: str = ""  # drafting, generation: folder of the head
     prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
-    # prompts without those of the sweep; generation takes those whose greedy answer does not loop
+    # prompts besides those of the sweep; generation skips those whose greedy answer loops
     max_prompts: int = 32
     max_new_tokens: int = 64  # tokens of an answer
     decode_dtype: str = "float32"  # drafting, generation: dtype of the target
-    # drafting, generation: dtype of the head; auto: as conf/drafter/recurrent.yaml has it
+    # drafting, generation: dtype of the head; auto is explained in conf/drafter/recurrent.yaml
     head_dtype: str = "auto"
     beam_width: int = 8  # drafting: number of beams
     beam_length: int = 5  # drafting, and comparison of outputs: drafted tokens of a beam
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # generation: numbers of beams
     # generation: drafted tokens of a beam, swept
     lengths: list[int] = field(default_factory=lambda: [2, 3, 4, 5])
-    # generation: prompts for the choice of every drafter's length, which are not judged
+    # generation: prompts that choose every drafter's length; results leave them out
     sweep_prompts: int = 8
-    # generation: numbers of beams whose greedy output is compared
+    # generation: numbers of beams whose greedy output is compared with the target's
     exact_widths: list[int] = field(default_factory=lambda: [1, 4, 10, 45])
-    exact_prompts: int = 8  # generation: prompts of that comparison
+    exact_prompts: int = 8  # generation: prompts for that comparison
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # generation
     work: str = ""  # generation: folder of the run; empty: a temporary one
     threads: int = 1  # CPU threads
@@ -77,7 +77,7 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 def main() -> None:
     """Run one part."""
-    chosen = common.options(Options, part=PARTS)
+    chosen = common.read_options(Options, part=PARTS)
     found = PARTS[chosen.part](chosen)
     common.save(chosen.name, chosen, found, show=chosen.part != "generation")
     if chosen.part == "generation":

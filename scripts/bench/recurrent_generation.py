@@ -1,6 +1,6 @@
 """Part `generation` of recurrent.py: a head's speedup over autoregressive decoding.
 
-Only held-out prompts count whose greedy answer does not loop; autoregressive decoding chooses them
+Only held-out prompts whose greedy answer does not loop count; autoregressive decoding chooses them
 before anything is measured. Every drafter drafts at its best length on `sweep_prompts` of them and
 is judged on the others, interleaved by eval.run, with prompt lookup as the control.
 """
@@ -9,18 +9,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from decoding.devices import device_of
-from decoding.drafters.registry import AUTO
+from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.engine import Engine, load
 from decoding.errors import UserError
 from decoding.loop import decode
-from decoding.models.native.linear import draft_dtype
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import LOOPING_BELOW, distinct_n
 from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
@@ -30,7 +25,6 @@ from jobs.config import TargetConfig
 from jobs.drafters import CONTROL
 from jobs.files import write_text
 from jobs.paths import resolve
-from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.common import (
     evaluate_drafters,
     fitting_prompts,
@@ -51,11 +45,9 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
     if not chosen.head:
         raise UserError("head is empty: part=generation needs the folder of a recurrent head")
     engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
-    wanted, prompts = (
-        chosen.max_prompts + chosen.sweep_prompts,
-        read_prompts(resolve(chosen.prompts)),
-    )
-    asked, kept = prompts_without_loops(engine, prompts, wanted, chosen.max_new_tokens)
+    wanted = chosen.max_prompts + chosen.sweep_prompts
+    prompts = read_prompts(resolve(chosen.prompts))
+    asked, kept = find_prompts_without_loops(engine, prompts, wanted, chosen.max_new_tokens)
     print(f"prompts: {len(kept)} of the first {asked} do not loop when greedy", file=sys.stderr)
     same = compare_outputs(chosen, engine, [ids for _, ids, _ in kept][: chosen.exact_prompts])
     del engine
@@ -64,31 +56,38 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
         folder = Path(chosen.work or temporary)
         file = write_prompts(folder / "prompts.jsonl", [prompt for prompt, _, _ in kept])
         for temperature in chosen.temperatures:
-            race = Race(chosen, file, wanted)
-            found += race(folder / f"T{temperature:g}", arms(chosen, temperature), [temperature])
+            found += race_drafters(
+                chosen,
+                folder / f"T{temperature:g}",
+                file,
+                make_arms(chosen, temperature),
+                temperatures=[temperature],
+                sweep=chosen.lengths,
+                sweep_prompts=chosen.sweep_prompts,
+                max_prompts=wanted,
+            )
     return {
         "prompts": {"asked": asked, "kept": len(kept)},
         "greedy_output_by_beams": same,
-        "goals": goals(found, same),
+        "goals": judge_goals(found, same),
         "rows": row_figures(found),
     }
 
 
-def prompts_without_loops(
+def find_prompts_without_loops(
     engine: Engine, prompts: Sequence[Prompt], wanted: int, max_new_tokens: int
 ) -> tuple[int, list[Answered]]:
     """Find the first prompts whose greedy answer does not loop (distinct-4 of at least 0.5).
 
-    Returns the number of prompts asked and what was found.
+    Returns the number of prompts that were answered, and the prompts found.
     """
     settings = Settings(max_new_tokens, stop_token_ids=engine.stop_token_ids)
     found: list[Answered] = []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         fitting = fitting_prompts(engine, batch, max_new_tokens)
-        answers = (
-            decode(engine.target, None, [ids for _, ids in fitting], settings) if fitting else []
-        )
+        ids_B = [ids for _, ids in fitting]
+        answers = decode(engine.target, None, ids_B, settings) if ids_B else []
         for (prompt, ids), one in zip(fitting, answers, strict=True):
             if distinct_n(one.tokens) >= LOOPING_BELOW:
                 found.append((prompt, ids, one.tokens))
@@ -110,7 +109,7 @@ def compare_outputs(
 ) -> dict[str, dict[str, int]]:
     """Count by beam width the greedy outputs that equal the target's.
 
-    Others differ at a tie, where float32 rounds differently, or are different.
+    The others differ first at a tie, where float32 rounds differently, or elsewhere (different).
     """
     settings = Settings(
         chosen.max_new_tokens,
@@ -118,12 +117,13 @@ def compare_outputs(
         stop_token_ids=engine.stop_token_ids,
     )
     plain = [decode(engine.target, None, [ids], settings)[0].tokens for ids in prompts]
-    found, dtype = {}, head_dtype(chosen)
+    options = {"use": "recurrent", "folder": resolve(chosen.head), "dtype": chosen.head_dtype}
+    shared = {"backend": "native", "dtype": chosen.decode_dtype, "device": chosen.device}
+    found = {}
     for width in chosen.exact_widths:
         counts = found[str(width)] = {"equal": 0, "tie": 0, "different": 0}
-        head = RecurrentDrafter(
-            resolve(chosen.head), beam_width=width, dtype=dtype, device=chosen.device
-        )
+        choice = choose_drafter({**options, "by_cost": False, "beam_width": width})
+        head = make_drafter(choice, resolve(chosen.target), **shared)
         for ids, tokens in zip(prompts, plain, strict=True):
             at = first_difference(decode(engine.target, head, [ids], settings)[0].tokens, tokens)
             kind = "equal"
@@ -134,76 +134,48 @@ def compare_outputs(
     return found
 
 
-def head_dtype(chosen: Any) -> str:
-    """Return the dtype that the head drafts in."""
-    if chosen.head_dtype != AUTO:
-        return str(chosen.head_dtype)
-    return draft_dtype(chosen.decode_dtype, torch.device(device_of(chosen.device)))
-
-
-def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
-    """Return heads of every width, and one that sizes its beams by cost.
+def make_arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
+    """Return drafters with heads of every width, and one that sizes its beams by cost.
 
     Greedy decoding has no sampled beams.
     """
     found = []
+    shared = {"use": "recurrent", "folder": chosen.head, "dtype": chosen.head_dtype}
     for way, children in {"picked": "top_k", "drawn": "sampled"}.items():
-        if children == "sampled" and not temperature:
-            continue
-        shared = {"use": "recurrent", "folder": chosen.head, "children": children}
-        shared["dtype"] = chosen.head_dtype
-        for width in chosen.widths:
-            name = f"{way} {width}"
-            found.append({**shared, "by_cost": False, "beam_width": width, "name": name})
-        widest = {"beam_width": max(chosen.widths), "name": f"{way} {BY_COST}"}
-        found.append({**shared, "by_cost": True, **widest})
+        if children == "top_k" or temperature:
+            sizes = [(f"{way} {width}", width, False) for width in chosen.widths]
+            sizes.append((f"{way} {BY_COST}", max(chosen.widths), True))
+            found += [
+                {**shared, "children": children, "name": name, "beam_width": n, "by_cost": by_cost}
+                for name, n, by_cost in sizes
+            ]
     return found
 
 
-@dataclass(frozen=True)
-class Race:
-    """Interleaved run of drafters and autoregressive decoding on the same prompts."""
+def race_drafters(
+    chosen: Any, folder: Path, prompts: Path, drafters: list[dict[str, Any]], **fields: Any
+) -> list[Row]:
+    """Decode the same prompts with all drafters and without one, interleaved; return the rows.
 
-    chosen: Any  # target, decode_dtype, device, threads, lengths, sweep_prompts, max_new_tokens
-    prompts: Path
-    max_prompts: int
-    seed: int = 0
-
-    def __call__(
-        self,
-        folder: Path,
-        drafters: list[dict[str, Any]],
-        temperatures: list[float],
-        lengths: Sequence[int] = (),
-        control: bool = True,
-    ) -> list[Row]:
-        """Return the judged rows.
-
-        lengths: draft lengths; if empty, each drafter's best of chosen.lengths on other prompts.
-        control: includes prompt lookup.
-        """
-        chosen = self.chosen
-        return evaluate_drafters(
-            folder,
-            seed=self.seed,
-            threads=chosen.threads,
-            target=TargetConfig(
-                path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device
-            ),
-            benchmark=BenchmarkConfig(path=str(self.prompts), too_long="skip"),
-            drafters=drafters,
-            prompt_lookup_control=control,
-            temperatures=temperatures,
-            num_draft_tokens=list(lengths),
-            sweep=[] if lengths else chosen.lengths,
-            sweep_prompts=0 if lengths else chosen.sweep_prompts,
-            max_prompts=self.max_prompts,
-            max_new_tokens=chosen.max_new_tokens,
-        )
+    chosen: target, decode_dtype, device, threads, max_new_tokens. fields: of eval.run's
+    configuration.
+    """
+    return evaluate_drafters(
+        folder,
+        threads=chosen.threads,
+        target=TargetConfig(path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device),
+        benchmark=BenchmarkConfig(path=str(prompts), too_long="skip"),
+        drafters=drafters,
+        max_new_tokens=chosen.max_new_tokens,
+        **fields,
+    )
 
 
-def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the speedups on prompts that do not loop."""
+def judge_goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
+    """Compare every goal with the speedups on prompts that do not loop.
+
+    same: output counts of `compare_outputs`.
+    """
     speedups: dict[float, dict[str, float]] = {0: {}, 1: {}}
     for row in rows:
         if row.headline_speedup is not None:
@@ -225,7 +197,7 @@ def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dic
 
 
 def report(found: dict[str, Any]) -> str:
-    """Format the figures of this part as tables."""
+    """Return the figures of this part as Markdown tables."""
     keys = ("drafter", "temperature", "num_draft_tokens", "alpha", "tau", "cost_ratio", "overhead")
     speedup = ("speedup", "speedup_low", "speedup_high")
     rows = [
@@ -240,7 +212,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _format_found(found: Any) -> str:
-    """Format the speedups of a goal, or its outputs by width."""
+    """Format the speedups of a goal, or its output counts by width."""
     if isinstance(found, dict):
         return "; ".join(
             f"width {width}: {', '.join(f'{n} {kind}' for kind, n in of.items() if n)}"

@@ -5,21 +5,22 @@
       "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
 
 Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on the
-target's continuations, distillation on its own answers, forward KL, LK, training-time test),
-`data` (given chats and answers of the target, under both losses), `starts` (warm start and
+target's continuations, distillation on its answers, forward KL, LK, training-time test), `data`
+(the given chats, and answers of the target, under both losses), `starts` (warm start and
 zero-initialised blocks, on and off), `shape` (beam width x length with the heads of the side
 `raced`), `pruned` (the same heads against the target cut to a few layers and distilled for the same
-time). The first four compare block efficiency, the last two speed as well.
+time). The first four compare block efficiency, the last two also speed.
 
-Pieces such as `parts=[losses] seeds=[0]` may run one by one: with the same settings and `work`, the
-tables include all earlier pieces.
+Parts and seeds such as `parts=[losses] seeds=[0]` may run in separate calls: with the same settings
+and `work`, the tables include all earlier ones.
 """
 
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from recurrent_drafting.checkpoint import save_head
 from scripts.bench import common
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.common import BenchOptions
-from scripts.bench.kept import Kept
-from scripts.bench.recurrent_generation import Race, write_prompts
-from scripts.bench.recurrent_sides import BASE, SIDES, Bench
+from scripts.bench.part_journal import PartJournal
+from scripts.bench.recurrent_generation import race_drafters, write_prompts
+from scripts.bench.recurrent_sides import BASE, SIDES, Bench, Objective
 from training.config import DataConfig
-from training.data.readers import Chat, read_chats
+from training.data.packing import PackedData
+from training.data.readers import read_chats
 from training.drafter_folder import write_model
 
 # part -> side -> the side that it is compared with
@@ -53,8 +55,7 @@ TRAINED = {
     "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }
 PARTS = (*TRAINED, "shape", "pruned")
-HELD_OUT = 0.1  # share of the chats that is kept for the cut of a pruned drafter
-_FROM = {"system": "system", "user": "human", "assistant": "gpt"}
+HELD_OUT = 0.1  # share of the chats that is held out to prune by
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Options(BenchOptions):
     # held-out evaluation prompts; those whose greedy answer loops are skipped
     prompts: str = "embedded:prompts"
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # comparisons
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every side each
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # each runs every side once
     seconds: float = 20.0  # seconds of training of every run
     max_chats: int = 400  # chats sampled from the files, which the target answers
     answer_tokens: int = 128  # maximum length of the target's answers to train on
@@ -81,12 +82,12 @@ class Options(BenchOptions):
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: numbers of beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape: temperatures
-    raced: str = "forward KL"  # shape, pruned: the side whose heads decode
-    # shape, pruned: number of held-out prompts that are decoded one by one and timed
+    raced: str = "forward KL"  # shape, pruned: side whose heads decode
+    # shape, pruned: number of held-out prompts that are decoded and timed one by one
     race_prompts: int = 8
-    race_width: int = 10  # pruned: most beams of the heads; width and length follow the costs
-    race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
-    # pruned: numbers of layers to keep; the faster drafter is compared
+    race_width: int = 10  # pruned: maximum beams of the heads; width and length follow the costs
+    race_length: int = 4  # pruned: maximum draft length of heads and pruned drafters
+    # pruned: numbers of layers to keep; the fastest drafter is compared
     pruned_layers: list[int] = field(default_factory=lambda: [1, 2])
     # pruned: choice of layers, as importance.choice of distill.prune
     pruned_choice: str = "even"
@@ -98,26 +99,20 @@ class Options(BenchOptions):
 
 
 def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
-    """Write the chats of all runs: `found`, and `held_out` for the cut of a pruned drafter."""
+    """Write the chats of all runs; return the files `found` and `held_out` (for pruning)."""
     chats, _ = read_chats([resolve(path) for path in chosen.chats], max_bad=0.1)
     sampled = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
-    apart = max(1, round(HELD_OUT * len(sampled)))
+    cut = max(1, round(HELD_OUT * len(sampled)))
     files = {"found": work / "found.json", "held_out": work / "held_out.json"}
-    for file, some in zip(files.values(), (sampled[apart:], sampled[:apart]), strict=True):
+    for file, part in zip(files.values(), (sampled[cut:], sampled[:cut]), strict=True):
         if not file.is_file():
-            write_text(file, json.dumps([_sharegpt(chat) for chat in some]))
+            records = [{"id": chat.id, "messages": chat.messages} for chat in part]
+            write_text(file, json.dumps(records))
     return files
 
 
-def _sharegpt(chat: Chat) -> dict[str, Any]:
-    turns = [
-        {"from": _FROM[message["role"]], "value": message["content"]} for message in chat.messages
-    ]
-    return {"id": chat.id, "conversations": turns}
-
-
 def answer_chats(chosen: Options, found: Path, work: Path) -> Path:
-    """Write the same chats with the target's own answers."""
+    """Write the same chats with the target's answers."""
     return distill.regenerate.job.run(
         RegenerateConfig(
             job="distill.regenerate",
@@ -134,26 +129,27 @@ def answer_chats(chosen: Options, found: Path, work: Path) -> Path:
 
 
 class Show:
-    """All runs of a comparison, seed by seed."""
+    """Runs of all chosen parts, seed by seed."""
 
     def __init__(self, chosen: Options) -> None:
         self.chosen = chosen
-        self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
-        self.work = self.kept.folder
-        pairs = [
-            pair for part, of in TRAINED.items() if part in chosen.parts for pair in of.items()
-        ]
-        asked = [BASE] * bool(pairs) + [chosen.raced] * bool({"shape", "pruned"} & {*chosen.parts})
-        self.sides = list(
-            dict.fromkeys([*asked, *(side for pair in pairs for side in reversed(pair))])
-        )
+        self.journal = PartJournal(chosen.work, chosen, ("parts", "seeds"))
+        self.work = self.journal.folder
+        pairs = {
+            side: against
+            for part, of in TRAINED.items()
+            if part in chosen.parts
+            for side, against in of.items()
+        }
+        decoded = [chosen.raced] if {"shape", "pruned"} & {*chosen.parts} else []
+        self.sides = list(dict.fromkeys([*pairs.values(), *decoded, *pairs]))
         files = sample_chats(chosen, self.work)
         if any(SIDES[side].answered for side in self.sides):
             files["answered"] = answer_chats(chosen, files["found"], self.work)
         self.bench = Bench(chosen, files)
 
     def run(self) -> dict[str, Any]:
-        """Run what is missing and return all figures, earlier ones included."""
+        """Run the parts that the journal lacks; return all figures, earlier ones included."""
         for seed in self.chosen.seeds:
             for side in self.sides:
                 self._figures(side, seed, self.head, side)
@@ -168,129 +164,123 @@ class Show:
     def _figures(
         self, name: str, seed: int, make: Callable[..., dict[str, Any]], *given: Any
     ) -> None:
-        self.kept.figures({"of": name, "seed": seed}, make, *given, seed)
+        self.journal.figures({"of": name, "seed": seed}, make, *given, seed)
         self.save()
-
-    def pace(self, name: str, make: Callable[[], float]) -> float:
-        """Return the seconds of a step, timed once, so that all seeds take the same steps."""
-        return float(self.kept.figures({"pace of": name}, lambda: {"seconds": make()})["seconds"])
 
     def save(self) -> dict[str, Any]:
         """Write and return the figures so far."""
         figures = {
-            f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part
+            f"{part['of']}/{part['seed']}": found
+            for part, found in self.journal.all()
+            if "of" in part
         }
         found = {"figures": figures, "tables": tables.report(self.chosen, figures, TRAINED)}
         common.save(self.chosen.name, self.chosen, found, show=False)
         return found
 
-    def head(self, name: str, seed: int) -> dict[str, Any]:
-        """Train a side's head, measure it, and write it if it decodes later."""
-        bench, side, lr = self.bench, SIDES[name], self.chosen.lr
-        data = bench.data(side.answered, seed)
-        pace = self.pace(
-            name, lambda: bench.time_step(lambda: bench.head_objective(side, seed), data, lr)
+    def _train(
+        self, name: str, make: Callable[[], Objective], data: PackedData, lr: float
+    ) -> tuple[Any, dict[str, Any]]:
+        """Train for the given seconds; return the trained module, the steps and the seconds.
+
+        A step is timed once, so that all seeds take the same number of steps.
+        """
+        pace = self.journal.figures(
+            {"pace of": name}, lambda: {"seconds": self.bench.time_step(make, data, lr)}
         )
-        steps = max(1, round(self.chosen.seconds / pace))
-        objective, head = made = bench.head_objective(side, seed)
-        seconds = sum(bench.train(made, data, steps, lr))
+        steps = max(1, round(self.chosen.seconds / pace["seconds"]))
+        made = make()
+        seconds = sum(self.bench.train(made, data, steps, lr))
+        return made[1], {"steps": steps, "seconds": seconds}
+
+    def head(self, name: str, seed: int) -> dict[str, Any]:
+        """Train a side's head and measure it; write it if later parts decode with it."""
+        bench, side = self.bench, SIDES[name]
+        data = bench.data(side.answered, seed)
+        make = partial(bench.head_objective, side, seed)
+        head, found = self._train(name, make, data, self.chosen.lr)
         if name == self.chosen.raced:
-            save_head(head, self.raced(seed))
-        return {
-            "steps": steps,
-            "seconds": seconds,
-            "epochs": steps / data.steps_per_epoch,
-            **bench.block_efficiency(head, seed),
-        }
+            save_head(head, self.head_folder(seed))
+        epochs = found["steps"] / data.steps_per_epoch
+        return {**found, "epochs": epochs, **bench.block_efficiency(head, seed)}
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
-        """Distil into the cut target for the same seconds, and write it for decoding."""
-        bench, lr = self.bench, self.chosen.pruned_lr
-        data, cut_seconds = bench.data(False, seed), bench.students[layers][1]
-        pace = self.pace(
-            f"pruned {layers}",
-            lambda: bench.time_step(lambda: bench.student_objective(layers), data, lr),
-        )
-        steps = max(1, round(self.chosen.seconds / pace))
-        made = bench.student_objective(layers)
-        torch.manual_seed(seed)
-        seconds = sum(bench.train(made, data, steps, lr))
-        write_model(made[1], bench.folder, self.pruned_folder(layers, seed), torch.float32)
-        return {"steps": steps, "seconds": seconds, "cut_seconds": cut_seconds}
+        """Distil into the cut target for the given seconds, and write the drafter."""
+        bench, make = self.bench, partial(self.bench.student_objective, layers)
+        cut_seconds = bench.students[layers][1]
+        data = bench.data(False, seed)
+        student, found = self._train(f"pruned {layers}", make, data, self.chosen.pruned_lr)
+        write_model(student, bench.folder, self.pruned_folder(layers, seed), torch.float32)
+        return {**found, "cut_seconds": cut_seconds}
 
-    def raced(self, seed: int) -> Path:
-        """Return the folder of the head that decodes."""
+    def head_folder(self, seed: int) -> Path:
+        """Return the folder of a seed's head, for decoding."""
         return self.work / "heads" / f"raced_{seed}"
 
     def pruned_folder(self, layers: int, seed: int) -> Path:
-        """Return the folder of a pruned drafter."""
+        """Return the folder of a seed's pruned drafter."""
         return self.work / "pruned" / f"{layers}_{seed}"
 
+    def _head_drafter(self, seed: int, **options: Any) -> dict[str, Any]:
+        folder, dtype = str(self.head_folder(seed)), self.chosen.decode_dtype
+        return {"use": "recurrent", "folder": folder, "dtype": dtype, **options}
+
     def shape(self, seed: int) -> dict[str, Any]:
-        """Measure beams of every width and length with a seed's head."""
-        heads = [
-            {
-                "use": "recurrent",
-                "folder": str(self.raced(seed)),
-                "beam_width": width,
-                "by_cost": False,
-                "dtype": self.chosen.decode_dtype,
-                "name": f"{width} beams",
-            }
-            for width in self.chosen.widths
-        ]
-        temperatures, lengths = self.chosen.shape_temperatures, self.chosen.lengths
-        return {
-            "generations": self._race(
-                f"shape_{seed}", heads, temperatures, lengths, seed, control=False
-            )
-        }
+        """Decode with a seed's head under every beam width and length."""
+        chosen, drafter = self.chosen, partial(self._head_drafter, seed, by_cost=False)
+        heads = [drafter(beam_width=n, name=f"{n} beams") for n in chosen.widths]
+        temperatures = chosen.shape_temperatures
+        given = (f"shape_{seed}", seed, heads, temperatures, chosen.lengths)
+        return {"generations": self._race(*given, prompt_lookup_control=False)}
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """Measure a seed's head, sized by cost, against its pruned drafters."""
-        shared = {
-            "use": "recurrent",
-            "folder": str(self.raced(seed)),
-            "beam_width": self.chosen.race_width,
-            "dtype": self.chosen.decode_dtype,
-        }
+        """Decode with a seed's head, sized by cost, and with its pruned drafters."""
+        chosen = self.chosen
+        drafter = partial(self._head_drafter, seed, by_cost=True, beam_width=chosen.race_width)
+        picked = drafter(children="top_k", name="head, picked")
+        sampled = drafter(children="sampled", name="head, drawn")
         students = [
             {"use": str(self.pruned_folder(layers, seed)), "name": f"pruned {layers}"}
-            for layers in self.chosen.pruned_layers
+            for layers in chosen.pruned_layers
         ]
         found = []
-        top_k, sampled = ("picked", "top_k"), ("drawn", "sampled")
-        for temperature, ways in ((0.0, [top_k]), (1.0, [top_k, sampled])):
-            heads = [
-                {**shared, "by_cost": True, "children": children, "name": f"head, {way}"}
-                for way, children in ways
-            ]
-            name, length = f"pruned_{seed}_T{temperature:g}", [self.chosen.race_length]
-            found += self._race(name, [*heads, *students], [temperature], length, seed)
+        for temperature, heads in ((0.0, [picked]), (1.0, [picked, sampled])):
+            name, drafters = f"pruned_{seed}_T{temperature:g}", [*heads, *students]
+            found += self._race(name, seed, drafters, [temperature], [chosen.race_length])
         return {"generations": found}
 
     def _race(
         self,
         name: str,
+        seed: int,
         drafters: list[dict[str, Any]],
         temperatures: list[float],
-        lengths: Sequence[int],
-        seed: int,
-        control: bool = True,
+        lengths: list[int],
+        **fields: Any,
     ) -> list[dict[str, Any]]:
         """Return counts and seconds of every generation, autoregressive ones included."""
         prompts = [prompt for prompt, _, _ in self.bench.held_out][: self.chosen.race_prompts]
         file = write_prompts(self.work / "race_prompts.jsonl", prompts)
         folder = self.work / "races" / name
-        Race(self.chosen, file, len(prompts), seed)(
-            folder, drafters, temperatures, lengths, control
+        race_drafters(
+            self.chosen,
+            folder,
+            file,
+            drafters,
+            seed=seed,
+            temperatures=temperatures,
+            num_draft_tokens=lengths,
+            sweep=[],
+            sweep_prompts=0,
+            max_prompts=len(prompts),
+            **fields,
         )
-        return tables.generations(folder)
+        return tables.read_generations(folder)
 
 
 def main() -> None:
-    """Run the chosen parts and write their tables."""
-    chosen = common.options(Options, parts=PARTS, raced=SIDES)
+    """Run the chosen parts, and write the tables of all parts."""
+    chosen = common.read_options(Options, parts=PARTS, raced=SIDES)
     common.save_text(chosen.name, Show(chosen).run()["tables"])
 
 

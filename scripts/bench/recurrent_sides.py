@@ -1,11 +1,11 @@
-"""Sides of recurrent_show.py: heads and pruned students, their training and their acceptance.
+"""Sides of recurrent_show.py: heads and pruned students, their training and block efficiency.
 
-Every side differs from `base` in one thing, or in what its name says. All are trained for equal
-seconds: a side's step is timed first, and its number of steps fills the seconds, with the complete
-schedule of the learning rate. The target's states are computed in every step.
+Every side differs from `base` in one setting, or in those of its name. All are trained for equal
+seconds: a side's step is timed first, and as many steps as fit run under a complete learning-rate
+schedule. The target's states are computed in every step.
 
-A head is judged by its block efficiency by prompt: greedy, of a chain on the target's own answers
-(training/heads/evaluation.py); sampled, by real decoding with sampled chains, tested by p / q.
+A head is judged by its block efficiency by prompt, decoding with a chain: greedily, and at
+temperature 1 with sampled drafts, tested by p / q.
 """
 
 import copy
@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from decoding.engine import Engine, load
@@ -31,7 +30,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.kind import KIND
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import StepRecorder, loop_config, train_steps
-from scripts.bench.recurrent_generation import Answered, prompts_without_loops
+from scripts.bench.recurrent_generation import Answered, find_prompts_without_loops
 from scripts.bench.students import StudentOptions, Students, prune_config
 from training.config import DataConfig, StudentConfig
 from training.data.from_config import read_samples
@@ -39,19 +38,18 @@ from training.data.packing import PackedData, Sample
 from training.data.readers import read_prompts
 from training.features.states import TargetStates
 from training.heads.build import build_head
-from training.heads.evaluation import GreedyChain
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
 from training.optimizer_config import OptimizerConfig
 
-PACE_STEPS = 5  # steps of a side's timing, the first of which is a warm-up
+PACE_STEPS = 5  # steps that time a side; the first one is a warm-up
 
 
 @dataclass(frozen=True)
 class Side:
-    """Start of a head and what it learns from."""
+    """Initialisation, loss and data of a head."""
 
     rnn: bool = True
     warm_start: str = "state"
@@ -77,29 +75,33 @@ SIDES = {
     "as published": Side(warm_start="none", zero_blocks=False),
 }
 
-Objective = tuple[Any, Any]  # a loss of batches, and the module of it that is trained
+Objective = tuple[Any, Any]  # a loss, and the part of it that is trained
 
 
 class Bench:
-    """Target (to train on and to decode with), chats and held-out answers that all runs share."""
+    """Target for training and for decoding, chats, and held-out answers, shared by all runs."""
 
     def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
-        """Keep the options. files: chats `found`, `answered` by the target, and `held_out`."""
+        """Store the options. files: chats `found`, `answered` by the target, and `held_out`."""
         self.chosen, self.files = chosen, files
         self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+        self.device = torch.device(chosen.device)
 
     @cached_property
     def engine(self) -> Engine:
+        """The target for decoding."""
         return load(self.folder, device=self.chosen.device, dtype=self.chosen.decode_dtype)
 
     @cached_property
     def target(self) -> Any:
-        return freeze(load_causal_lm(self.folder, self.dtype)).to(self.chosen.device)
+        """The frozen target for training."""
+        return freeze(load_causal_lm(self.folder, self.dtype)).to(self.device)
 
     @cached_property
     def states(self) -> TargetStates:
+        """The target's hidden states, computed when a batch is read."""
         states = TargetStates(self.target)
-        states.move_to(torch.device(self.chosen.device))
+        states.move_to(self.device)
         return states
 
     @cached_property
@@ -107,56 +109,28 @@ class Bench:
         """Prompts whose greedy answer does not loop, with ids and answers."""
         prompts, chosen = read_prompts(resolve(self.chosen.prompts)), self.chosen
         most = chosen.max_new_tokens
-        return prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
-
-    @cached_property
-    def chain(self) -> GreedyChain:
-        answers = []
-        for _, ids, answer in self.held_out:
-            mask = np.arange(len(ids) + len(answer)) >= len(ids)
-            answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
-        longest = max(len(one.ids) for one in answers)
-        head, chosen = (
-            RecurrentHead(head_config(HeadShapeConfig(), self.target.config)),
-            self.chosen,
-        )
-        capacity, device = max(longest, chosen.max_length), torch.device(chosen.device)
-        return GreedyChain(
-            PREDICTIONS,
-            head,
-            self.states,
-            answers,
-            chosen.heads,
-            chosen.max_new_tokens,
-            capacity,
-            device,
-        )
-
-    def data(self, answered: bool, seed: int) -> PackedData:
-        """Return the chats in packed rows."""
-        rows = max(1, self.chosen.tokens_per_step // self.chosen.max_length)
-        return PackedData(
-            self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed
-        )
+        return find_prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
-        given = {
-            name: DataConfig(
-                chats=[str(self.files[name])], max_length=self.chosen.max_length, max_bad=1.0
-            )
-            for name in ("found", "answered")
-            if name in self.files
-        }
-        return {
-            name: read_samples(self.engine.tokenizer, data, "train") for name, data in given.items()
-        }
+        found = {}
+        for name, file in self.files.items():
+            config = DataConfig(chats=[str(file)], max_length=self.chosen.max_length, max_bad=1.0)
+            if name != "held_out":
+                found[name] = read_samples(self.engine.tokenizer, config, "train")
+        return found
 
-    def head(self, side: Side, seed: int) -> RecurrentHead:
-        """Return an untrained head."""
+    def data(self, answered: bool, seed: int) -> PackedData:
+        """Return the chats in packed rows."""
+        samples, length = self._samples["answered" if answered else "found"], self.chosen.max_length
+        return PackedData(samples, length, max(1, self.chosen.tokens_per_step // length), seed)
+
+    def head_objective(self, side: Side, seed: int) -> Objective:
+        """Return a side's loss and its untrained head."""
         torch.manual_seed(seed)
+        chosen = self.chosen
         shape = HeadShapeConfig(
-            num_draft_layers=self.chosen.num_draft_layers,
+            num_draft_layers=chosen.num_draft_layers,
             rnn=side.rnn,
             warm_start=side.warm_start,
             zero_blocks=side.zero_blocks,
@@ -164,21 +138,15 @@ class Bench:
         lm_head_VH = self.target.get_output_embeddings().weight.detach()
         config = head_config(shape, self.target.config)
         head = build_head(KIND, shape, config, lm_head_VH, [], show=False)
-        return head.to(self.chosen.device, self.dtype)
-
-    def head_objective(self, side: Side, seed: int) -> Objective:
-        """Return a side's loss and its head."""
-        head = self.head(side, seed)
-        loss = HeadLossConfig(
-            side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens
-        )
+        head = head.to(self.device, self.dtype)
+        loss = HeadLossConfig(side.loss, predict_n_tokens=chosen.heads, own_tokens=side.own_tokens)
         return HeadObjective(PREDICTIONS, head, self.states, loss), head
 
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:
         """Number of layers -> the target cut by importance, and the seconds of the cut."""
         chosen, students, found = self.chosen, Students(), {}
-        wanted = StudentOptions(
+        options = StudentOptions(
             device=chosen.device,
             target=chosen.target,
             chats=[str(self.files["found"])],
@@ -194,9 +162,8 @@ class Bench:
         )
         with tempfile.TemporaryDirectory() as place:
             for layers in chosen.pruned_layers:
-                config = prune_config(
-                    wanted, StudentConfig(num_hidden_layers=layers), 0, Path(place)
-                )
+                shape = StudentConfig(num_hidden_layers=layers)
+                config = prune_config(options, shape, 0, Path(place))
                 config.importance.choice = chosen.pruned_choice
                 context = students.context(config)
                 found[layers] = students.cut(context)[0].cpu(), sum(context.seconds.values())
@@ -204,7 +171,7 @@ class Bench:
 
     def student_objective(self, layers: int) -> Objective:
         """Return the distillation into a copy of the cut target."""
-        student = copy.deepcopy(self.students[layers][0]).to(self.chosen.device, self.dtype)
+        student = copy.deepcopy(self.students[layers][0]).to(self.device, self.dtype)
         return Distillation(student, self.target), student
 
     def time_step(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
@@ -219,20 +186,20 @@ class Bench:
         train_steps("train", *made, data, loop, self.chosen.device, recorder)
         return recorder.seconds()
 
-    @torch.no_grad()
     def block_efficiency(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
-        """Return (tokens, rounds) of every held-out prompt, `greedy` and `sampled`."""
-        self.chain.head = head.eval()
-        greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
-        drafter = RecurrentDrafter(
-            head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, children="sampled"
-        )
-        settings = Settings(
-            self.chosen.max_new_tokens,
-            temperature=1.0,
-            num_draft_tokens=self.chosen.heads,
-            seed=seed,
-            stop_token_ids=self.engine.stop_token_ids,
-        )
-        done = decode(self.engine.target, drafter, [ids for _, ids, _ in self.held_out], settings)
-        return {"greedy": greedy, "sampled": [(len(one.tokens), one.rounds) for one in done]}
+        """Decode with a chain; return (tokens, rounds) by prompt, `greedy` and `sampled`."""
+        engine, prompts = self.engine, [ids for _, ids, _ in self.held_out]
+        copied = copy.deepcopy(head).float().requires_grad_(False).eval()
+        drafter = RecurrentDrafter(head=copied, beam_width=1, children="sampled")
+        found = {}
+        for way, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            settings = Settings(
+                self.chosen.max_new_tokens,
+                temperature=temperature,
+                num_draft_tokens=self.chosen.heads,
+                seed=seed,
+                stop_token_ids=engine.stop_token_ids,
+            )
+            made = decode(engine.target, drafter, prompts, settings)
+            found[way] = [(len(one.tokens), one.rounds) for one in made]
+        return found

@@ -1,16 +1,16 @@
 """Part `training` of recurrent.py: a step of our job against the published recipe, written out.
 
-The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is written as
-it computes: every chat padded; embeddings rolled left once a head; all heads' logits of all
-positions as a list, stacked, and copied to float32 (accelerate widens a model's outputs); the sum
-over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k
-of its own over the complete vocabulary; every figure fetched from the device at once; float32
-weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1. Its other costs (Trainer,
-data loader, gradient exchange of an unused lm_head) are left out, so that it is faster here.
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is reproduced
+operation by operation: every chat is padded; embeddings are rolled left once per head; the logits
+of all heads and positions are stacked and copied to float32 (accelerate widens a model's outputs);
+the loss is the sum over heads of the mean cross-entropy on shifted contiguous copies; each head and
+k = 1 .. 5 has a separate top-k over the complete vocabulary; every figure is fetched from the
+device at once; weights are float32 under bfloat16 autocast, with torch's AdamW and the norm clipped
+at 1. Its other costs (Trainer, data loader, gradient exchange of an unused lm_head) are left out,
+which makes it faster here.
 """
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
@@ -33,12 +31,12 @@ from scripts.bench.common import (
     medians,
     peak_bytes,
     ratio,
+    read_chat_samples,
     take_turns,
     train_steps,
 )
+from scripts.bench.padded import pad_rows
 from training.data.packing import PackedData, Sample, collate
-from training.data.readers import read_chats
-from training.data.samples import chat_samples
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
@@ -49,12 +47,10 @@ from training.optimizer_config import OptimizerConfig
 IGNORED = -100
 TOP_K = 5
 GOAL_OVER_PUBLISHED, GOAL_OVER_LONGEST, GOAL_PEAK = 4.0, 2.0, 1 / 3
-# largest relative difference of the losses, whose bfloat16 products are summed in another order
-SAME_LOSS = 0.02
 
 
 class Published(nn.Module):
-    """Published model around a head's modules.
+    """Published model, which computes with a head's modules.
 
     The forward over padded ids returns all logits [heads, B, T, V] in float32.
     """
@@ -101,35 +97,19 @@ def published_loss(logits_KBTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, dict
     return total, log
 
 
-def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor]:
-    """Pad chats to `length`, or to the longest one if it is 0."""
-
-    def stack(parts: list[Tensor], fill: int) -> Tensor:
-        together = pad_sequence(parts, batch_first=True, padding_value=fill)
-        return F.pad(together, (0, max(0, length - together.shape[1])), value=fill).to(device)
-
-    ids = [torch.from_numpy(row.ids).long() for row in rows]
-    labels = [
-        part.where(torch.from_numpy(row.mask), IGNORED) for part, row in zip(ids, rows, strict=True)
-    ]
-    return {
-        "ids": stack(ids, 0),
-        "attention": stack([torch.ones_like(part) for part in ids], 0),
-        "labels": stack(labels, IGNORED),
-    }
-
-
 class PublishedSide:
-    """Optimizer steps of the published recipe over the chats in turn."""
+    """Optimizer steps of the published recipe over the chats in turn.
+
+    length: tokens that every chat is padded to, 0 for the longest of its batch.
+    """
 
     def __init__(
         self, chosen: Any, target: Any, head: RecurrentHead, samples: Sequence[Sample], length: int
     ) -> None:
         self.chosen, self.samples, self.length, self.place = chosen, samples, length, 0
-        self.model = Published(
-            target, copy.deepcopy(head), chosen.heads, chosen.dtype == "bfloat16"
-        ).to(chosen.device)
-        self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=1e-3, weight_decay=0.0)
+        autocast, copied = chosen.dtype == "bfloat16", copy.deepcopy(head)
+        self.model = Published(target, copied, chosen.heads, autocast).to(chosen.device)
+        self.optimizer = torch.optim.AdamW(copied.parameters(), lr=1e-3, weight_decay=0.0)
 
     def __call__(self) -> float:
         """Run a round and return supervised tokens/s."""
@@ -151,95 +131,85 @@ class PublishedSide:
         self.optimizer.zero_grad(set_to_none=True)
         return supervised
 
+    def loss(self, rows: Sequence[Sample], length: int) -> Tensor:
+        """Return the loss of chats padded to a length."""
+        batch = {key: part.to(self.chosen.device) for key, part in pad_rows(rows, length).items()}
+        labels_BT = batch["input_ids"].where(batch["supervised"], IGNORED)
+        return published_loss(self.model(batch["input_ids"], batch["attention_mask"]), labels_BT)[0]
+
     def backward(self, rows: Sequence[Sample]) -> None:
-        given = padded(rows, self.length, self.chosen.device)
-        loss, _ = published_loss(self.model(given["ids"], given["attention"]), given["labels"])
-        (loss / self.chosen.forwards).backward()
+        """Add the gradient of one forward."""
+        (self.loss(rows, self.length) / self.chosen.forwards).backward()
 
     def next_rows(self) -> list[Sample]:
-        count = self.chosen.rows
-        rows = [self.samples[(self.place + i) % len(self.samples)] for i in range(count)]
-        self.place += count
-        return rows
+        """Return the chats of the next forward."""
+        first, self.place = self.place, self.place + self.chosen.rows
+        return [self.samples[i % len(self.samples)] for i in range(first, self.place)]
 
 
 class OurSide:
     """Steps of our loop on packed rows, with hard labels and the target's states in every step."""
 
     def __init__(self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData) -> None:
-        self.chosen, self.data = chosen, data
-        dtype = dtype_of(chosen.dtype)
-        states = TargetStates(target)
-        self.objective = HeadObjective(
-            PREDICTIONS,
-            copy.deepcopy(head).to(chosen.device, dtype),
-            states,
-            HeadLossConfig(predict_n_tokens=chosen.heads),
-        )
+        self.chosen, self.data, self.states = chosen, data, TargetStates(target)
+        self.head = copy.deepcopy(head).to(chosen.device, dtype_of(chosen.dtype))
+        self.objective = self._objective(self.head)
+
+    def _objective(self, head: RecurrentHead) -> HeadObjective:
+        loss = HeadLossConfig(predict_n_tokens=self.chosen.heads)
+        return HeadObjective(PREDICTIONS, head, self.states, loss)
 
     def __call__(self) -> float:
-        """Run a round and return supervised tokens/s, the first step left out."""
-        chosen, recorder, objective = self.chosen, StepRecorder(), self.objective
+        """Train a copy of the head and return supervised tokens/s."""
+        chosen, recorder, head = self.chosen, StepRecorder(), copy.deepcopy(self.head)
         tokens = self.data.rows_per_step * self.data.capacity
         part = min(tokens, chosen.rows * chosen.max_length)
         optimizer = OptimizerConfig(lr=1e-3)
         loop = loop_config(
             chosen.steps + 1, tokens, chosen.dtype, optimizer, micro_batch_tokens=part
         )
-        head = copy.deepcopy(objective.head)
-        module = HeadObjective(PREDICTIONS, head, objective.states, objective.loss)
-        train_steps("ours", module, head, self.data, loop, chosen.device, recorder)
-        first, last = recorder.steps[0], recorder.steps[-1]
-        supervised = last["supervised_tokens"] - first["supervised_tokens"]
-        return supervised / sum(recorder.seconds()[1:])
+        objective = self._objective(head)
+        train_steps("ours", objective, head, self.data, loop, chosen.device, recorder)
+        return recorder.rate("supervised_tokens")
 
 
 @torch.no_grad()
-def losses(
+def compare_losses(
     ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capacity: int
 ) -> dict[str, float]:
     """Return both sides' losses on the same chats and weights; exit if they differ."""
-    chosen = ours.chosen
-    batch = collate(samples, [[i] for i in range(len(samples))], capacity, chosen.device)
+    rows = [[i] for i in range(len(samples))]
+    batch = collate(samples, rows, capacity, ours.chosen.device)
     mine = float(ours.objective(batch)[0]) / batch.supervised
-    given = padded(samples, 0, chosen.device)
-    published = float(
-        published_loss(theirs.model(given["ids"], given["attention"]), given["labels"])[0]
-    )
-    check_losses(mine, published, SAME_LOSS)
+    published = float(theirs.loss(samples, 0))
+    check_losses(mine, published)
     return {"ours": mine, "published": published}
 
 
 def run(chosen: Any) -> dict[str, Any]:
-    """Measure the rates of all sides in turn, the peaks of a pass, and how full batches are."""
+    """Measure the rates of all sides in turn, their peak memory, and the padding of batches."""
     folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
-    eager = freeze(
-        AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
-        )
-    ).to(chosen.device)
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
+    eager: Any = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+    )
+    eager = freeze(eager).to(chosen.device)
     context = chosen.context or min(chosen.max_length, packed.config.max_position_embeddings)
-    chats, _ = read_chats([resolve(path) for path in chosen.chats])
-    samples, account = chat_samples(load_tokenizer(folder), chats, "auto", context, "answers")
-    print(account.line("chats"), file=sys.stderr)
-    samples = [
-        samples[int(i)]
-        for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
-    ]
+    samples, account = read_chat_samples(chosen.target, chosen.chats, context)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    samples = [samples[i] for i in order.tolist()]
     torch.manual_seed(0)
     width = packed.config.hidden_size
-    head = RecurrentHead(
-        HeadConfig(packed.config.vocab_size, width, 2 * width, chosen.num_draft_layers)
-    )
+    shape = HeadConfig(packed.config.vocab_size, width, 2 * width, chosen.num_draft_layers)
+    head = RecurrentHead(shape)
     tokens = account.tokens / len(samples) * chosen.rows * chosen.forwards
     data = PackedData(samples, context, max(1, round(tokens / context)), 0)
     ours = OurSide(chosen, packed, head, data)
     fixed, longest = (
         PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0)
     )
-    same = losses(ours, fixed, samples[:4], context)
-    peaks = peak_memory(ours, fixed, longest)
+    same = compare_losses(ours, fixed, samples[:4], context)
+    peaks = measure_peaks(ours, fixed, longest)
     sides: dict[str, Callable[[], float]] = {
         "ours": ours,
         "published": fixed,
@@ -248,25 +218,23 @@ def run(chosen: Any) -> dict[str, Any]:
     figures = take_turns(sides, chosen.rounds)
     slots = account.tokens / (len(samples) * chosen.max_length)
     over = {name: ratio(figures, "ours", name) for name in ("published", "published_to_longest")}
-    smaller = peaks["ours"] / peaks["published"]
+    over_fixed, over_longest = (one["median"] for one in over.values())
     return {
-        "goals": goals(
-            over["published"]["median"], over["published_to_longest"]["median"], smaller
-        ),
+        "goals": judge_goals(over_fixed, over_longest, peaks["ours"] / peaks["published"]),
         "supervised_tokens_per_second": medians(figures),
-        "ours_over_published": over["published"],
-        "ours_over_published_to_longest": over["published_to_longest"],
+        **{f"ours_over_{name}": one for name, one in over.items()},
         "peak_bytes": peaks,
-        "peak_of_published_over_ours": peaks["published"] / peaks["ours"],
-        "peak_of_published_to_longest_over_ours": peaks["published_to_longest"] / peaks["ours"],
+        **{f"peak_of_{name}_over_ours": peaks[name] / peaks["ours"] for name in over},
         "share_of_positions_with_a_token": {"ours": data.fill, "published": slots},
         "supervised_share_of_tokens": data.supervised / data.tokens,
         "loss_on_the_same_chats": same,
     }
 
 
-def goals(over_published: float, over_longest: float, peak: float) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures. peak: ours as a share of the published one."""
+def judge_goals(
+    over_published: float, over_longest: float, peak: float
+) -> dict[str, dict[str, Any]]:
+    """Compare every goal with the figures. peak: our peak memory over the published one."""
     published, longest = over_published >= GOAL_OVER_PUBLISHED, over_longest >= GOAL_OVER_LONGEST
     padded_to_longest = f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row"
     return {
@@ -276,21 +244,19 @@ def goals(over_published: float, over_longest: float, peak: float) -> dict[str, 
     }
 
 
-def peak_memory(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
+def measure_peaks(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
     """Return the peak bytes of a forward and backward pass over equally many positions."""
     chosen, data = ours.chosen, ours.data
     rows = max(1, chosen.rows * chosen.max_length // data.capacity)
     batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)
-    chats = fixed.next_rows()
-    fixed.place = 0
-    # A first pass makes the gradients, which stay.
+    chats = fixed.samples[: chosen.rows]
     passes: dict[str, Callable[[], None]] = {
         "ours": lambda: ours.objective(batch)[0].backward(),
         "published": lambda: fixed.backward(chats),
         "published_to_longest": lambda: longest.backward(chats),
     }
     for one in passes.values():
-        one()
+        one()  # makes the gradients, which stay
     found = {name: peak_bytes(one, chosen.device) for name, one in passes.items()}
     for module in (ours.objective, fixed.model, longest.model):
         module.zero_grad(set_to_none=True)

@@ -1,8 +1,8 @@
 """Students of one target, cut and distilled one after another on the same text.
 
-Most of a small student's step is the frozen target's forward. All students see the same rows, so
-the states that the first one computes are kept for the others (training.objectives.TeacherStates).
-Seconds of distillation are therefore no result here.
+The frozen target's forward takes most of a small student's step. All students train on the same
+rows, so the target's states are computed for the first student and cached for the others
+(training.objectives.TeacherStates). The seconds of distillation are therefore no result.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class StudentOptions(BenchOptions):
     """Options of benchmarks that cut and distil students."""
 
     target: str = "embedded:target"  # model folder
-    # ShareGPT files to distil on and to score by
+    # ShareGPT files, which are distilled on and score importance
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])
-    # held-out ShareGPT files, for the choice of layers and for acceptance
+    # held-out ShareGPT files, which choose layers and measure acceptance
     held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])
     prompts: str = "embedded:prompts"  # evaluation prompts that are decoded
     max_prompts: int = 30  # number of prompts
@@ -43,11 +43,11 @@ class StudentOptions(BenchOptions):
     max_length: int = 256  # tokens a row
     tokens_per_step: int = 4096  # tokens of a training step
     steps: int = 400  # steps of distillation
-    probe_steps: int = 10  # steps of a candidate's distillation, where layers are chosen
+    probe_steps: int = 10  # steps that distil a candidate while layers are chosen
     sequences: int = 512  # rows that are scored
     lr: float = 3e-3  # peak learning rate of distillation
     dtype: str = "float32"  # dtype of training; master weights are float32
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # one run of every student each
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # each runs every student once
     # folder of students and finished parts; a call with the same settings continues there
     work: str = "runs/bench"
     cache_mb: int = 2000  # memory for the target's states on the training text
@@ -56,7 +56,7 @@ class StudentOptions(BenchOptions):
 def prune_config(
     chosen: StudentOptions, shape: StudentConfig, seed: int, cache: Path
 ) -> PruneConfig:
-    """Return the configuration of distill.prune; `between` is the distillation after the cut."""
+    """Return a configuration of distill.prune, whose `between` distils after the cut."""
     optimizer = OptimizerConfig(lr=chosen.lr)
     loop = common.loop_config(chosen.steps, chosen.tokens_per_step, chosen.dtype, optimizer)
     return PruneConfig(
@@ -83,14 +83,14 @@ def prune_config(
 
 
 class Students:
-    """Factory of students that keeps the target, the text and the target's states."""
+    """Factory of students that share the target, the text and the target's states."""
 
     def __init__(self) -> None:
         self._context: PruneContext | None = None
         self._states: TeacherStates | None = None
 
     def context(self, config: PruneConfig) -> PruneContext:
-        """Return the context of one student: data shared by its seed, and accounts of its own."""
+        """Return the context of one student, with the data of its seed and empty cost accounts."""
         if self._context is None or self._context.config.seed != config.seed:
             self._context = context = build_context(config, resolve(config.target.path))
             held_out, length = context.held_out, config.data.max_length
@@ -102,8 +102,8 @@ class Students:
     def cut(self, context: PruneContext) -> tuple[Any, dict[str, Any]]:
         """Return a student before its distillation, and notes on its cut.
 
-        The context's accounts hold the cost of the choice. A choice computes the target's states
-        itself, so that its cost is that of a run of its own.
+        The context's accounts hold the cost of choosing what to cut, which includes the target's
+        states, as in a separate run.
         """
         config = context.config
         torch.manual_seed(config.seed)
@@ -114,7 +114,7 @@ class Students:
         return student, notes
 
     def distil(self, title: str, context: PruneContext, student: Any) -> dict[str, float]:
-        """Distil by the configuration's `between`, and return the held-out figures."""
+        """Distil under the configuration's `between` and return the best held-out figures."""
         self._states = self._states or context.states
         if self._states is not context.states:
             context.states = self._states

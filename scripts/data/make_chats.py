@@ -1,4 +1,4 @@
-"""Cut the embedded chats and prompts out of the standard library and write them into assets/.
+"""Extract the embedded chats and prompts from the standard library and write them to assets/.
 
     python scripts/data/make_chats.py
 
@@ -8,7 +8,7 @@
 - held_out_chats.json: other held-out functions in ShareGPT form, for held-out loss and acceptance
   while training.
 
-A hash of the record's name chooses the samples: the same Python writes the same files.
+A hash of the record's name chooses the samples, so the same Python writes the same files.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def choose_prompts() -> list[corpus.Function]:
-    """Return held-out functions with a docstring, a few of each module, without equal requests."""
+    """Return held-out functions with a docstring, a few per module, no two with equal requests."""
     chosen: dict[str, corpus.Function] = {}
     of_module: Counter[str] = Counter()
     candidates = sorted(
@@ -67,7 +67,7 @@ def choose_prompts() -> list[corpus.Function]:
 
 
 def prompt(function: corpus.Function) -> dict[str, object]:
-    """Return the evaluation form of one function."""
+    """Return the evaluation record of a function."""
     return {
         "id": f"{function.module}:{function.name}",
         "category": "method" if "." in function.name else "function",
@@ -77,7 +77,7 @@ def prompt(function: corpus.Function) -> dict[str, object]:
 
 
 def sample(chats: list[corpus.Messages], max_bytes: int) -> list[str]:
-    """Return at most `max_bytes` of ShareGPT records in hashed order, without overlong answers."""
+    """Return ShareGPT records in hashed order, at most `max_bytes`, without overlong answers."""
     records: dict[str, str] = {}
     for chat in chats:
         if any(
@@ -97,17 +97,17 @@ def sample(chats: list[corpus.Messages], max_bytes: int) -> list[str]:
 
 
 def rank(name: str) -> str:
-    """Return a hash to sort by, for a stable order that is independent of the names."""
+    """Return a hash of a name, to sort by in a stable and arbitrary order."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def write_array(name: str, records: list[str]) -> None:
-    """Write a JSON array with one record a line, so that a record can be found by its line."""
+    """Write a JSON array with one record per line."""
     write_lines(name, ["[", *(record + "," for record in records[:-1]), records[-1], "]"])
 
 
 def write_lines(name: str, lines: list[str]) -> None:
-    """Write lines as UTF-8 and print what was written."""
+    """Write lines as UTF-8 and print their number and size."""
     path = FOLDER / name
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{path}: {len(lines)} lines, {path.stat().st_size} bytes")

@@ -37,11 +37,11 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Train, convert and write; print the bytes per token on held-out modules."""
+    """Train, convert and write the tokenizer; print its bytes per token on held-out modules."""
     if (FOLDER / "model.safetensors").exists():
         sys.exit(
-            f"{FOLDER}: holds a trained model; another tokenizer would make it useless. Move the "
-            f"weights away first."
+            f"{FOLDER} holds a trained model, which another tokenizer would make useless. Move its "
+            f"weights elsewhere first."
         )
     FOLDER.mkdir(parents=True, exist_ok=True)
     train(FOLDER / "tokenizer.model")
@@ -95,7 +95,7 @@ def train(path: Path) -> None:
 
 
 def convert(pieces: sentencepiece.SentencePieceProcessor) -> Tokenizer:
-    """Return the `tokenizers` form; its merges are all splits of a piece, in the pieces' order."""
+    """Return the tokenizer in the form of `tokenizers`, with all splits of pieces as merges."""
     ids = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
     merges: list[tuple[int, int, int, str, str]] = []
     for piece in ids:

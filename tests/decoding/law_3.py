@@ -1,6 +1,6 @@
-"""The test of law 3: the first three tokens of many requests against their exact distribution.
+"""The measure of law 3: counts of the first three tokens against their exact joint distribution.
 
-The target has 5 symbols, and its next token depends on the last two, so the distribution is known.
+The 5-symbol target's next token depends on the last two, so the exact law can be computed.
 """
 
 import os
@@ -15,15 +15,15 @@ from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from tests.support.batched_requests import MANY, decode_alike
+from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
 from tests.support.tiny_targets import TableTarget, hf_model, native_of
 
 from .rows import COSTS, PICKED, ROWS
 
 P_LIMIT = 1e-6
-# Requests of a test. scripts/test.sh sets 5,000 in the short suite, 20,000 with --all, a million
-# with --exhaustive. Controls use the same number, so each tier shows that its tests can fail.
+# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with
+# --exhaustive. Controls get the same number, so that each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
@@ -32,17 +32,16 @@ WARPERS = {
     "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
-ROWS_AT_ONCE = 5_000  # the fastest batch size: larger ones outgrow the processor's caches
+ROWS_AT_ONCE = 5_000  # more exceed the processor's caches, fewer have more overhead
 Triple = tuple[int, ...]
 
 
 def target_table() -> TableTarget:
-    """Return the 5-symbol target."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
 
 
 def five_words() -> NativeTarget:
-    """Return a transformer over the five symbols, for drafters that run some of its layers."""
+    """Return a layered target of five symbols, for drafters that run some of its layers."""
     return native_of(
         hf_model(
             "llama",
@@ -56,13 +55,13 @@ def five_words() -> NativeTarget:
 
 
 def target_of(drafter: Drafter | None) -> Target:
-    """Return the 5-symbol target for tests of this drafter."""
+    """Return the 5-symbol target on which this drafter is tested."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
     return five_words() if isinstance(inner, SelfSpeculation) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:
-    """Return the row's drafter for the 5-symbol target, None for autoregressive decoding."""
+    """Return the row's drafter for the 5-symbol target; None decodes autoregressively."""
     make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None
 
@@ -74,7 +73,7 @@ def exact_row(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """Return the warped distribution of one row, written as its definition."""
+    """Return the warped distribution of one row by its definition."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = order[:top_k] if top_k else order
     weights = {
@@ -96,10 +95,7 @@ def exact_row(
 def joint(
     next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
 ) -> dict[Triple, float]:
-    """Return the joint distribution of the first three tokens.
-
-    next_row: returns the next token's probabilities after a text.
-    """
+    """Return the law of the first three tokens. next_row: maps a text to the next token's law."""
     law: dict[Triple, float] = {(): 1.0}
     for _ in range(3):
         law = {
@@ -112,7 +108,7 @@ def joint(
 
 
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
-    """Return the distribution of the target's first three tokens after PROMPT."""
+    """Return the exact law of the first three tokens after PROMPT from forwards over prefixes."""
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
@@ -122,9 +118,9 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
 
 
 def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Return the p-value of a chi-square test, 0 if an impossible outcome occurred.
+    """Return the p-value of a chi-square test, 0 for an impossible outcome.
 
-    Cells with fewer than 5 expected counts are pooled.
+    Cells with fewer than 5 expected samples are pooled.
     """
     draws = counts.total()
     if any(cell not in law for cell in counts):
@@ -147,23 +143,23 @@ def count_triples(
     settings: Settings,
     draws: int = DRAWS,
 ) -> Counter[Triple]:
-    """Count the first three tokens over the requests 0, 1, 2 ... of one prompt."""
+    """Count the first three tokens of each request 0, 1, 2, ... of one prompt."""
     counts: Counter[Triple] = Counter()
     for start in range(0, draws, ROWS_AT_ONCE):
         ids = range(start, min(start + ROWS_AT_ONCE, draws))
         if settings.schedule in MANY:
             assert isinstance(drafter, ChainDrafter)
-            done = decode_alike(target, drafter, prompt, settings, ids, 3)
+            done = decode_in_batches(target, drafter, prompt, settings, ids, 3)
         else:
             done = first_tokens(target, drafter, prompt, settings, ids, 3)
         counts.update(map(tuple, done))
     return counts
 
 
-def law_p_value(
+def law_holds(
     drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
 ) -> float:
-    """Return the p-value of law 3 under this drafter and rule, over the tier's requests."""
+    """Return the p-value of the tier's independent requests under this drafter and rule."""
     target = target_of(drafter)
     fields = {
         "max_new_tokens": 5,

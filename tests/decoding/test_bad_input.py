@@ -1,6 +1,4 @@
-"""Settings, prompts and places that nothing can be decoded by: each is a UserError in words, none a
-crash, a hang or another text than asked for.
-"""
+"""Invalid settings, prompts, token ids, devices and folders each raise a UserError."""
 
 import json
 import math
@@ -90,7 +88,7 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_SETTING_CASES, ids=name_of)
-def test_a_setting_that_nothing_can_be_decoded_by(engine: Engine, name: str, value: Any) -> None:
+def test_invalid_settings_are_refused(engine: Engine, name: str, value: Any) -> None:
     with pytest.raises(UserError, match="expected") as caught:
         generate(engine, [4, 5], **{"max_new_tokens": 2, "stopping": "fixed", name: value})
     said = str(caught.value)
@@ -162,7 +160,7 @@ BAD_PROMPTS: dict[str, Any] = {
 
 
 def ask(engine: Engine, prompt: Any, stream: bool) -> None:
-    """Generate, and of a stream read the first piece."""
+    """Generate a reply, or read the first piece of a stream."""
     found = generate(engine, prompt, stream=stream, max_new_tokens=2, stopping="fixed")  # type: ignore[call-overload]
     if isinstance(found, Iterator):
         next(found)
@@ -170,7 +168,7 @@ def ask(engine: Engine, prompt: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS.values(), ids=BAD_PROMPTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_prompt_that_nothing_can_follow(engine: Engine, prompt: Any, stream: bool) -> None:
+def test_invalid_prompts_are_refused(engine: Engine, prompt: Any, stream: bool) -> None:
     with pytest.raises(UserError, match="expected|Shorten the prompt") as caught:
         ask(engine, prompt, stream)
     assert len(str(caught.value)) < 400
@@ -191,12 +189,12 @@ def test_token_ids_are_a_prompt(engine: Engine, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "ünï 🎉 \u202e", "{{ 7 * 7 }}", "</s> <s>", "\0"])
-def test_odd_contents_are_fine(engine: Engine, content: str) -> None:
+def test_unusual_contents_are_accepted(engine: Engine, content: str) -> None:
     chat = [message(content, role="system"), message("Hello")]
     assert generate(engine, chat, max_new_tokens=1, stopping="fixed").tokens
 
 
-def test_a_message_names_its_place(engine: Engine) -> None:
+def test_an_invalid_message_is_numbered(engine: Engine) -> None:
     with pytest.raises(
         UserError,
         match="the role of message 2 of the chat is 'wizard', expected one of system, user",
@@ -257,7 +255,7 @@ BAD_PLACES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_PLACES, ids=name_of)
-def test_a_place_where_nothing_can_be_loaded(name: str, value: Any) -> None:
+def test_invalid_arguments_of_load_are_refused(name: str, value: Any) -> None:
     named = {"target": ASSETS, name: value}
     with pytest.raises(
         UserError,
@@ -267,7 +265,7 @@ def test_a_place_where_nothing_can_be_loaded(name: str, value: Any) -> None:
         load(**named)
 
 
-def test_a_targets_loader_checks_what_the_front_door_does_not_pass_on() -> None:
+def test_load_target_checks_its_other_arguments() -> None:
     for name, value in (
         ("batch_size", 0),
         ("batch_size", True),
@@ -279,7 +277,7 @@ def test_a_targets_loader_checks_what_the_front_door_does_not_pass_on() -> None:
 
 
 @pytest.mark.parametrize("value", ["two", [2, "three"], True, -1, 2.0, {"id": 2}], ids=str)
-def test_end_tokens_that_are_none_name_their_file(tmp_path: Path, value: Any) -> None:
+def test_invalid_end_tokens_name_their_file(tmp_path: Path, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(
         UserError,
@@ -288,7 +286,7 @@ def test_end_tokens_that_are_none_name_their_file(tmp_path: Path, value: Any) ->
         stop_tokens(tmp_path, load_tokenizer(ASSETS))
 
 
-def test_end_tokens_are_the_folders_and_the_tokenizers(tmp_path: Path) -> None:
+def test_end_tokens_come_from_the_folder_and_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ASSETS)
     for value, expected in ((None, set()), (7, {7}), ([7, 9], {7, 9})):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))

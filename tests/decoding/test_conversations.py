@@ -1,6 +1,4 @@
-"""Several conversations in one batch of turns: each says what fresh decodes over its whole text
-say, and keeps its own caches.
-"""
+"""Batches of conversation turns: the text equals fresh decoding, and each row keeps its cache."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -24,21 +22,21 @@ BATCHED = ("chain", "self_speculation", "recurrent", "prompt_lookup")
 
 @dataclass
 class Said:
-    """An answer of a conversation among others."""
+    """An answer in one of several conversations."""
 
     prompt: list[int]
     answer: Generation
     request: int
-    new: int  # tokens behind the answer before
+    new: int  # tokens after the previous answer
 
 
 def conversations(target: Target, settings: Settings, turns: ConversationBatches) -> list[Said]:
-    """Three turns of five conversations, of which one ends after each."""
+    """Decode three turns of five conversations; one conversation ends after each turn."""
     texts = {name: list(prompt) for name, prompt in enumerate(random_prompts(5, seed=7))}
     spoken = iter(random_prompts(15, seed=8))
     found = []
     for turn in range(3):
-        # in another order every time
+        # in a different order each time
         names = [name for name in texts if name >= turn][:: 1 if turn % 2 else -1]
         more = [next(spoken) for _ in names]
         prompts = [[*texts[name], *new] for name, new in zip(names, more, strict=True)]
@@ -58,9 +56,7 @@ def conversations(target: Target, settings: Settings, turns: ConversationBatches
     [None, *(row for row in ROWS if row.name in BATCHED)],
     ids=lambda row: row.name if row else "none",
 )
-def test_conversations_in_batches_say_what_fresh_decodes_say(
-    row: DrafterRow | None, rule: str
-) -> None:
+def test_conversations_in_batches_equal_fresh_decodes(row: DrafterRow | None, rule: str) -> None:
     settings, kit, other = (
         replace(settings_of(rule), stop_token_ids=(3, 5, 9, 20)),
         kit_of(),
@@ -80,12 +76,12 @@ def test_conversations_in_batches_say_what_fresh_decodes_say(
     for number, one in enumerate(found):
         if number < 5:
             assert one.answer.prefilled == len(one.prompt) - 1
-        else:  # the answer's last token was in no cache, and maybe the one before it
+        else:  # the answer's last token is in no cache, and perhaps the one before it
             assert one.new - 1 <= one.answer.prefilled <= one.new
 
 
-def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None:
-    """The control: what is kept is no help to it, and it says the same."""
+def test_a_drafter_of_all_hidden_states_reads_complete_prompts() -> None:
+    """Check that such a drafter reads every prompt in full and that the text is unchanged."""
     kit, settings = kit_of(), settings_of("greedy")
     drafter = next(row for row in ROWS if row.name == "recurrent").make(kit)
     some = conversations(kit.target, settings, ConversationBatches(kit.target, drafter))
@@ -104,7 +100,7 @@ def test_overlapped_schedules_are_refused() -> None:
         )
 
 
-def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -> None:
+def test_conversations_on_the_hf_backend_and_batches_without_a_stored_cache() -> None:
     from decoding.models.hf import HFTarget
 
     class Forgetful(ConversationBatches):
@@ -126,7 +122,7 @@ def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -
 def test_control_conversations_that_take_each_others_caches_are_found_out() -> None:
     class Mixed(ConversationBatches):
         def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
-            # everyone's text with the next one's keys and values
+            # each text with the next conversation's keys and values
             places = [place for place, _ in self._stored.values()]
             shortest = min((len(text) for _, text in self._stored.values()), default=0)
             texts = [text[:shortest] for _, text in self._stored.values()]

@@ -211,7 +211,7 @@ def test_the_cost_of_a_step_depends_on_its_frontier() -> None:
 
 def test_every_frontier_is_timed_and_smoothed() -> None:
     from recurrent_drafting.drafter import RecurrentDrafter
-    from tests.support.toy_heads import knowing_head, markov
+    from tests.support.toy_heads import exact_head, markov
 
     target = markov()
     asked: list[int] = []
@@ -223,7 +223,7 @@ def test_every_frontier_is_timed_and_smoothed() -> None:
 
     for children in ("top_k", "sampled"):
         asked.clear()
-        drafter = Watched(head=knowing_head(target), beam_width=6, children=children, by_cost=True)
+        drafter = Watched(head=exact_head(target), beam_width=6, children=children, by_cost=True)
         parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
         assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], (
             "a frontier always follows the same forward"
@@ -232,7 +232,7 @@ def test_every_frontier_is_timed_and_smoothed() -> None:
             set(parts.t_draft_by_frontier_ms) == {1, 2, 4, 6}
             and parts.t_draft_ms == parts.t_draft_by_frontier_ms[6]
         )
-    assert Watched(head=knowing_head(target), beam_width=6).capabilities.frontiers == (1, 6), (
+    assert Watched(head=exact_head(target), beam_width=6).capabilities.frontiers == (1, 6), (
         "fixed beams have two frontiers"
     )
     noisy = Parts(0.4, {1: 1.0}, 10, 1, {1: 0.2, 2: 0.5, 4: 0.3, 6: 0.4}).costs

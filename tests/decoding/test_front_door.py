@@ -1,4 +1,4 @@
-"""`load` and `generate` with every drafter of the registry, and what they refuse."""
+"""`load` and `generate` with every drafter of the registry, and the drafters that they refuse."""
 
 import json
 import shutil
@@ -20,14 +20,14 @@ PROMPT = "def add(a, b):"
 
 
 def write_recurrent(folder: Path, **sizes: int) -> None:
-    """A recurrent head of the tiny target's sizes, with random weights."""
+    """Write a recurrent head with random weights for the tiny target."""
     torch.manual_seed(3)
     shape = {"vocab_size": 2048, "hidden_size": 32, "exit_dim": 64, "num_draft_layers": 1}
     save_head(RecurrentHead(HeadConfig(**{**shape, **sizes})), folder)  # type: ignore[arg-type]
 
 
 def write_head(name: str, target: Any, folder: Path) -> None:
-    """A head of any kind for a target (its Hugging Face configuration), with random weights."""
+    """Write a head of any kind with random weights for a target's Hugging Face configuration."""
     torch.manual_seed(3)
     row = next(row for row in HEAD_ROWS if row.kind.name == name)
     shape = row.shape(target)
@@ -36,7 +36,7 @@ def write_head(name: str, target: Any, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """A target, a model of its first layer, a folder of skipped sub-layers and one of each head."""
+    """Write a target, a model of its first layer, skipped sub-layers and every kind of head."""
     from training.models.build import load_causal_lm
 
     folder = tmp_path_factory.mktemp("front_door")
@@ -54,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
 
 
 def asked(name: str, home: Path) -> dict[str, Any]:
-    """The mapping that names a drafter with what it needs."""
+    """Return the mapping that selects a drafter, with the options that it needs."""
     entry = DRAFTERS[name]
     folders = {
         "": {},
@@ -84,7 +84,7 @@ def test_every_entry_is_a_class_that_takes_its_options(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_is_loaded_by_its_name_and_leaves_greedy_text_alone(
+def test_every_drafter_loads_by_name_and_keeps_greedy_text(
     name: str, home: Path, plain: list[int]
 ) -> None:
     engine = load(home / "target", asked(name, home), dtype="float64")
@@ -92,16 +92,16 @@ def test_every_drafter_is_loaded_by_its_name_and_leaves_greedy_text_alone(
     assert text(engine) == plain
 
 
-def test_control_what_drafts_would_write_something_else(home: Path, plain: list[int]) -> None:
+def test_control_the_draft_model_alone_writes_another_text(home: Path, plain: list[int]) -> None:
     assert text(load(home / "model", dtype="float64")) != plain
 
 
 @pytest.mark.parametrize("name", [name for name, entry in DRAFTERS.items() if not entry.needs])
-def test_a_drafter_without_a_folder_goes_by_its_name_alone(name: str, home: Path) -> None:
+def test_a_drafter_without_a_folder_is_loaded_by_name(name: str, home: Path) -> None:
     assert type(load(home / "target", name).drafter) is imported(DRAFTERS[name].kind)
 
 
-def test_a_folder_drafts_as_what_it_holds(home: Path, plain: list[int]) -> None:
+def test_a_folder_selects_the_drafter_of_its_model(home: Path, plain: list[int]) -> None:
     assert type(load(home / "target", home / "model").drafter) is ChainDrafter
     for model_type, name in HEADS.items():
         found = json.loads((home / name / "config.json").read_text())["model_type"]
@@ -114,7 +114,7 @@ def test_a_folder_drafts_as_what_it_holds(home: Path, plain: list[int]) -> None:
     assert (drafter.name, drafter.beam_width, drafter.capabilities.needs_costs) == ("mine", 3, True)
 
 
-def test_a_drafter_runs_as_its_target_does_but_for_what_it_says(home: Path) -> None:
+def test_a_drafter_has_its_targets_dtype_and_backend_unless_specified(home: Path) -> None:
     model = str(home / "model")
     given: Any = load(home / "target", {"use": "ranked_tree", "folder": model}, dtype="float64")
     assert (given.drafter.model.dtype, given.drafter.model.backend) == ("float64", "native")
@@ -123,7 +123,7 @@ def test_a_drafter_runs_as_its_target_does_but_for_what_it_says(home: Path) -> N
     assert load(home / "target", model, backend="hf").drafter.model.backend == "hf"  # type: ignore[union-attr]
 
 
-def test_a_drafter_in_memory_is_taken_as_it_is(home: Path, plain: list[int]) -> None:
+def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> None:
     mine = ChainDrafter(home / "model", dtype="float64")
     engine = load(home / "target", mine, dtype="float64")
     assert engine.drafter is mine
@@ -152,7 +152,7 @@ def test_a_drafter_in_memory_is_taken_as_it_is(home: Path, plain: list[int]) -> 
         ({"use": "prompt_lookup", 3: 4}, "has the key '3', which PromptLookup does not take"),
         ({"use": "prompt_lookup", "max_ngram": 0}, "expected 1 <= min_ngram <= max_ngram"),
         ({"use": "prompt_lookup", "max_ngram": "x"}, "PromptLookup rejects the options"),
-        ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "expected 1 or more each"),
+        ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "1 or more each"),
         ({"use": "recurrent", "folder": "{home}/model"}, "model_type is 'llama', expected"),
         ({"use": "chain", "folder": "{home}/recurrent"}, "recurrent"),
         ("{home}/wide", "hidden_size is 32 in the target and 48 in the head"),
@@ -160,7 +160,7 @@ def test_a_drafter_in_memory_is_taken_as_it_is(home: Path, plain: list[int]) -> 
     ],
     ids=str,
 )
-def test_what_cannot_draft_is_refused(given: Any, words: str, home: Path) -> None:
+def test_invalid_drafters_are_refused(given: Any, words: str, home: Path) -> None:
     if not (home / "wide").exists():
         write_recurrent(home / "wide", hidden_size=48)
         shutil.copytree(home / "model", home / "worded")

@@ -1,6 +1,6 @@
-"""Negative controls: the tests of the laws must fail on a decoder that is broken on purpose.
+"""Negative controls: each law's test must fail on a decoder that is broken on purpose.
 
-The controls of law 3 are in test_law_of_distribution.py.
+The controls of law 3 are in its files.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
-from decoding.verification import follow, nodes, rules, token
+from decoding.verification import follow, nodes, rules
 from tests.support import bigram_targets as last_word
 
 from . import test_law_of_gain as gains
@@ -28,7 +28,7 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept a drafted token among the target's two best, by shared noise if there is any."""
+    """Accept a drafted token that is among the target's two best, shared noise included."""
 
     def lenient(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -64,17 +64,19 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(rules.RULES, rule, blind)
 
 
-def sample_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample the token after a rejection from the distribution after the rejected token."""
+def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample the next token from the target's distribution after the rejected token."""
     monkeypatch.setattr(
-        token,
+        nodes,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+        lambda probs_BNV, _, accepted_B, counts_B: nodes.at_nodes(
+            probs_BNV, [a + 1 for a in accepted_B]
+        ),
     )
 
 
 def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the first nodes of a tree in the target's cache instead of the accepted path."""
+    """Commit the first nodes of a tree instead of the accepted path."""
     original = NativeTarget.commit
     monkeypatch.setattr(
         NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B)
@@ -82,7 +84,7 @@ def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep one token more than was accepted in the target's cache."""
+    """Commit one more token than was accepted."""
     original = NativeTarget.commit
 
     def longer(self: NativeTarget, paths_BL: list[list[int]] | None, kept_B: Sequence[int]) -> None:
@@ -108,7 +110,7 @@ def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key noise by the place in the batch instead of the request."""
+    """Key noise by the row of the batch instead of the request."""
     original = TokenChooser.begin
 
     def begin(
@@ -153,7 +155,7 @@ def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
 def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
-    """Its first two tokens are right in every round, and the third never."""
+    """Use a drafter whose first two tokens are always right and whose third never is."""
 
     class Half(ChainDrafter):
         def propose(self, *given: Any) -> Proposal:
@@ -163,7 +165,7 @@ def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
 
     flawed = replace(CHAIN, make=lambda kit: Half(model=kit.draft_model))
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_predicts_the_text_has_its_closed_form(flawed, rule)
+        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(flawed, rule)
 
 
 @pytest.mark.parametrize("form", [lambda gamma: gamma, lambda gamma: gamma + 2])
@@ -172,7 +174,7 @@ def test_law_4_rejects_another_closed_form(
 ) -> None:
     monkeypatch.setitem(gains.FORMS, "chain", form)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_predicts_the_text_has_its_closed_form(CHAIN, "greedy")
+        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(CHAIN, "greedy")
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
@@ -186,7 +188,7 @@ def test_law_4_rejects_a_blind_rule(row: str, rule: str, monkeypatch: pytest.Mon
 def test_law_4_rejects_a_sample_that_a_failed_draft_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sample_from_the_next_node(monkeypatch)
+    draw_from_the_next_node(monkeypatch)
     with pytest.raises(AssertionError):
         gains.test_an_adversarial_drafter_changes_no_sample(CHAIN, "token", monkeypatch)
 
@@ -206,7 +208,7 @@ def test_law_5_rejects_a_cache_that_is_too_long(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop tokens inside the accepted span are ignored."""
+    """Ignore stop tokens inside the accepted span."""
     original = laws.Batch.__init__
 
     def init(self: laws.Batch, *args: object) -> None:

@@ -1,7 +1,8 @@
-"""Law 3: the first three sampled tokens have the target's joint distribution, warpers included.
+"""Law 3: the joint distribution of the first three sampled tokens is the target's.
 
-Negative controls show that the test rejects well-known mistakes. Overlapped schedules are in
-test_law_of_overlap.py, logits that change with the text in test_law_of_processors.py.
+Warpers are included. The same test rejects known errors, so that passing it is evidence. Overlapped
+schedules are in test_law_of_overlap.py, and logits that depend on the text in
+test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
 """
@@ -22,17 +23,17 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
-from decoding.verification import nodes, token, token_tree
+from decoding.verification import nodes, token_tree
 from tests.support.many_requests import ManyChooser, first_tokens, opened, without_collector
 from tests.support.tiny_targets import TableTarget
 
-from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_p_value, target_table
+from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .rows import COSTS, PICKED, ROWS, draft_table
 
 SAMPLED = [
     (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"
 ]
-# All warpers for the rows that test the rules, one for the rows that only draft differently.
+# Every warper for each rule, and one for rows that only differ in their drafts.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
     pytest.param(row.name, rule, warper, marks=[pytest.mark.long] * row.slow)
@@ -41,7 +42,7 @@ CASES = [
 ]
 CASES += [("autoregressive", *case) for case in (("token", "cold_top_k"), ("coupled", "plain"))]
 CASES += [(row.name, "token", "hot_top_p") for row in PICKED]
-# All warpers for the recursive rule, which trees with sampled children use.
+# Trees with sampled children use the recursive rule, so they have every warper.
 CASES += [
     pytest.param(name, "token", warper, marks=pytest.mark.long)
     for name in ("multi_candidate", "ranked_tree", "recurrent_drawn")
@@ -53,12 +54,12 @@ CASES += [
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stopping", NAMES)
 def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
-    assert law_p_value(drafter_of("chain"), rule, "plain", stopping=stopping, costs=COSTS) > P_LIMIT
+    assert law_holds(drafter_of("chain"), rule, "plain", stopping=stopping, costs=COSTS) > P_LIMIT
 
 
 @pytest.mark.parametrize(("name", "rule", "warper"), CASES)
 def test_law_3(name: str, rule: str, warper: str) -> None:
-    assert law_p_value(drafter_of(name), rule, warper) > P_LIMIT
+    assert law_holds(drafter_of(name), rule, warper) > P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -75,11 +76,11 @@ def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     kind: type[ChainDrafter], rule: str, words: int
 ) -> None:
     table = torch.randn(words, words, words, generator=torch.Generator().manual_seed(7)) * 1.5
-    assert law_p_value(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
+    assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# On a device that the host runs ahead of, trees are sized and verified by other code. Each kind of
-# tree has one row here.
+# Where the host runs ahead of the device, other code grows, sizes and verifies trees:
+# one row of each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
     *BRIEFLY,
@@ -100,20 +101,20 @@ def test_law_3_holds_for_trees_if_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
-    assert law_p_value(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
+    assert law_holds(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
 
 
 @pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
 def test_law_3_holds_if_a_batch_decides_before_the_round(name: str) -> None:
     more = {"stopping": "cost_ratio"} if name == "chain" else {}
     assert (
-        law_p_value(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
+        law_holds(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
         > P_LIMIT
     )
 
 
 def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Let adjacent tests share a uniform, as in the published PEARL code."""
+    """Share a uniform between adjacent tests, as the published PEARL code does."""
     original = TokenChooser.uniform
 
     def reused(self: TokenChooser, row: int, depth: int, purpose: int) -> float:
@@ -124,7 +125,7 @@ def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Drop sampled tokens with a low probability."""
+    """Drop a sampled token because its probability is low."""
 
     class Dropping(ChainDrafter):
         def propose(self, *args: object) -> Proposal:
@@ -141,15 +142,15 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Sample the token after a rejection from p instead of the residual."""
     monkeypatch.setattr(
-        token,
+        nodes,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, accepted_B),
+        lambda probs_BNV, _, accepted_B, counts_B: nodes.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Use the same uniform for all purposes of a position: draft, test and residual."""
+    """Use one uniform a position for draft, test and residual."""
     original = TokenChooser.uniform
     monkeypatch.setattr(
         TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
@@ -164,12 +165,12 @@ CONTROLS = [reuse_uniform, drop_unlikely, keep_residual, share_purposes]
 def test_law_3_rejects(
     control: Callable[[pytest.MonkeyPatch], Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert law_p_value(control(monkeypatch), "token", "plain") < P_LIMIT
+    assert law_holds(control(monkeypatch), "token", "plain") < P_LIMIT
 
 
 def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_residual(monkeypatch)
-    assert law_p_value(drafter_of("prompt_lookup"), "token", "plain") < P_LIMIT
+    assert law_holds(drafter_of("prompt_lookup"), "token", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -178,20 +179,19 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise keyed by position alone is used again when a position is drafted again.
+    """Key noise by position alone, so that a redrafted position is tested by its old uniform.
 
-    An overconfident drafter is rejected late in a block, which shows the error in few requests.
+    An overconfident drafter with the target's ranking is rejected late in a block, which shows the
+    error in few samples.
     """
     original = TokenChooser.begin
 
-    def key_without_round(
-        self: TokenChooser, request_keys_B, rounds_B, positions_B, depths
-    ) -> None:  # type: ignore[no-untyped-def]
+    def same_every_round(self: TokenChooser, request_keys_B, rounds_B, positions_B, depths) -> None:  # type: ignore[no-untyped-def]
         original(self, request_keys_B, [0] * len(rounds_B), positions_B, depths)
 
-    monkeypatch.setattr(TokenChooser, "begin", key_without_round)
-    overconfident = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
-    assert (law_p_value(overconfident, rule, "plain") > P_LIMIT) == exact
+    monkeypatch.setattr(TokenChooser, "begin", same_every_round)
+    too_sure = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
+    assert (law_holds(too_sure, rule, "plain") > P_LIMIT) == exact
 
 
 def test_block_verification_accepts_more_than_token_verification() -> None:
@@ -210,9 +210,9 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
 def test_law_3_rejects_siblings_without_residual_update(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every sibling, sampled or a point mass, is tested against p as if it were the first."""
+    """Test each sibling against p, as if no earlier one had been rejected."""
     monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
-    assert law_p_value(drafter_of(row), "token", "plain") < P_LIMIT
+    assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_law_3_rejects_siblings_without_residual_update(
         ("graph", "coupled"),
     ],
 )
-def test_batched_requests_equal_single_requests(name: str, rule: str) -> None:
-    """The batched requests of law 3 (tests/support/many_requests.py) equal single requests."""
+def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
+    """Check that the batched requests of law 3 (many_requests.py) have the product's output."""
     drafter, ids = drafter_of(name), range(100, 140)
     settings = Settings(max_new_tokens=8, verify=rule, costs=COSTS, **WARPERS["hot_top_p"])  # type: ignore[arg-type]
     together = first_tokens(target_table(), drafter, PROMPT, settings, ids, 6)

@@ -1,9 +1,9 @@
-"""Law 4: a perfect drafter has the closed form of its row, and an adversarial one changes no token.
+"""Law 4: a perfect drafter gains its row's closed form; one that is never right changes nothing.
 
-Drafters are perfect in two ways. On random models, q = p for every row that drafts with the
-target's twin. On a deterministic target (tests/support/bigram_targets.py) all rows are perfect if
-their models and heads predict its text and the prompt contains it. With models and heads that
-predict the opposite, and a misleading prompt, no row has an accepted token.
+On random models q = p for every row that can draft with a copy of the target. On a target with
+one-hot distributions (last_word.py) every row is perfect, given models and a head of the same
+table and a prompt to copy from. Models and a head of the opposite table, and a misleading prompt,
+make every row always wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,20 +28,21 @@ PERFECT = [
     if row.perfect is not None and rule in (row.perfect_rules or row.rules)
 ]
 GAMMA = 6
-# Tokens a round by draft length gamma, gamma + 1 by default. Costs do not shorten drafts: with
-# `rows.COSTS` the rate of n certain tokens, (1 + n) / (0.2 n + 1 + 0.05 n), increases up to n = 6.
+# Tokens a round of draft length gamma. A chain, a tree of that depth, and a copy gain the whole
+# draft and the target's own token. Costs do not shorten it: with `rows.COSTS` n sure tokens promise
+# (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so the trees and the beams that weigh
+# costs take them all.
 FORMS: dict[str, Callable[[int], int]] = {
     "static_tree": lambda gamma: min(gamma, 4) + 1,  # the deepest path of its fixed shape
-    # the tokens of a pooled phrase after its first one: ngram - 1
+    # the words of a pooled phrase behind its first one: ngram - 1
     "lookahead": lambda gamma: min(gamma, 3) + 1,
 }
 UNSURE_PROMPTS = [[3], [4, 5], [9, 9, 1], [30]]
-# Of 32 tokens, the likeliest twelve of a model and of its opposite are disjoint.
+# of 32 words: the first twelve of one model are none of its opposite's
 UNSURE = {"temperature": 1.0, "top_k": 12}
 
 
-def full_chain(gamma: int) -> int:
-    """Return the tokens of a round in which gamma tokens are accepted."""
+def whole(gamma: int) -> int:
     return gamma + 1
 
 
@@ -51,9 +52,9 @@ def model(sure: bool, sign: int, copy: int) -> NativeTarget:
     return last_word.model_of(sign * (last_word.sure_table() if sure else last_word.unsure_table()))
 
 
-def kit_of(sure: bool, predictive: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
-    """Return a target with models and a head that predict its text, or the opposite."""
-    sign = 1 if predictive else -1
+def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
+    """Return a target of a table, and models and a head of the same or the opposite table."""
+    sign = 1 if knowing else -1
     table_VV = last_word.sure_table() if sure else last_word.unsure_table()
     return Kit(
         model(sure, 1, 0),
@@ -68,8 +69,8 @@ def kit_of(sure: bool, predictive: bool, answers: Sequence[Sequence[int]] = ()) 
 def sure_texts(
     misleading: bool, rule: str, new_tokens: int
 ) -> tuple[list[list[int]], list[Generation]]:
-    """Return prompts and the deterministic target's continuations."""
-    prompts = last_word.misleading_prompts(4) if misleading else last_word.telling_prompts(4)
+    """Return prompts and the deterministic target's text after them."""
+    prompts = last_word.misleading_prompts(4) if misleading else last_word.repeating_prompts(4)
     return prompts, decode(
         model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
     )
@@ -91,8 +92,8 @@ def test_a_perfect_drafter_has_its_closed_form(row: DrafterRow, rule: str) -> No
 
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
-def test_a_drafter_that_predicts_the_text_has_its_closed_form(row: DrafterRow, rule: str) -> None:
-    tau, rounds = FORMS.get(row.name, full_chain)(GAMMA), 3
+def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
+    tau, rounds = FORMS.get(row.name, whole)(GAMMA), 3
     prompts, plain = sure_texts(False, rule, tau * rounds)
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
     kit = kit_of(True, True, [g.tokens for g in plain])
@@ -104,14 +105,14 @@ def test_a_drafter_that_predicts_the_text_has_its_closed_form(row: DrafterRow, r
 
 @pytest.mark.parametrize("rule", ["greedy", "token"])
 @pytest.mark.parametrize("row", [row for row in ADDED if row.gamma is None], ids=name)
-def test_without_a_match_the_drafter_after_a_lookup_has_its_closed_form(
+def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
     row: DrafterRow, rule: str
 ) -> None:
-    """The text is too short to repeat itself.
+    """Use a short text without repetition, so that lookup never matches.
 
-    Ouroboros, the row with a `gamma`, is left out: it has no phrases to attach.
+    Ouroboros with `gamma` is left out, since its pool has no phrase here.
     """
-    tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), full_chain)(GAMMA), 3
+    tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), whole)(GAMMA), 3
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
     kit = kit_of(True, True)
     drafted = decode(kit.target, row.make(kit), [[3], [4]], settings)
@@ -120,21 +121,24 @@ def test_without_a_match_the_drafter_after_a_lookup_has_its_closed_form(
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
 def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
-    """The deterministic target has the same text under every rule."""
+    """Check every rule on a target that allows one text."""
     prompts, plain = sure_texts(True, rule, 24)
     kit = kit_of(True, False, [g.tokens for g in plain])
     drafter = (row.adversarial or row.make)(kit)
     drafted = decode(kit.target, drafter, prompts, with_rule(rule, max_new_tokens=24))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
-    assert all(0 < g.tested <= 23 for g in drafted), "nothing was proposed"
-    # a drafter that decides by costs pauses
-    if not drafter.capabilities.needs_costs:
-        assert all(g.tested == 23 for g in drafted), "a round before the last proposed nothing"
+    assert all(0 < g.tested <= 23 for g in drafted), "nothing was put forward"
+    if (
+        not drafter.capabilities.needs_costs
+    ):  # what weighs costs gives up, but for a try now and then
+        assert all(g.tested == 23 for g in drafted), (
+            "a token was put forward in every round but the last"
+        )
 
 
-# With an uncertain target, drafters that copy or learn from it are sometimes right, and so are
-# Medusa's heads, which do not read the token before theirs.
+# On an unsure text, what copies or learns from the target is right now and then, and so are
+# Medusa's heads, which do not see the token before theirs.
 SOMETIMES_RIGHT = ("look", "oracle", "medusa")
 MODELS_AND_HEADS = [row for row in ROWS if not any(word in row.name for word in SOMETIMES_RIGHT)]
 QUICK = ("chain", "multi_candidate", "recurrent_drawn")
@@ -153,10 +157,10 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 def test_an_adversarial_drafter_changes_no_sample(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a rejection the residual of p is p.
+    """Check sampled text, where p without the rejected drafts is p.
 
-    `token` and `block` sample it with the noise of residuals, which the rounds without a draft use
-    here too, so the texts can be compared.
+    `token` and `block` sample from p after a rejection by another uniform; rounds without a draft
+    get the same one here, so that texts can be compared.
     """
     monkeypatch.setattr(noise, "BONUS", noise.RESIDUAL)
     fields = {} if rule == "greedy" else {**UNSURE, "verify": rule}
@@ -170,10 +174,10 @@ def test_an_adversarial_drafter_changes_no_sample(
 
 
 @pytest.mark.parametrize("rule", BY_NAME["self_speculation"].rules)
-def test_self_speculation_without_effect_of_skipped_layers_is_perfect(rule: str) -> None:
-    """The skipped layers add nothing, so q = p.
+def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
+    """Check q = p for the row that cannot draft with a copy of the target.
 
-    tests/recurrent_drafting tests perfect heads by the number of beams.
+    tests/recurrent_drafting has heads with this property, by number of beams.
     """
     gamma, rounds = 4, 6
     kit = kit_of(False, True)
@@ -186,15 +190,14 @@ def test_self_speculation_without_effect_of_skipped_layers_is_perfect(rule: str)
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
 def test_a_perfect_model_has_an_accepted_token_a_round(row: str, rule: str) -> None:
-    """Rows without a closed form always propose the likeliest next token.
+    """Check rows whose gain on a random model has no closed form.
 
-    The model's confidence decides the size of a tree by cost, and Ouroboros attaches phrases of a
-    pool of guesses.
+    The likeliest next token is always among their proposals.
     """
     kit = kit_of(False, True)
     settings = with_rule(rule, num_draft_tokens=4, max_new_tokens=40)
     for done in decode(kit.target, BY_NAME[row].make(kit), UNSURE_PROMPTS, settings):
         assert done.accepted_by_depth[0] >= done.rounds - 1, (
-            "the last round may have no room for a draft"
+            "in the last round there may be room for no draft"
         )
         assert 2 <= done.block_efficiency <= 5

@@ -1,7 +1,7 @@
-"""Law 3 under the overlapped schedules, with the negative controls that are specific to them.
+"""Law 3 under the overlapped schedules, with controls that only they can break.
 
-Under token verification the schedules with a worker decode the same tokens (test_pearl_wall.py), so
-the law holds for them too.
+Under token verification the schedules of two workers emit the same tokens as these
+(test_pearl_wall.py), so the law covers them too.
 """
 
 import pytest
@@ -15,9 +15,9 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
-from tests.support.batched_requests import MANY, decode_alike
+from tests.support.batched_requests import MANY, decode_in_batches
 
-from .law_3 import P_LIMIT, PROMPT, drafter_of, law_p_value, target_table
+from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
 from .test_laws import models
 from .test_pearl_plus import REGIMES
@@ -30,8 +30,8 @@ SCHEDULES: dict[str, dict] = {
     f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs}
     for name, costs in REGIMES.items()
 }
-# All lengths and warpers for PEARL's schedules, two of them for PEARL+, which only reorders PEARL's
-# rounds.
+# Every length and warper for PEARL, and two for schedules that only reorder
+# PEARL's rounds.
 CASES = [
     (name, gamma, warper)
     for name in ("pearl", "without_post", "without_pre")
@@ -47,12 +47,12 @@ CASES += [
 def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
     """Return the p-value of the first three tokens under token verification."""
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
-    return law_p_value(drafter_of("chain"), "token", warper, **more)
+    return law_holds(drafter_of("chain"), "token", warper, **more)
 
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
 def test_law_3(name: str, gamma: int, warper: str) -> None:
-    """PEARL+ chooses by verified tokens alone, which keeps the distribution."""
+    """Check PEARL+ too: its choice depends on verified tokens only, so the law holds."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
 
 
@@ -60,12 +60,12 @@ def test_law_3(name: str, gamma: int, warper: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY]
 )
-def test_batched_requests_equal_single_requests(name: str, warper: dict) -> None:
-    """The batched requests of law 3 (tests/support/batched_requests.py) equal single requests."""
+def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
+    """Check that the batched requests of law 3 have the product's output."""
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
     assert isinstance(drafter, ChainDrafter)
-    together = decode_alike(target, drafter, PROMPT, settings, ids, 9)
+    together = decode_in_batches(target, drafter, PROMPT, settings, ids, 9)
     alone = [
         decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids
     ]
@@ -76,7 +76,7 @@ def test_batched_requests_equal_single_requests(name: str, warper: dict) -> None
 def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Post-verify reuses the uniform of the last pre-verify test."""
+    """Test the first token of post-verify by the uniform of the pre-verify test before it."""
     original, last = TokenChooser.uniform, {}
 
     def reused(
@@ -95,10 +95,9 @@ def test_law_3_rejects_the_reused_uniform_of_the_published_code(
 
 
 def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept the first token of a new chunk without a test.
+    """Accept a new chunk's first token untested, as the published ablation `para_sd_wo_1` does.
 
-    The published ablation without pre-verify does so (`para_sd_wo_1`). The target's logits are
-    replaced by a point mass at this token.
+    The target's row is replaced so that it chooses that token.
     """
     test, assume_whole = Pearl._test, Pearl._assume_whole
 
@@ -140,7 +139,7 @@ def test_law_1_rejects_an_untested_first_token(
 
 @pytest.mark.parametrize("name", ["plus_eager"])
 def test_law_3_rejects_dropping_a_sampled_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that begin with symbol 0 are dropped after they were sampled."""
+    """Drop a chunk that begins with symbol 0: the choice depends on the sampled token."""
     propose = ChainDrafter.propose
 
     def choosy(self: ChainDrafter, *asked: object) -> Proposal:

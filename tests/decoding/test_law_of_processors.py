@@ -1,7 +1,7 @@
-"""Law 3 with logits that depend on the text: repetition penalty, allowed tokens and min-p together.
+"""Law 3 with a repetition penalty, allowed tokens and min-p, also for overlapped schedules.
 
-Both processors depend on the complete text, so the test detects a drafted position that is verified
-with another text.
+Both processors depend on the complete text, so a position that is tested with another text changes
+the distribution.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ def some_of_many(text: Sequence[int]) -> list[int]:
     return [(sum(text) + 9 * i) % 48 for i in range(5)]
 
 
-def process(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
-    """Return a row of logits after both processors, written as their definitions."""
+def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
+    """Apply both processors to a row by their definitions."""
     penalised = [
         (x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)
     ]
@@ -51,13 +51,13 @@ def process(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]
 def law_of(
     target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object
 ) -> float:
-    """Return the p-value of the first three tokens against their exact distribution."""
+    """Return the p-value of the first three tokens against forwards over each prefix."""
     allowed = four_of_five if target.vocab_size == 5 else some_of_many
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
         logits_V = target.forward(torch.tensor([text]))[0][0, -1]
-        return exact_row(process(logits_V.tolist(), text, allowed(text)), **WARPER)
+        return exact_row(changed(logits_V.tolist(), text, allowed(text)), **WARPER)
 
     law = joint(next_row, prompt)
     fields = {
@@ -104,9 +104,7 @@ def test_law_3_rejects_processors_without_drafted_tokens(
     assert law_of(target_table(), drafter_of(row), PROMPT) < P_LIMIT
 
 
-def test_law_3_rejects_processors_without_assumed_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_law_3_rejects_processors_without_assumed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Processors.__call__
     monkeypatch.setattr(
         Processors,

@@ -1,7 +1,7 @@
-"""Laws 1, 2 and 5 of every row of `rows.ROWS`: greedy equality, coupled equality, edge cases.
+"""The laws of every row of `rows.ROWS`: greedy equality, coupled equality and edge cases.
 
-Law 3 is in test_law_of_distribution.py, law 4 in test_law_of_gain.py. Slow rows run under laws 1
-and 2 in the long suite.
+Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows keep laws 1 and
+2 in the long suite; law 5 tests them here under every rule.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_p
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 
 Settings = partial(AnySettings, costs=COSTS, stopping="fixed")
-DISTURBANCE = 0.03  # noise in the drafter's weights, for an acceptance rate between 0 and 1
+DISTURBANCE = 0.03  # of the drafter's weights, so that some tokens agree with the target's
 WARPERS = {
     "temperature": {"temperature": 1.0},
     "top_k": {"temperature": 0.7, "top_k": 5},
@@ -38,36 +38,35 @@ by_row = pytest.mark.parametrize("row", of_rows())
 
 
 def name(value: DrafterRow | str) -> str:
-    """Return the parameter id of a row or a rule."""
     return value if isinstance(value, str) else value.name
 
 
 def with_rule(rule: str, **fields: object) -> AnySettings:
-    """Return settings with this verification rule."""
+    """Return settings that verify by `rule`."""
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     return Settings(**{"num_draft_tokens": 3, "seed": 5, **sampled, **fields})  # type: ignore[arg-type]
 
 
 @lru_cache
 def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
-    """Return the target, its twin and a draft model, in float64."""
+    """Return the target, its copy and the draft model, in float64."""
     model = hf_model("llama", layers=2)
     return native_of(model), native_of(model), native_of(model, noise=DISTURBANCE)
 
 
 @lru_cache
-def _decode_plain(
+def said(
     prompts: tuple[tuple[int, ...], ...], settings: AnySettings, product: tuple[object, ...]
 ) -> list[Generation]:
-    """Decode autoregressively, once for all rows.
+    """Return the target's autoregressive text, computed once for all rows.
 
-    product: functions that a negative control may have replaced, part of the cache's key.
+    product: the parts that a control may have broken, which change the text.
     """
     return decode(models()[0], None, prompts, settings)
 
 
 def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Generation]:
-    """Decode autoregressively; the results are shared by all rows."""
+    """Decode autoregressively, once for all rows."""
     product = (
         Batch.__init__,
         Batch._commit,
@@ -75,13 +74,13 @@ def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Ge
         TokenChooser.begin,
         *RULES.values(),
     )
-    return _decode_plain(tuple(map(tuple, prompts)), settings, product)
+    return said(tuple(map(tuple, prompts)), settings, product)
 
 
 def run(
     row: DrafterRow, prompts: Sequence[Sequence[int]], settings: AnySettings
 ) -> tuple[list[Generation], list[Generation]]:
-    """Decode without a drafter and with the row's."""
+    """Return the autoregressive text and the text with the row's drafter."""
     target, twin, draft_model = models()
     plain = plain_of(prompts, settings)
     kit = Kit(target, twin, draft_model, [g.tokens for g in plain])
@@ -98,7 +97,7 @@ def test_law_1_greedy_output_is_the_targets_own(row: DrafterRow) -> None:
     assert all(len(g.trace) == 128 and g.trace.count("1") == g.accepted for g in drafted)
     assert all(g.trace.count("0") == g.tested - g.accepted for g in drafted)
     assert len({token for g in plain for token in g.tokens}) > 10, (
-        "a target that loops gives no evidence"
+        "a target that loops proves nothing"
     )
     assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), (
         "no draft was ever accepted"
@@ -171,7 +170,7 @@ def test_law_5_a_stop_token_inside_the_accepted_span_ends_the_row(rule: str) -> 
         assert generation.tokens == tokens[:stop]
         assert generation.finish == ("stop" if stop_token in tokens else "length")
         assert generation.accepted + generation.rounds >= stop
-        assert generation.accepted <= stop, "tokens after the stop were counted"
+        assert generation.accepted <= stop, "tokens behind the stop were counted"
     assert drafted[0].rounds == 2
 
 
@@ -195,8 +194,8 @@ def test_law_5_cache_lengths_after_every_round(
         nonlocal seen, models_seen
         original(self, *args)  # type: ignore[arg-type]
         for running, length in zip(self.rows, self.target.lengths_B):
-            # The tip is in no cache. A row that ends at a stop token is dropped, and its cache may
-            # hold later tokens.
+            # The tip is in no cache; a row cut at a stop token is dropped and may hold tokens
+            # after it.
             assert length >= len(running.sequence) - 1
             if running.generation.finish != "stop":
                 assert length == len(running.sequence) - 1
@@ -224,7 +223,7 @@ def test_law_5_cache_lengths_after_every_round(
         "graph",
         "ouroboros",
     )
-    assert models_seen or not row.name.startswith(with_models), "no cache of a model was checked"
+    assert models_seen or not row.name.startswith(with_models), "no cache of a model was looked at"
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
@@ -235,7 +234,7 @@ def test_counts_add_up(rule: str) -> None:
         assert all(a <= t for a, t in zip(generation.accepted_by_depth, generation.tested_by_depth))
         deeper = zip(generation.accepted_by_depth, generation.tested_by_depth[1:])
         assert all(tested <= accepted for accepted, tested in deeper), (
-            "depth k+1 is tested only if k was accepted"
+            "depth k+1 is tested only where k was accepted"
         )
         assert generation.tested <= generation.drafted
         assert generation.decode_seconds >= generation.draft_seconds > 0
@@ -256,7 +255,7 @@ def test_tokens_stream_as_they_appear() -> None:
     assert [streamed[i] for i in range(3)] == [g.tokens for g in done]
 
 
-def test_the_draft_budget_ends_at_the_context() -> None:
+def test_drafts_end_at_the_context_limit() -> None:
     model = hf_model("llama", layers=2)
     target, drafter_model = native_of(model, max_length=20), native_of(model, max_length=14)
     prompts = [random_prompts(1, longest=2)[0], [4] * 15]
@@ -265,7 +264,7 @@ def test_the_draft_budget_ends_at_the_context() -> None:
     drafter: Drafter = ChainDrafter(model=drafter_model)
     drafted = decode(target, drafter, prompts, Settings(max_new_tokens=100))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
-    assert drafted[1].drafted == 0, "a drafter past its context proposed a token"
+    assert drafted[1].drafted == 0, "a drafter beyond its own context has nothing to say"
 
 
 MODELLED = (
@@ -280,7 +279,7 @@ MODELLED = (
 
 @pytest.mark.parametrize("larger", ["target", "drafter"])
 def test_vocabularies_of_different_size(larger: str) -> None:
-    """Models with one tokenizer may pad their vocabularies differently or lack added tokens."""
+    """Use models of one tokenizer with differently padded output rows and an added token."""
     model = hf_model("llama", layers=1)
     state = dict(model.state_dict())
     wide = dict(state)
@@ -292,7 +291,7 @@ def test_vocabularies_of_different_size(larger: str) -> None:
         {**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64
     )
     target, draft_model = (large, small) if larger == "target" else (small, large)
-    # the last prompt has a token that the smaller model lacks
+    # one with a token that the smaller model lacks
     prompts = [*random_prompts(4), [7, target.vocab_size - 1, 9]]
     kit = Kit(target, target, draft_model, [])
     for rule in ("greedy", "coupled"):

@@ -1,6 +1,4 @@
-"""A config.json that contradicts the weights beside it: the first contradiction is named before any
-weight is read, whoever loads the folder.
-"""
+"""Contradictions between config.json and the weights are reported before any weight is read."""
 
 import json
 import math
@@ -33,9 +31,7 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of 3 layers: 48 tokens, width 32, 4 query heads and 2 key/value heads of
-    8, MLP 40.
-    """
+    """Write a llama with 3 layers, 48 tokens, width 32, MLP 40, 4 query and 2 key/value heads."""
     folder = tmp_path_factory.mktemp("made")
     hf_model("llama", layers=3, dtype=torch.float32).save_pretrained(folder)
     return folder
@@ -171,7 +167,7 @@ FIELDS += [
 @pytest.mark.parametrize(
     ("fields", "message"), FIELDS, ids=[str(fields)[:50] for fields, _ in FIELDS]
 )
-def test_a_configuration_that_is_of_another_model(
+def test_a_configuration_of_another_model_is_refused(
     folder: Path, fields: dict[str, Any], message: str
 ) -> None:
     edit(folder, **fields)
@@ -222,13 +218,13 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize(("changed", "message"), STATES.values(), ids=STATES)
-def test_weights_that_are_of_another_model(folder: Path, changed: Callable, message: str) -> None:
+def test_weights_of_another_model_are_named(folder: Path, changed: Callable, message: str) -> None:
     change(folder, changed)
     with pytest.raises(UserError, match=message):
         check_model(folder)
 
 
-def test_what_is_harmless_is_left_alone(folder: Path) -> None:
+def test_harmless_extra_tensors_are_accepted(folder: Path) -> None:
     change(
         folder,
         lambda state: state.update(
@@ -236,7 +232,7 @@ def test_what_is_harmless_is_left_alone(folder: Path) -> None:
         ),
     )
     check_model(folder)
-    # A tied head may be stored as well, and is of the embedding's shape and values then.
+    # A tied head may be stored if its shape and values are the embedding's.
     edit(folder, tie_word_embeddings=True)
     change(folder, lambda state: state.update({HEAD: state[EMBEDDING].clone()}))
     check_model(folder)
@@ -250,7 +246,7 @@ def test_what_is_harmless_is_left_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_family_is_what_transformers_writes(shape: str, tmp_path: Path) -> None:
+def test_every_familys_tensors_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
     model = hf_model(shape, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     check_model(tmp_path)
@@ -273,7 +269,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-def test_every_loader_refuses_before_weights_are_read(
+def test_every_loader_checks_before_it_reads_weights(
     folder: Path, load: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit(folder, num_hidden_layers=2)
@@ -292,7 +288,7 @@ def test_every_loader_refuses_before_weights_are_read(
 
 
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-def test_every_loader_refuses_a_tied_head_of_other_values(
+def test_every_loader_refuses_a_tied_head_that_differs(
     folder: Path, load: Callable[[Path], object]
 ) -> None:
     edit(folder, tie_word_embeddings=True)
@@ -347,7 +343,7 @@ ROPES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("fields", "message"), ROPES, ids=[str(fields)[:80] for fields, _ in ROPES]
 )
-def test_native_refuses_rotary_positions_that_it_would_not_follow(
+def test_native_refuses_unsupported_rotary_positions(
     folder: Path, fields: dict[str, Any], message: str
 ) -> None:
     edit(folder, **fields)
@@ -356,7 +352,7 @@ def test_native_refuses_rotary_positions_that_it_would_not_follow(
     assert "config.json" in str(caught.value)
 
 
-def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
+def test_equal_rotary_fields_are_accepted(folder: Path) -> None:
     edit(folder, rope_parameters=LLAMA3_ROPE, rope_scaling={**LLAMA3_ROPE, "type": "llama3"})
     load_target(folder)
     edit(
@@ -364,12 +360,12 @@ def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
         rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
         rope_scaling="absent",
     )
-    load_target(folder, backend="hf")  # which transformers knows
+    load_target(folder, backend="hf")  # which transformers supports
 
 
 @pytest.fixture(scope="module")
 def spoken(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The llama with a tokenizer, which is loaded before the model."""
+    """Add a tokenizer, which is loaded before the model, to the llama's folder."""
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("spoken") / "model"))
     core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "red": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(
@@ -438,7 +434,7 @@ def test_a_damaged_tokenizer_file_is_named(
 
 
 def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Two files, the tensors in turn, and an index that may say otherwise."""
+    """Split the weights over two files with an index, which may be wrong."""
     state = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     for part in (0, 1):
@@ -475,9 +471,7 @@ def right(names: list[str]) -> dict[str, Any]:
         ("part2.safetensors", "part2.safetensors is missing"),
     ],
 )
-def test_an_index_that_leaves_the_folder_or_is_wrong(
-    folder: Path, first: Any, message: str
-) -> None:
+def test_an_invalid_index_is_refused(folder: Path, first: Any, message: str) -> None:
     (folder.parent / "model.safetensors").write_bytes((folder / WEIGHTS).read_bytes())
     shard(folder, lambda names: {**right(names), names[0]: first})
     for load in (check_model, load_target):
@@ -488,7 +482,7 @@ def test_an_index_that_leaves_the_folder_or_is_wrong(
 def test_shards_are_checked_like_one_file(folder: Path) -> None:
     shard(folder, right)
     check_model(folder)
-    # Links lead out of every folder of the Hub's cache.
+    # The Hub's cache consists of links to files outside the folder.
     (folder / "part0.safetensors").rename(folder.parent / "blob")
     (folder / "part0.safetensors").symlink_to(folder.parent / "blob")
     check_model(folder)
@@ -501,7 +495,7 @@ def test_shards_are_checked_like_one_file(folder: Path) -> None:
         check_model(folder)
 
 
-def test_a_tensor_that_is_in_two_files(folder: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     shard(folder, right)
     state = load_file(folder / "part1.safetensors") | {Q: torch.zeros(32, 32)}
     save_file(state, folder / "part1.safetensors", {"format": "pt"})
@@ -540,7 +534,7 @@ def gpt2(folder: Path) -> Path:
     ],
     ids=str,
 )
-def test_of_other_families_what_holds_for_all(
+def test_other_families_have_the_general_checks(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     folder = gpt2(tmp_path)

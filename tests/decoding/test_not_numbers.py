@@ -1,6 +1,4 @@
-"""Weights that are NaN or infinite: the target is named at the first round, the drafter when it is
-loaded or draws, and no token is said.
-"""
+"""NaN and infinite weights raise an error that names the model, and no token is emitted."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from decoding.sampling.readback import DeviceReadback, finite_check
+from decoding.sampling.readback import DeviceReadback, FiniteCheck
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import follow
 from tests.support.tiny_targets import hf_model, native_of
@@ -31,7 +29,7 @@ RULES: dict[str, dict[str, Any]] = {
     "block": {"temperature": 1.0, "verify": "block"},
     "coupled": {"temperature": 1.0, "verify": "coupled"},
 }
-# PEARL takes no block verification.
+# PEARL has no block verification.
 WAYS = [
     (schedule, rule)
     for schedule in (None, "serial", "pearl_virtual")
@@ -48,7 +46,9 @@ def spoiled(value: float, tensor: str = "model.norm.weight") -> NativeTarget:
 
 @pytest.mark.parametrize(("schedule", "rule"), WAYS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_target_without_numbers_is_named(schedule: str | None, rule: str, value: float) -> None:
+def test_a_target_with_nonfinite_logits_is_named(
+    schedule: str | None, rule: str, value: float
+) -> None:
     drafter = None if schedule is None else ChainDrafter(model=native_of(hf_model()))
     said: list[int] = []
     with pytest.raises(
@@ -65,28 +65,26 @@ def test_a_target_without_numbers_is_named(schedule: str | None, rule: str, valu
     assert said == []
 
 
-def test_a_single_row_of_the_head_is_enough() -> None:
+def test_one_nonfinite_row_of_the_head_is_detected() -> None:
     with pytest.raises(UserError, match="the target 'spoiled' computes non-finite logits"):
         decode(spoiled(float("nan"), "lm_head.weight"), None, [[4, 5]], Settings())
 
 
-def test_minus_infinity_rules_a_token_out_and_is_fine() -> None:
+def test_minus_infinity_among_finite_logits_is_accepted() -> None:
     logits = torch.tensor([[1.0, float("-inf"), 2.0]])
-    DeviceReadback(watched=[finite_check(logits, "the target", "logits")])
+    DeviceReadback(watched=[FiniteCheck(logits, "the target", "logits")])
     with pytest.raises(UserError, match="expected finite ones"):
         DeviceReadback(
-            watched=[finite_check(torch.full((1, 3), float("-inf")), "the target", "logits")]
+            watched=[FiniteCheck(torch.full((1, 3), float("-inf")), "the target", "logits")]
         )
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, MultiCandidate])
 @pytest.mark.parametrize("verify", ["token", "coupled"])
-def test_a_drafter_whose_probabilities_are_no_numbers(
+def test_a_drafter_with_nonfinite_probabilities_is_named(
     kind: type[ChainDrafter], verify: str
 ) -> None:
-    """Where they are tested they would decide; where they are not (coupled), the text is the
-    target's all the same.
-    """
+    """Check that NaN is an error where q is tested, and has no effect under the coupled rule."""
     target, settings = (
         native_of(hf_model()),
         Settings(max_new_tokens=8, temperature=1.0, verify=verify),
@@ -104,7 +102,7 @@ def test_a_drafter_whose_probabilities_are_no_numbers(
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_drafters_weights_are_read_when_it_is_loaded(
+def test_a_drafters_weights_are_checked_on_loading(
     tmp_path: Path, backend: str, value: float
 ) -> None:
     hf_model(dtype=torch.float32).save_pretrained(tmp_path)
@@ -120,12 +118,10 @@ def test_a_drafters_weights_are_read_when_it_is_loaded(
         decode(load_target(tmp_path, backend=backend), None, [[4, 5]], Settings())
 
 
-def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
+def test_finite_checks_share_the_rules_readback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No wait more in a round: nothing is read when the watch is made, and the rule's own reading
-    brings it.
-    """
+    """Check that the finite check adds no wait: its number arrives with the rule's readback."""
     from decoding import devices
 
     reads = []
@@ -138,11 +134,11 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     logits = torch.randn(1, 2, 8)
     along = torch.tensor([3])
     chooser = TokenChooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
-    readback = DeviceReadback(along, watched=[finite_check(logits, "the target", "logits")])
+    readback = DeviceReadback(along, watched=[FiniteCheck(logits, "the target", "logits")])
     assert reads == []
     follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)
     assert readback.drafter_values() == [[3]]
     assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
-    readback = DeviceReadback(watched=[finite_check(logits * float("nan"), "the target", "logits")])
+    readback = DeviceReadback(watched=[FiniteCheck(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
         follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)

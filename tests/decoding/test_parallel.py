@@ -1,7 +1,7 @@
-"""A target in several parts: the logits of the one in a single process, what a rank reads, and what
-is refused.
+"""A target split over ranks: its logits equal one process's, and each rank reads only its part.
 
-A thread a rank, over the same sockets; with real processes: test_parallel_processes.py.
+Each rank is a thread that uses the product's sockets. Real processes are tested in
+test_parallel_processes.py.
 
 Shapes: B rows, N nodes, V vocabulary, C hidden size.
 """
@@ -49,13 +49,13 @@ Script = list[Tensor]
 
 
 def exercise(target: Target) -> Script:
-    """Everything that a target is asked for; what it answered."""
+    """Call every method of a target; return all tensors that it returns."""
     seen: Script = []
     with torch.inference_mode():
         target.open(4, 40)
         seen.append(prefill(target, [[5, 6, 7], [9], [], [4, 4, 3, 8, 11]], keep_hidden=True))  # type: ignore[arg-type]
-        seen += target.forward(ids(4, 3))  # a chain behind rows of own lengths
-        for taps in ((1,), (2, 0, 1)):  # of every rank's layers, in another order than they run
+        seen += target.forward(ids(4, 3))  # a chain after rows of different lengths
+        for taps in ((1,), (2, 0, 1)):  # of every rank's layers, not in their order
             seen.append(target.features(ids(4, 3), None, taps))
         seen += target.forward(ids(4, 3), None, (2,))
         target.commit(None, [3, 0, 1, 2])
@@ -92,7 +92,7 @@ def differ(found: Script, expected: Script) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The model folder of a family, written once."""
+    """Write the model folder of each family once."""
     home = tmp_path_factory.mktemp("families")
 
     def folder(family: str) -> Path:
@@ -104,7 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Threads:
-    """Ranks as threads, driven in step: what a method returns on rank 0."""
+    """Ranks as threads that run in step; methods return rank 0's result."""
 
     def __init__(self, folder: Path, kind: str, size: int, gloo: bool = False) -> None:
         mesh = socket_mesh(size)
@@ -183,14 +183,14 @@ def test_every_family_gives_the_logits_of_one_process(
     close(exercise(Threads(folders(family), kind, size)), exercise(whole))
 
 
-def test_four_ranks_with_a_head_each(folders: Callable[[str], Path]) -> None:
+def test_four_ranks_of_one_head(folders: Callable[[str], Path]) -> None:
     whole = native_of(hf_model("llama_mha", layers=LAYERS))
     close(exercise(Threads(folders("all_heads_tied"), "tp", 4)), exercise(whole))
 
 
 @pytest.mark.parametrize("kind", ["tp", "layers"])
-def test_sockets_and_gloo_carry_the_same(kind: str, folders: Callable[[str], Path]) -> None:
-    """The fast way between ranks and its plain twin, which is also how GPUs are reached."""
+def test_sockets_and_gloo_give_equal_logits(kind: str, folders: Callable[[str], Path]) -> None:
+    """Compare `Sockets` with `Collectives`, the link that GPUs use."""
     folder = folders("grouped_heads")
     close(exercise(Threads(folder, kind, 2)), exercise(Threads(folder, kind, 2, gloo=True)))
     (folder / "meeting").unlink(missing_ok=True)
@@ -200,7 +200,7 @@ def test_sockets_and_gloo_carry_the_same(kind: str, folders: Callable[[str], Pat
 def test_controls_that_must_fail(
     family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sum that is left out, and a bias that every rank adds, are seen by the comparison."""
+    """Check that the comparison detects a missing sum and a bias added by every rank."""
     expected = exercise(native_of(hf_model(layers=LAYERS, **FAMILIES[family])))  # type: ignore[arg-type]
     if family == "grouped_heads":
         monkeypatch.setattr(SummedLinear, "__call__", lambda self, x_NI: self.inner(x_NI))
@@ -217,14 +217,14 @@ def test_controls_that_must_fail(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the law tests on disk."""
+    """Write the model of the law tests to disk."""
     path = tmp_path_factory.mktemp("target")
     hf_model("llama", layers=2).save_pretrained(path)
     return path
 
 
-# ------------------------------------------------------------------------ what is read, and refused
-def test_a_rank_reads_its_part_and_no_other(folders: Callable[[str], Path]) -> None:
+# ------------------------------------------------------------------------ reading and errors
+def test_a_rank_reads_only_its_part(folders: Callable[[str], Path]) -> None:
     folder = folders("grouped_heads")
     whole = native_of(hf_model(layers=LAYERS))
     config = whole.config
@@ -239,7 +239,7 @@ def test_a_rank_reads_its_part_and_no_other(folders: Callable[[str], Path]) -> N
         assert all(tensor.is_contiguous() for state, _ in parts for tensor in state.values())
 
 
-def test_layers_are_shared_by_their_weight() -> None:
+def test_layers_are_divided_by_parameters() -> None:
     config = replace(native_of(hf_model(layers=1)).config, num_layers=12)
 
     def spans(vocab_size: int, size: int) -> list[int]:
@@ -248,7 +248,7 @@ def test_layers_are_shared_by_their_weight() -> None:
 
     assert spans(1, 2) == [6, 6]
     assert spans(1, 5) == [2, 2, 3, 2, 3]
-    assert spans(100_000, 4)[0] == 1  # embedding and head outweigh the layers
+    assert spans(100_000, 4)[0] == 1  # embedding and head have more parameters than the layers
     assert sum(spans(100_000, 4)) == 12
 
 
@@ -258,11 +258,11 @@ def test_layers_are_shared_by_their_weight() -> None:
         ({"parallel": "rows"}, "parallel 'rows' is unknown, expected one of none, tp, layers"),
         ({"processes": 2}, "processes is 2 with parallel=none"),
         ({"parallel": "tp", "processes": 2, "backend": "hf"}, "native backend, found hf"),
-        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; processes is 1"),
-        ({"parallel": "layers"}, "needs processes=N, 2 or more; 0 GPUs are free from cpu on"),
+        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; found processes=1"),
+        ({"parallel": "layers"}, "needs processes=N, 2 or more; found 0 GPUs from cpu on"),
         (
             {"parallel": "tp", "processes": 4},
-            "2 key/value heads cannot be split .* take 2 processes, or parallel=layers",
+            "2 key/value heads cannot be split .* Use 2 processes, or parallel=layers",
         ),
         (
             {"parallel": "tp", "processes": 3},
@@ -271,20 +271,20 @@ def test_layers_are_shared_by_their_weight() -> None:
         ({"parallel": "layers", "processes": 3}, "has 2 layers, too few for 3 processes"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
+def test_inconsistent_parallel_settings_are_refused(
     settings: dict[str, object], message: str, folder: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
         load_target(folder, **settings)  # type: ignore[arg-type]
 
 
-def test_one_head_for_all_leaves_layers_only() -> None:
+def test_one_key_value_head_allows_layers_only() -> None:
     config = native_of(hf_model("llama_bias")).config
-    with pytest.raises(UserError, match="1 key/value heads .* take parallel=layers"):
+    with pytest.raises(UserError, match="1 key/value heads .* Use parallel=layers"):
         check_divisible(config, "tp", 2, "folder")
 
 
-def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_from_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "count_gpus", lambda: 4)
     assert processes_of("tp", 0, "native", "cuda") == 4
     assert processes_of("tp", 0, "native", "cuda:1") == 3
@@ -295,7 +295,7 @@ def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) 
         processes_of("tp", 3, "native", "cuda:2")
 
 
-def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(
+def test_a_drafter_gets_a_free_gpu_if_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda, "count_gpus", lambda: 3)
@@ -313,7 +313,7 @@ def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_products_and_small_dtypes_travel_too(dtype: torch.dtype, folder: Path) -> None:
+def test_packed_products_and_16_bit_dtypes(dtype: torch.dtype, folder: Path) -> None:
     if not can_pack(torch.device("cpu"), dtype):
         pytest.skip(f"this processor has no packed {dtype} products")
     results = []

@@ -1,5 +1,6 @@
-"""A target in processes of its own: its logits and laws, and what happens when a rank fails. Shapes
-and families: test_parallel.py.
+"""A target in several real processes: its logits, the laws, and failures of a rank.
+
+Shapes and families are tested in test_parallel.py.
 """
 
 import os
@@ -34,7 +35,7 @@ from .test_targets import ids
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the law tests on disk."""
+    """Write the model of the law tests to disk."""
     path = tmp_path_factory.mktemp("target")
     hf_model("llama", layers=2).save_pretrained(path)
     return path
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def targets(folder: Path) -> Iterator[Callable[[str], ParallelTarget]]:
-    """The target of a kind over two processes, started once."""
+    """Start a target of each kind over two processes, once."""
     made: dict[str, ParallelTarget] = {}
 
     def target(kind: str) -> ParallelTarget:
@@ -111,14 +112,14 @@ def test_pearl_drafts_in_a_worker_beside_the_ranks(
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
-def test_ranks_share_the_cores_that_the_drafters_worker_leaves(
+def test_ranks_share_the_cores_besides_the_drafters(
     targets: Callable[[str], ParallelTarget],
 ) -> None:
     target, before = targets("tp"), os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     (process,) = target.ranks.processes
     with separate_cores(SimpleNamespace(target_cores=cores), target):  # type: ignore[arg-type]
-        target.open(1, 4)  # waits for the rank, and so for the binding
+        target.open(1, 4)  # waits for the rank, and therefore for the binding
         assert os.sched_getaffinity(0) == {cores[0]}
         assert os.sched_getaffinity(process.pid) == {cores[1]}
     target.open(1, 4)
@@ -134,7 +135,7 @@ def test_ranks_share_the_cores_that_the_drafters_worker_leaves(
     assert os.sched_getaffinity(0) == before
 
 
-def test_what_needs_the_targets_own_layers_is_refused(
+def test_drafters_of_the_targets_layers_are_refused(
     targets: Callable[[str], ParallelTarget],
 ) -> None:
     with pytest.raises(
@@ -155,24 +156,24 @@ def test_a_forward_beyond_the_cache_is_refused_before_any_rank_begins(
 
 
 @pytest.mark.parametrize("link", ["sockets", pytest.param("gloo", marks=pytest.mark.long)])
-def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
+def test_a_killed_rank_is_named_in_the_error(link: str, folder: Path) -> None:
     target = ParallelTarget(folder, kind="tp", processes=2, dtype=torch.float64, link=link)
     target.open(1, 8)
     target.forward(ids(1, 2))
     (process,) = target.ranks.processes
     process.send_signal(signal.SIGKILL)
     began = time.monotonic()
-    for _ in range(2):  # the second time it says so without trying
+    for _ in range(2):  # the second time without a new attempt
         with pytest.raises(UserError, match="rank 1 of the 2 processes of .* was ended by SIGKILL"):
             target.forward(ids(1, 2))
     assert time.monotonic() - began < 5
 
 
 @pytest.mark.long
-def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
+def test_an_interrupted_forward_ends_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be out of step: the next forward would meet the sums of this one."""
+    """Check that interrupted ranks end, since the next forward would receive this one's sums."""
     target = start(folder)
     target.open(1, 8)
 
@@ -181,10 +182,9 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
 
     monkeypatch.setattr(target._target, "forward", interrupted)
     before = os.sched_getaffinity(0)
-    bound = separate_cores(
-        SimpleNamespace(target_cores=sorted(before)[:2] if len(before) > 1 else []), target
-    )  # type: ignore[arg-type]
-    # not replaced by what the ranks that are gone would have to say
+    drafter = SimpleNamespace(target_cores=sorted(before)[:2] if len(before) > 1 else [])
+    bound = separate_cores(drafter, target)  # type: ignore[arg-type]
+    # not replaced by the error of a rank that has ended
     with pytest.raises(KeyboardInterrupt), bound:
         target.forward(ids(1, 2))
     assert os.sched_getaffinity(0) == before
@@ -195,7 +195,7 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
 
 @pytest.mark.long
 def test_no_rank_outlives_its_parent(folder: Path) -> None:
-    """However it ends: after its last line, or killed in the midst of it."""
+    """Check that the ranks end when their parent exits normally and when it is killed."""
     script = (
         "import sys; from decoding.models.load import load_target\n"
         f"target = load_target({str(folder)!r}, parallel='tp', processes=2)\n"
@@ -227,7 +227,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.long
-def test_the_front_door_opens_a_parallel_target(tiny_target: Path) -> None:
+def test_load_makes_a_parallel_target(tiny_target: Path) -> None:
     engine = load(tiny_target, "prompt_lookup", parallel="layers", processes=2)
     assert isinstance(engine.target, ParallelTarget)
     whole = load(tiny_target)

@@ -1,7 +1,6 @@
-"""Repetition penalty, allowed tokens, min-p and stop strings, under laws 1, 2 and 5: each drafted
-position is judged by its own text.
+"""Repetition penalty, allowed tokens, min-p and stop strings under laws 1, 2 and 5.
 
-Law 3 with logits that change with the text has a file of its own, test_law_of_processors.py.
+Each drafted position is processed by the text before it. Law 3 is in test_law_of_processors.py.
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_p
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .test_laws import models, with_rule
 
-# Under every change on its own: a row of each way to draft and to test. All rows run under all
-# changes together.
+# Rows of each kind of drafting and verification run under every change alone; all rows run under
+# all changes together.
 CHOSEN = ("chain", "ranked_tree", "multi_candidate", "lookahead", "ouroboros", "oracle")
 
 
 def other_thirds(text: Sequence[int]) -> list[int]:
-    """Tokens that leave another rest by three than the last one, and than the one two before it."""
+    """Return the tokens whose remainder by 3 differs from the last and third-last tokens'."""
     taken = {token % 3 for token in text[-1:]}
     return [
         token
@@ -65,7 +64,7 @@ def settings_for(row: DrafterRow, change: str, rule: str) -> Settings:
 
 @lru_cache
 def plain_of(change: str, rule: str) -> list[list[int]]:
-    """What autoregressive decoding says."""
+    """Return the text of autoregressive decoding."""
     return [
         g.tokens for g in decode(models()[0], None, random_prompts(16), settings_of(change, rule))
     ]
@@ -74,15 +73,16 @@ def plain_of(change: str, rule: str) -> list[list[int]]:
 def drafted_by(
     row: DrafterRow, settings: Settings, answers: list[list[int]]
 ) -> tuple[list[list[int]], int]:
-    """(the row's output, accepted tokens)."""
+    """Return the row's output and its number of accepted tokens."""
     drafted = decode(models()[0], row.make(Kit(*models(), answers)), random_prompts(16), settings)
     return [g.tokens for g in drafted], sum(g.accepted for g in drafted)
 
 
 @pytest.mark.parametrize("change", ["penalty", "reward", "all"])
-def test_every_node_is_changed_by_its_own_text(change: str) -> None:
-    """As the definitions read, bit for bit: trees, chains, tips alone, and chains that are drafted
-    token by token. A text may name pad rows.
+def test_every_node_is_processed_by_its_text(change: str) -> None:
+    """Compare with the definitions, bit for bit, on trees, chains, tips and token-by-token drafts.
+
+    A text may contain padding tokens of the embedding.
     """
     generator = torch.Generator().manual_seed(0)
     named = {key: value for key, value in CHANGES[change].items() if key != "min_p"}
@@ -164,16 +164,14 @@ def test_law_1_rejects_changes_that_leave_the_drafted_tokens_out(
 
 
 def nothing_behind_the_end(text: Sequence[int]) -> list[int]:
-    """A grammar whose texts end with the token 5, and which knows nothing to say then."""
+    """A grammar whose texts end with token 5, and which allows no token after it."""
     return [] if text[-1] == 5 else other_thirds(text)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", ["serial", *VIRTUAL])
-def test_a_draft_may_run_on_behind_the_end_of_a_grammar(schedule: str, rule: str) -> None:
-    """Autoregressive decoding stops at the stop token and never asks what may follow it; drafters
-    go on drafting.
-    """
+def test_a_draft_may_continue_past_the_end_of_a_grammar(schedule: str, rule: str) -> None:
+    """Check drafts past the stop token, where the grammar allows no token."""
     target, twin, _ = models()
     settings = replace(
         settings_of("none", rule), allowed=nothing_behind_the_end, stop_token_ids=(5,)
@@ -194,7 +192,7 @@ def test_a_draft_may_run_on_behind_the_end_of_a_grammar(schedule: str, rule: str
 
 
 @pytest.mark.parametrize("rule", ["token", "coupled"])
-def test_a_drafter_that_knows_none_of_the_allowed_tokens_drafts_in_vain(rule: str) -> None:
+def test_a_drafter_without_the_allowed_tokens_is_never_accepted(rule: str) -> None:
     model = hf_model("llama", layers=1)
     state, rows = dict(model.state_dict()), ("model.embed_tokens.weight", "lm_head.weight")
     few = {name: tensor[:40] if name in rows else tensor for name, tensor in state.items()}
@@ -208,7 +206,7 @@ def test_a_drafter_that_knows_none_of_the_allowed_tokens_drafts_in_vain(rule: st
     assert rule == "token" or done.tokens == plain.tokens
 
 
-def test_the_penalty_is_that_of_transformers() -> None:
+def test_the_penalty_equals_that_of_transformers() -> None:
     model = hf_model("llama")
     prompt = random_prompts(1)[0]
     ours = decode(
@@ -230,7 +228,7 @@ def letters(ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("row", of_rows())
-def test_a_stop_string_ends_the_row_where_it_is_complete(row: DrafterRow) -> None:
+def test_a_stop_string_ends_the_row_with_its_last_token(row: DrafterRow) -> None:
     free = Settings(max_new_tokens=60, num_draft_tokens=4, costs=COSTS)
     prompts = random_prompts(16)
     answers = [g.tokens for g in decode(models()[0], None, prompts, free)]
@@ -246,7 +244,7 @@ def test_a_stop_string_ends_the_row_where_it_is_complete(row: DrafterRow) -> Non
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: str) -> None:
-    """Drafted by the target's twin, whose chunks pass whole, and by a model that is often wrong."""
+    """Draft with a copy of the target, whose chunks are all accepted, and with a weak model."""
     target, twin, draft_model = models()
     free = with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=COSTS)
     for number, prompt in enumerate(random_prompts(4)):
@@ -268,9 +266,7 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
 def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: a stop string that is complete inside the accepted span lets the rest of the span
-    through.
-    """
+    """Check a control that misses a stop string inside the accepted span."""
 
     def at_the_end(
         self: Batch, before: list[int], new: list[int], otherwise: int | None
@@ -282,12 +278,12 @@ def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
     monkeypatch.setattr(Batch, "_stop_string", at_the_end)
     law = partial(test_a_stop_string_inside_an_assumed_span_ends_the_row, schedule, "greedy")
     with pytest.raises(AssertionError):
-        law() if schedule != "serial" else test_a_stop_string_ends_the_row_where_it_is_complete(
+        law() if schedule != "serial" else test_a_stop_string_ends_the_row_with_its_last_token(
             ROWS[0]
         )
 
 
-def test_bad_values_are_named() -> None:
+def test_invalid_processor_settings_are_refused() -> None:
     target = models()[0]
     with pytest.raises(UserError, match="stop_strings needs text_of"):
         Settings(stop_strings=("x",))

@@ -32,7 +32,7 @@ OPENINGS = ["Tell me about {}.", "Write a story with {}.", "What is {}?", "Expla
 
 
 def chats(engine_tokenizer: object, count: int) -> list[list[int]]:
-    """Chat prompts, by turns over openings and topics."""
+    """Return chat prompts that combine openings and topics in turn."""
     texts = [OPENINGS[i % 4].format(TOPICS[i // 4 % len(TOPICS)]) for i in range(count)]
     rendered = [
         engine_tokenizer.apply_chat_template(  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def chats(engine_tokenizer: object, count: int) -> list[list[int]]:
 
 
 def first_layers(folder: Path, count: int) -> ChainDrafter:
-    """A weak drafter: the first layers of the model, with its own norm and head."""
+    """Make a weak drafter of the model's first layers, its norm and its head."""
     config = {**read_config(folder), "num_hidden_layers": count}
     return ChainDrafter(
         model=NativeTarget.from_state(config, load_state(folder), name=f"first-{count}")
@@ -52,7 +52,7 @@ def first_layers(folder: Path, count: int) -> ChainDrafter:
 
 
 def gap(target: Target, sequence: Sequence[int], settings: Settings, request: int) -> float:
-    """Distance between the two best scores of the token that follows, the shared noise included."""
+    """Return the gap between the next token's two best scores, shared noise included."""
     with torch.inference_mode():
         target.open(1, len(sequence) + 1)
         prefill(target, [list(sequence[:-1])])
@@ -74,7 +74,7 @@ def check_law(
     settings: Settings,
     plain: list[Generation] | None = None,
 ) -> tuple[list[Generation], list[Generation]]:
-    """(autoregressive, drafted). plain: the former, where it is known."""
+    """Return the autoregressive and the drafted text; `plain` gives the former if it is known."""
     plain = plain or decode(target, None, prompts, settings)
     drafted = decode(target, drafter, prompts, settings)
     diverged = 0
@@ -89,7 +89,7 @@ def check_law(
 
 
 @pytest.mark.parametrize("rule", ["greedy", pytest.param("coupled", marks=pytest.mark.long)])
-def test_stories_keep_the_law(stories260k: Path, rule: str) -> None:
+def test_the_stories_model_keeps_the_law(stories260k: Path, rule: str) -> None:
     target = load_target(stories260k)
     prompts = [[1, 10 + 7 * i] for i in range(64)]
     settings = Settings(

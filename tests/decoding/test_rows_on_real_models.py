@@ -1,10 +1,9 @@
-"""Law 1 of every row, and law 2 of a few, on real trained models in float32, as test_real_models.py
-has it for chains and prompt lookup.
+"""Law 1 of every row, and law 2 of some, on real trained models in float32.
 
-All rows run on the smallest real model, a few on the chat model, whose forwards cost a hundred
-times as much. What drafts is made of the
-target: its first layers, its own with some skipped, and a recurrent head fitted to what it says by
-least squares.
+All rows run on the smallest real model, and a few on the chat model, whose forwards cost a hundred
+times as much. The drafters are the target's first layers, the target without some layers, and a
+recurrent head fitted to the target's output by least squares. Chains and prompt lookup are tested
+in test_real_models.py.
 
 Shapes: N tokens, H hidden size, E = 2 H.
 """
@@ -28,7 +27,7 @@ from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head
 from .test_real_models import chats, check_law, first_layers
 
 pytestmark = pytest.mark.long
-# of 128 tokens: enough for one divergence at a near tie to be fewer than 1 in 10,000 tokens
+# of 128 tokens, so that one divergence at a near tie is fewer than 1 in 10,000 tokens
 PROMPTS = 80
 DRAFTING = [row for row in ROWS if not row.name.startswith("oracle")]
 SETTINGS = Settings(max_new_tokens=128, stopping="fixed", costs=COSTS)
@@ -39,7 +38,7 @@ SAMPLED = replace(SETTINGS, temperature=1.0, verify="coupled")
 def spoken(
     folder: Path, sampled: bool
 ) -> tuple[Target, list[list[int]], Settings, list[Generation]]:
-    """A target, prompts, settings, and what it says by itself."""
+    """Return a target, prompts, settings and the target's autoregressive text."""
     target, settings = load_target(folder), SAMPLED if sampled else SETTINGS
     if folder.name.startswith("chat"):
         prompts = chats(load(folder).tokenizer, PROMPTS)
@@ -51,8 +50,9 @@ def spoken(
 @lru_cache
 @torch.inference_mode()
 def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
-    """A head without blocks whose output is the target's next hidden state, guessed from [h; s_1],
-    through the target's own output layer.
+    """Fit a head without blocks that predicts the target's next hidden state from [h; s_1].
+
+    It uses the target's output layer.
     """
     target, prompts, _, plain = spoken(folder, sampled)
     head = random_head(target, num_draft_layers=0)
@@ -70,7 +70,7 @@ def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
 
 
 def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False) -> None:
-    """The law, with a drafter of so many of the target's layers; and that drafts pass."""
+    """Check the law with a drafter of this many target layers, and that drafts are accepted."""
     target, prompts, settings, plain = spoken(folder, sampled)
     kit = Kit(
         target,
@@ -96,7 +96,7 @@ def test_stories_keep_law_2(stories260k: Path, name: str) -> None:
     check_row(BY_NAME[name], stories260k, 3, sampled=True)
 
 
-# One test, so that what the chat model says by itself is decoded once.
+# One test, so that the autoregressive text is decoded once.
 @pytest.mark.parametrize(
     ("names", "sampled"),
     [

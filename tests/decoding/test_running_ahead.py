@@ -1,4 +1,4 @@
-"""Hosts that run ahead of the device: their code equals its eager twin, and rows are independent.
+"""Device versions of decisions equal their eager versions, and rows of a batch stay independent.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -41,8 +41,8 @@ ALONE = (
     [(name, rule) for name in ALONE for rule in ("greedy", "token")]
     + [("budget_tree_picked", "token"), ("graph_picked", "token")],
 )
-def test_drafts_do_not_depend_on_neighboring_rows(name: str, rule: str) -> None:
-    """Sizes depend on a row's rounds alone, and counts of drafted nodes exclude padding."""
+def test_device_drafts_do_not_depend_on_other_rows(name: str, rule: str) -> None:
+    """Check that a row's tree size depends on its rounds alone, and that padding is not counted."""
     row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
@@ -66,7 +66,7 @@ def test_drafts_do_not_depend_on_neighboring_rows(name: str, rule: str) -> None:
 
 
 def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """Return the paths of a row's drafted nodes, without padding."""
+    """Return the paths to the nodes that a row counts, without padding."""
     assert proposal.parents_BN is not None
     paths: list[tuple[int, ...]] = []
     for token, parent in list(
@@ -92,10 +92,10 @@ def test_running_ahead_changes_no_token(
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["q", "point mass", "equal"])
-def test_rules_on_the_device_equal_their_twins(
+def test_rules_on_the_device_equal_the_eager_ones(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outcomes are equal for random rows of all draft lengths, and without residual (p = q)."""
+    """Compare outcomes for random rows of every draft count, and for p = q without a residual."""
     generator = torch.Generator().manual_seed(1)
     chooser = TokenChooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(rules, rule), []
@@ -116,24 +116,24 @@ def test_rules_on_the_device_equal_their_twins(
     assert {0, 1, 2 if kind == "point mass" else 4} <= set(outcomes)
 
 
-def test_cost_ratio_by_round_chooses_the_best_length() -> None:
-    """It maximizes the expected tokens per millisecond by the acceptance rate of past rounds."""
+def test_cost_ratio_decides_before_the_round() -> None:
+    """Check the choice before a round: the length with the most expected tokens per millisecond."""
     policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
         policy.update(4, 4)
     assert policy.planner.acceptance.value > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
-    for _ in range(900):  # rounds with one test each, which old rounds of four tests outweigh
+    for _ in range(900):  # rounds of one test each, long outweighed by rounds of four
         policy.update(4, 0)
     assert policy.planner.acceptance.value < 0.05 and policy.limit(4) == 0
-    # half of the tests are accepted: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+    # acceptance rate 0.5: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
     for _ in range(600):
         policy.update(4, 1)
     assert policy.planner.acceptance.value == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
 
 
-def test_read_packs_tensors_of_all_types_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_packs_tensors_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     assert devices.read(
         torch.tensor([[1, 2], [3, 31999]]),

@@ -35,7 +35,7 @@ from tests.support.host_waits import models
 from tests.support.many_requests import without_collector
 from tests.support.tiny_targets import random_prompts
 
-from .law_3 import P_LIMIT, PROMPT, law_p_value, target_table
+from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
 from .rows import COSTS, draft_table
 from .test_running_ahead import paths_of
 
@@ -88,11 +88,11 @@ def test_law_3_rejects_a_choice_among_sampled_children(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    assert law_p_value(narrow_tree(), "token", "plain") < P_LIMIT
+    assert law_holds(narrow_tree(), "token", "plain") < P_LIMIT
 
 
 def test_law_3_holds_for_children_chosen_before_sampling() -> None:
-    assert law_p_value(narrow_tree(), "token", "plain") > P_LIMIT
+    assert law_holds(narrow_tree(), "token", "plain") > P_LIMIT
 
 
 def sampling_chooser(rows: int, vocab_size: int) -> TokenChooser:
@@ -145,7 +145,7 @@ def test_missing_children_are_not_tested(
     """Law 3 holds with many missing children, and fails if they are tested as other tokens."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(token_chooser, "SAMPLES_PER_CHILD", 1)
-    assert law_p_value(FEW[name](), "token", "plain") > P_LIMIT
+    assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
     different = token_chooser.draw_different
 
     def filled(*given: Any) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def test_missing_children_are_not_tested(
         return (tokens_BPK + empty_BPK) % 5, probs_BPK.masked_fill(empty_BPK, 0.2)
 
     monkeypatch.setattr(token_chooser, "draw_different", filled)
-    assert law_p_value(FEW[name](), "token", "plain") < P_LIMIT
+    assert law_holds(FEW[name](), "token", "plain") < P_LIMIT
 
 
 def test_chances_of_children() -> None:

@@ -1,4 +1,4 @@
-"""Warpers against their definitions, and the noise against its promises.
+"""Warpers against their definitions, and the keyed noise against its promises.
 
 Shapes: R rows, V vocabulary.
 """
@@ -44,9 +44,7 @@ def test_warpers_follow_their_definition(fields: dict) -> None:
 
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
 def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
-    """Over a vocabulary for which a partial sort is tried first, and would leave the order of
-    equals open.
-    """
+    """Use a vocabulary for which a partial sort, which leaves ties undefined, is tried first."""
     logits = torch.full((2, 2 * PARTIAL_SORT_SIZES[-1]), -30.0)
     logits[0, [7, 40, 90, 200]] = 2.0
     logits[1, [3, 5]] = torch.tensor([1.0, 2.0])
@@ -59,7 +57,7 @@ def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
     "fields", [{"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 90, "top_p": 0.99}], ids=str
 )
 def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial sort is the fast path, the full stable sort its twin."""
+    """Compare the partial sort, the fast path, with a full stable sort."""
     logits_RV = (
         torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
     )
@@ -83,7 +81,7 @@ def test_warpers_refuse_impossible_settings(fields: dict) -> None:
         Warper(**fields)
 
 
-def test_draw_never_takes_a_token_of_weight_zero() -> None:
+def test_draw_never_samples_a_token_of_weight_zero() -> None:
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
     for u in (2.0**-53, 0.1, 0.2999, 0.3001, 0.5, 1 - 2.0**-53):
         assert draw(weights, [u]).item() == (1 if u < 0.3 else 3)
@@ -112,9 +110,7 @@ def test_uniforms_stay_inside_the_open_interval() -> None:
 
 
 def test_mixing_matches_splitmix64() -> None:
-    """The first outputs of SplitMix64 from seed 1234567 (the reference values of its authors' test
-    vectors).
-    """
+    """Compare with the authors' reference outputs of SplitMix64 for seed 1234567."""
     state, outputs = 1234567, []
     for _ in range(3):
         state = (state + noise.GOLDEN) & noise.MASK
@@ -163,10 +159,8 @@ def test_uniforms_differ_by_every_part_of_their_key() -> None:
 
 
 @pytest.mark.parametrize("depths", [None, torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])])
-def test_noise_for_survivors_alone_picks_the_same_tokens(depths: torch.Tensor | None) -> None:
-    """Noise for the survivors is the fast path of warped rows; noise for the whole vocabulary is
-    its twin.
-    """
+def test_noise_for_survivors_selects_the_same_tokens(depths: torch.Tensor | None) -> None:
+    """Compare noise made for the survivors, the fast path, with noise for the full vocabulary."""
     logits_BNV = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(1))
     warper = Warper(1.0, top_k=7)
     picks = []

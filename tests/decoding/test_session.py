@@ -1,5 +1,6 @@
-"""A row that goes on: later turns say what a fresh decode over the whole text says, and read only
-what is new. Several: test_conversations.py.
+"""A conversation in one row: each turn equals a fresh decode and reads only the new tokens.
+
+Batches of conversations are tested in test_conversations.py.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def settings_of(rule: str) -> Settings:
 
 
 def drained(batch: Batch) -> Generation:
-    """The generation of a started turn, run to its end."""
+    """Run a started turn to its end; return its generation."""
     generation = batch.rows[0].generation
     with torch.inference_mode():
         while batch.rows:
@@ -53,7 +54,7 @@ def kit_of(seed: int = 0) -> Kit:
 
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS)
-def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule: str) -> None:
+def test_every_turn_equals_a_fresh_decode_of_the_text(row: DrafterRow, rule: str) -> None:
     settings, kit, other = (
         replace(settings_of(rule), num_draft_tokens=row.gamma or 3),
         kit_of(),
@@ -70,12 +71,12 @@ def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule:
         assert (found.rounds, found.trace) == (fresh.rounds, fresh.trace), (
             "the drafter knows what it would know"
         )
-        if turn:  # the answer's last token was in no cache, and maybe the one before it
+        if turn:  # the answer's last token is in no cache, and perhaps the one before it
             assert len(said) - 1 <= found.prefilled <= len(said) < before
         text += found.tokens
 
 
-def test_the_drafter_reads_only_what_is_new() -> None:
+def test_the_drafter_reads_only_new_tokens() -> None:
     class Counting(NativeTarget):
         read = 0
 
@@ -99,7 +100,7 @@ def test_the_drafter_reads_only_what_is_new() -> None:
     )
 
 
-def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> None:
+def test_an_edited_history_is_rolled_back_to_the_shared_prefix() -> None:
     settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
     session = Session(kit.target, ChainDrafter(model=kit.draft_model), settings)
     prompt = list(range(3, 15))
@@ -108,7 +109,7 @@ def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> Non
     found = drained(session.start(edited))
     assert found.tokens == decode(other.target, None, [edited], settings)[0].tokens
     assert found.prefilled == len(edited) - 1 - 6
-    again = drained(session.start(edited))  # nothing is new
+    again = drained(session.start(edited))  # no new token
     assert again.tokens == found.tokens and again.prefilled == 0
     shorter = drained(session.start(edited[:3]))
     assert shorter.tokens == decode(other.target, None, [edited[:3]], settings)[0].tokens
@@ -136,7 +137,7 @@ def test_control_a_cache_that_keeps_too_much_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
-def test_plain_decoding_in_between_and_a_turn_that_is_left_change_nothing(rule: str) -> None:
+def test_plain_and_abandoned_turns_do_not_change_the_text(rule: str) -> None:
     settings, kit, other = settings_of(rule), kit_of(), kit_of()
     session = Session(kit.target, ChainDrafter(model=kit.draft_model), settings)
     text = [5, 6, 7, 8]
@@ -148,7 +149,7 @@ def test_plain_decoding_in_between_and_a_turn_that_is_left_change_nothing(rule: 
     left = session.start(text, request_id=1)
     with torch.inference_mode():
         left.round()
-    text += [*left.rows[0].generation.tokens, 11]  # and the rest is never asked for
+    text += [*left.rows[0].generation.tokens, 11]  # and the rest is never decoded
     found = drained(session.start(text, request_id=2))
     (fresh,) = decode(
         other.target, ChainDrafter(model=other.draft_model), [text], settings, request_ids=[2]
@@ -158,9 +159,7 @@ def test_plain_decoding_in_between_and_a_turn_that_is_left_change_nothing(rule: 
 
 
 class LastState(ChainDrafter):
-    """A chain drafter that checks the hidden state it is given: the one before the tip, of the
-    target's own.
-    """
+    """A chain drafter that checks that it receives the target's hidden state before the tip."""
 
     capabilities = replace(ChainDrafter.capabilities, needs_hidden=True)
     state: torch.Tensor
@@ -184,14 +183,14 @@ class LastState(ChainDrafter):
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
-def test_a_drafter_on_hidden_states_gets_the_one_before_the_tip(plain_first: bool) -> None:
+def test_a_drafter_receives_the_hidden_state_before_the_tip(plain_first: bool) -> None:
     settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
     drafter = LastState(model=kit.draft_model)
     session = Session(kit.target, drafter, settings)
     text = [5, 6, 7, 8]
     if plain_first:
         drained(session.start(text, drafted=False, max_new_tokens=2))
-    for said in ([9, 10], [11], []):  # with nothing new the last state has to be made once more
+    for said in ([9, 10], [11], []):  # without a new token the last state is recomputed
         text = [*text, *said]
         found = drained(session.start(text))
         other.target.open(1, 200)
@@ -200,7 +199,7 @@ def test_a_drafter_on_hidden_states_gets_the_one_before_the_tip(plain_first: boo
         text += found.tokens[:-1] if said else []
 
 
-def test_what_does_not_fit_is_refused_and_the_session_goes_on() -> None:
+def test_a_session_continues_after_a_refused_turn() -> None:
     settings, kit = settings_of("greedy"), kit_of()
     session = Session(kit.target, None, settings)
     answer = drained(session.start([5, 6, 7])).tokens
@@ -225,7 +224,7 @@ def test_an_answer_may_end_at_the_end_of_the_context() -> None:
     assert found.tokens == decode(other.target, None, [text], settings)[0].tokens
 
 
-def test_the_hf_backend_goes_on_too() -> None:
+def test_a_session_on_the_hf_backend() -> None:
     from decoding.models.hf import HFTarget
 
     settings = settings_of("greedy")
@@ -248,7 +247,7 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2, 3]) == 2
 
 
-def test_shared_leaves_the_last_token_out() -> None:
+def test_the_shared_prefix_excludes_the_last_token() -> None:
     assert shared_prefix_length([1, 2, 3], [1, 2, 3]) == 2
     assert shared_prefix_length([1, 2, 3], [1, 2, 3, 4]) == 3
     assert shared_prefix_length([1, 9, 3], [1, 2, 3, 4]) == 1

@@ -1,6 +1,4 @@
-"""One engine in several hands: threads queue, a stream that was overtaken says so, and no text is
-ever another call's.
-"""
+"""An engine shared by threads: calls queue, an overtaken stream raises, and texts never mix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +38,13 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def plain(prompts: list[list[int]], **changes: object) -> list[list[int]]:
-    """What autoregressive decoding says of each prompt by itself."""
+    """Return the autoregressive text of each prompt alone."""
     settings = replace(Settings(max_new_tokens=12), **changes)  # type: ignore[arg-type]
     return [decode(native_of(hf_model()), None, [prompt], settings)[0].tokens for prompt in prompts]
 
 
-def test_eight_threads_get_the_text_of_one(engine: Engine) -> None:
-    """Law 1: whole calls of eight threads, each equal to autoregressive decoding."""
+def test_eight_threads_get_autoregressive_text(engine: Engine) -> None:
+    """Check law 1 for calls from eight threads."""
     prompts = random_prompts(24)
     gate = threading.Barrier(8)
 
@@ -61,10 +59,8 @@ def test_eight_threads_get_the_text_of_one(engine: Engine) -> None:
     assert found == plain([prompt for i in range(8) for prompt in prompts[i::8]])
 
 
-def test_streams_in_threads_are_whole_or_refused(engine: Engine) -> None:
-    """A stream's text is the one of its prompt as far as it comes, and an error ends it where
-    another call took the caches.
-    """
+def test_streams_in_threads_are_complete_or_refused(engine: Engine) -> None:
+    """Check that a stream yields a prefix of its text, and an error if its caches were taken."""
     prompts = random_prompts(16)
     whole = [engine.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain(prompts)]
     gate, errors = threading.Barrier(8), []
@@ -110,7 +106,7 @@ def test_costs_are_measured_once_by_threads() -> None:
     assert len(engine.costs) == 1
 
 
-def test_a_stream_that_was_overtaken_says_so(engine: Engine) -> None:
+def test_an_overtaken_stream_raises(engine: Engine) -> None:
     first, second = [5, 6, 7], [9, 8]
     overtaken = generate(engine, first, stream=True, **FIXED)
     next(overtaken)
@@ -118,20 +114,20 @@ def test_a_stream_that_was_overtaken_says_so(engine: Engine) -> None:
     begun = next(other)
     with pytest.raises(UserError, match=OVERTAKEN):
         list(overtaken)
-    text = begun + "".join(other)  # the one that was begun last is not disturbed by the error
+    text = begun + "".join(other)  # the error does not disturb the latest stream
     assert text == engine.tokenizer.decode(plain([second])[0], skip_special_tokens=True)
     assert list(overtaken) == []
 
 
-def test_a_stream_that_was_not_begun_or_is_over_disturbs_nobody(engine: Engine) -> None:
+def test_unread_and_finished_streams_disturb_no_call(engine: Engine) -> None:
     waiting = generate(engine, [5, 6, 7], stream=True, **FIXED)
     whole = generate(engine, [9, 8], **FIXED).text
     assert "".join(waiting) == generate(engine, [5, 6, 7], **FIXED).text
     assert "".join(generate(engine, [9, 8], stream=True, **FIXED)) == whole
 
 
-def test_a_callers_callback_cannot_mix_two_texts(engine: Engine) -> None:
-    """The lock lets its own thread in again, so the claim has to see it."""
+def test_a_nested_call_cannot_mix_two_texts(engine: Engine) -> None:
+    """Check that the claim detects a nested call, which the re-entrant lock admits."""
     with pytest.raises(UserError, match=OVERTAKEN):
         decode(
             engine.target,
@@ -143,7 +139,7 @@ def test_a_callers_callback_cannot_mix_two_texts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("between", ["decode", "timing", "scores", "a session", "turns"])
-def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: str) -> None:
+def test_every_use_of_the_caches_overtakes_a_stream(engine: Engine, between: str) -> None:
     target, drafter, settings = engine.target, engine.drafter, Settings(max_new_tokens=4)
     batch = prefill_batch(target, drafter, [[5, 6, 7]], Settings(max_new_tokens=12))
     with torch.inference_mode():
@@ -161,7 +157,7 @@ def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: st
         batch.round()
 
 
-def test_a_session_that_was_overtaken_reads_its_text_anew(engine: Engine) -> None:
+def test_an_overtaken_session_reads_its_text_again(engine: Engine) -> None:
     settings = Settings(max_new_tokens=6, num_draft_tokens=3)
     session = Session(engine.target, engine.drafter, settings)
 
@@ -193,10 +189,8 @@ def test_a_sessions_earlier_turn_cannot_continue(engine: Engine) -> None:
         earlier.round()
 
 
-def test_two_sets_of_turns_keep_their_own_texts(engine: Engine) -> None:
-    """What a target keeps for a conversation goes by row: two sets on one target would read each
-    other's.
-    """
+def test_two_sets_of_conversations_do_not_mix(engine: Engine) -> None:
+    """Check two sets of conversations on one target, which stores caches by row."""
     settings = Settings(max_new_tokens=5, num_draft_tokens=3)
     sets = [ConversationBatches(engine.target, engine.drafter) for _ in range(2)]
     texts = [[5, 6, 7], [9, 8, 10, 11]]
@@ -207,8 +201,8 @@ def test_two_sets_of_turns_keep_their_own_texts(engine: Engine) -> None:
             text += [*done.tokens, 12]
 
 
-def test_claims_of_many_models_never_wait_for_each_other() -> None:
-    """Locks are taken in one order, whatever the order in which a claim names its models."""
+def test_claims_of_several_models_never_deadlock() -> None:
+    """Check that claims lock in one order, whatever the order of their models."""
     models = [native_of(hf_model(layers=1)) for _ in range(3)]
     turns = [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)]
     held = []

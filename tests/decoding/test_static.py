@@ -1,5 +1,6 @@
-"""The static forward against its eager twin, in float64 and uncaptured: chains, trees, ragged rows,
-commits, buckets; and the laws on it.
+"""The static forward against the eager one, unrecorded in float64, and the laws on it.
+
+Chains, trees, ragged rows, commits and buckets are compared.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -36,7 +37,7 @@ def same(left: Tensor, right: Tensor) -> None:
 
 
 def both(pair: Sequence[NativeTarget], tokens_BN: Tensor, parents_BN: Tensor | None = None) -> None:
-    """One forward of each; logits and hidden states agree."""
+    """Run one forward of each target; check that logits and hidden states agree."""
     for left, right in zip(*(target.forward(tokens_BN, parents_BN) for target in pair)):
         same(left, right)
 
@@ -79,13 +80,13 @@ def test_static_steps_equal_the_eager_twin(shape: str, batch: int, execution: st
         for target in targets:
             target.select([batch - 1, 0][: min(batch, 2)])
         both(targets, ids(min(batch, 2), 3, seed=3))
-        for target in targets:  # another call on the same cache: nothing of the last one shows
+        for target in targets:  # another call on the same cache, unaffected by the last one
             target.open(1, 20)
         both(targets, ids(1, 4, seed=4))
 
 
 @pytest.mark.parametrize(("tokens", "recorded"), [(257, True), (static.WIDEST + 1, False)])
-def test_the_tree_of_sixty_four_beams_is_one_step(tokens: int, recorded: bool) -> None:
+def test_a_tree_of_sixty_four_beams_is_recorded(tokens: int, recorded: bool) -> None:
     targets = pair()
     parents_BN = torch.tensor([[-1, *range(64), *range(tokens - 65)]])
     with torch.inference_mode():
@@ -122,7 +123,7 @@ def test_all_layers_share_one_compiled_form() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_outputs_stay_when_the_step_runs_again() -> None:
+def test_outputs_are_copies_of_a_steps_buffers() -> None:
     target, _ = pair()
     with torch.inference_mode():
         target.open(1, 20)
@@ -151,7 +152,7 @@ def test_partial_views_and_full_caches() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
-    """Drafted and autoregressive text are the same tokens, and the eager twin's."""
+    """Check that drafted, autoregressive and eager text are equal."""
     model = hf_model("llama")
     target, plain = native_of(model, execution="graph"), native_of(model)
     draft_model = native_of(model, noise=0.05, execution="graph")
@@ -171,7 +172,7 @@ def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_the_backends_word_and_unknown_executions() -> None:
+def test_backend_names_and_unknown_executions() -> None:
     model = hf_model()
     assert [
         native_of(model, execution=e).backend for e in (None, "eager", "graph", "compiled")

@@ -1,5 +1,6 @@
-"""Taps: hidden states at layers of the target are Hugging Face's, in both backends and in recorded
-steps; and drafters are given those of the committed tokens.
+"""Taps equal Hugging Face's hidden states, and drafters receive those of committed tokens.
+
+Both backends and recorded steps are tested.
 
 Shapes: B rows, N nodes, X taps, C hidden size.
 """
@@ -35,14 +36,16 @@ from .test_session import drained, kit_of, settings_of
 from .test_targets import close, ids
 
 LAYERS = 3
-EVERY = (2, 0, 3, 1)  # all that three layers have, in an order of their own
+EVERY = (2, 0, 3, 1)  # all taps of three layers, not in their order
 PARENTS = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 2]]
 Seen = list[tuple[list[int], Tensor]]  # (a text, the states that its last token was given)
 
 
 def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
-    """Prompts in chunks, chains and trees behind ragged rows, paths that move, roll-back, selection
-    and a row that begins with what was kept: every text, and the states of its last token.
+    """Return every text with its last token's tapped states, over all ways to fill a cache.
+
+    These are chunked prompts, chains, trees, ragged rows, moved paths, roll-back, selection and a
+    restored row.
     """
     texts: list[list[int]] = [[5, 6, 7, 8, 9, 10, 11], [9], [], [3, 4, 5, 6]]
     seen: Seen = []
@@ -94,14 +97,14 @@ def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
 
 
 def states_of(model: torch.nn.Module, text: list[int], taps: tuple[int, ...]) -> Tensor:
-    """Hugging Face's hidden states of a text's last token, side by side."""
+    """Return Hugging Face's hidden states of a text's last token, concatenated."""
     with torch.inference_mode():
         found = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
     return torch.cat([found.hidden_states[tap][0, -1] for tap in taps], -1)
 
 
 def agree(seen: Seen, model: torch.nn.Module, taps: tuple[int, ...]) -> bool:
-    """Whether all states are Hugging Face's at these layers."""
+    """Return whether all states equal Hugging Face's at these layers."""
     pairs = [(states_X, states_of(model, text, taps)) for text, states_X in seen]
     assert len(pairs) > 50
     return all(
@@ -112,7 +115,7 @@ def agree(seen: Seen, model: torch.nn.Module, taps: tuple[int, ...]) -> bool:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a prefill, and buckets of recorded steps, that a short text fills."""
+    """Shrink prefill chunks and recorded buckets so that a short text fills them."""
     monkeypatch.setattr(prefill_module, "PREFILL_CHUNK", 3)
     monkeypatch.setattr(static, "SMALLEST_BUCKET", 8)
 
@@ -134,7 +137,7 @@ MAKE: dict[str, Callable[[Any], Target]] = {
     # Tracing takes seconds.
     + [pytest.param(kind, "llama", marks=pytest.mark.long) for kind in MAKE if "compiled" in kind],
 )
-def test_every_layer_is_hugging_faces_hidden_state(kind: str, shape: str) -> None:
+def test_every_tap_equals_hugging_faces_hidden_state(kind: str, shape: str) -> None:
     torch._dynamo.reset()
     model = hf_model(shape, layers=LAYERS)
     target = MAKE[kind](model)
@@ -143,8 +146,8 @@ def test_every_layer_is_hugging_faces_hidden_state(kind: str, shape: str) -> Non
 
 
 @pytest.mark.long
-def test_compiled_forms_of_different_taps_are_told_apart() -> None:
-    """One traced form for single tokens and one for more, for each choice of layers."""
+def test_each_choice_of_taps_is_compiled_separately() -> None:
+    """Check for one traced form for single tokens and one for more, for each choice of layers."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = hf_model(layers=LAYERS)
@@ -164,7 +167,7 @@ def test_compiled_forms_of_different_taps_are_told_apart() -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
-def test_controls_another_layer_and_another_order_are_found_out(kind: str) -> None:
+def test_controls_a_wrong_layer_or_order_is_detected(kind: str) -> None:
     model = hf_model(layers=LAYERS)
     seen = exercise(MAKE[kind](model), (0, 2))
     assert agree(seen, model, (0, 2))
@@ -192,8 +195,8 @@ def test_the_last_tap_is_after_the_final_norm() -> None:
     [
         ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
         ("gpt_neox", {}),
-        ("gemma", {"head_dim": 16, "num_key_value_heads": 2}),  # its embedding's output is scaled
-        ("olmo2", {}),  # norms behind its sub-layers
+        ("gemma", {"head_dim": 16, "num_key_value_heads": 2}),  # scales the embedding's output
+        ("olmo2", {}),  # norms after its sub-layers
     ],
 )
 def test_other_architectures_on_the_hf_backend(kind: str, fields: dict[str, int]) -> None:
@@ -224,7 +227,7 @@ def test_other_architectures_on_the_hf_backend(kind: str, fields: dict[str, int]
         hidden_BNC = torch.cat((hidden_BNC, target.forward(tokens_BN[:, 5:], None, EVERY)[1]), 1)
     for n in range(9):
         expected_X = states_of(model, tokens_BN[0, : n + 1].tolist(), EVERY)
-        close(hidden_BNC[0, n], expected_X, tolerance=1e-5)  # norms in float32, some of them
+        close(hidden_BNC[0, n], expected_X, tolerance=1e-5)  # some norms are in float32
 
 
 def test_a_model_without_a_list_of_layers_is_refused_by_name() -> None:
@@ -247,7 +250,7 @@ def test_recorded_steps_equal_the_eager_twin(shape: str) -> None:
         close(left_X, right_X, tolerance=1e-12)
 
 
-def test_recorded_states_stay_when_the_step_runs_again_and_each_order_has_its_step() -> None:
+def test_tapped_states_are_copies_and_each_order_has_its_step() -> None:
     target = native_of(hf_model(layers=LAYERS), execution="graph")
     with torch.inference_mode():
         target.open(1, 20)
@@ -269,13 +272,15 @@ def test_taps_of_a_partial_view_are_those_of_its_layers() -> None:
         view = target.partial(Skips(attention=(1, 2), mlp=(1, 2)))
         _, first = view.forward(ids(1, 4), None, (0, 1))
         assert torch.equal(first[..., :32], whole[..., :32])
-        close(first[..., 32:], view.forward(ids(1, 4))[1])  # its last layer: after the final norm
+        close(
+            first[..., 32:], view.forward(ids(1, 4))[1]
+        )  # the view's last tap is after the final norm
         with pytest.raises(UserError, match="from 0 .* to 1 "):
             view.forward(ids(1, 4), None, (2,))
 
 
 class Operations(TorchDispatchMode):
-    """The operations inside."""
+    """A counter of the operations inside a context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,15 +294,15 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
-def test_without_taps_nothing_is_done_for_them(kind: str) -> None:
-    """With taps there is one concatenation more, and without them no hook is left on any module."""
+def test_without_taps_no_operation_is_added(kind: str) -> None:
+    """Check that taps add one concatenation, and that no hook remains without them."""
     model = hf_model(layers=LAYERS)
     target = MAKE[kind](model)
     counted = {}
     with torch.inference_mode():
         target.open(1, 20)
         for taps in ((), EVERY, ()):
-            target.forward(ids(1, 3), None, taps)  # recorded steps are made at their first use
+            target.forward(ids(1, 3), None, taps)  # records the step
             with Operations() as operations:
                 target.forward(ids(1, 3), None, taps)
             counted.setdefault(taps, operations.names)
@@ -316,9 +321,7 @@ def test_without_taps_nothing_is_done_for_them(kind: str) -> None:
         ((1, 2, 1), "taps holds layer 1 twice, expected each layer once"),
     ],
 )
-def test_layers_that_there_are_not_are_refused(
-    kind: str, taps: tuple[int, ...], message: str
-) -> None:
+def test_taps_at_missing_layers_are_refused(kind: str, taps: tuple[int, ...], message: str) -> None:
     target = MAKE[kind](hf_model(layers=LAYERS))
     target.open(1, 8)
     for run in (target.forward, target.features):
@@ -363,13 +366,13 @@ def test_law_5_on_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
 def test_a_conversation_with_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
-    test_session.test_every_turn_is_a_fresh_decode_over_the_whole_text(row, rule)
+    test_session.test_every_turn_equals_a_fresh_decode_of_the_text(row, rule)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_conversations_with_a_drafter_that_reads_the_last_taps(rule: str) -> None:
     row = DrafterRow("tap_chain", lambda kit: tap_chain(kit, last_hidden=True), ())
-    test_conversations.test_conversations_in_batches_say_what_fresh_decodes_say(row, rule)
+    test_conversations.test_conversations_in_batches_equal_fresh_decodes(row, rule)
 
 
 def test_conversations_with_a_drafter_that_reads_all_taps() -> None:
@@ -384,8 +387,8 @@ def test_conversations_with_a_drafter_that_reads_all_taps() -> None:
     assert drafter.checked > 1000
 
 
-def test_the_length_of_a_draft_depends_on_what_is_read() -> None:
-    """So the laws above hold for proposals that depend on taps; and states are compared."""
+def test_the_draft_length_depends_on_the_taps() -> None:
+    """Check that proposals depend on the taps, so that the laws above cover them."""
     kit, settings = kit_of(), settings_of("greedy")
     read, plain = tap_chain(kit), ChainDrafter(model=kit.draft_model)
     drafted = [
@@ -397,7 +400,7 @@ def test_the_length_of_a_draft_depends_on_what_is_read() -> None:
 
 
 @pytest.mark.parametrize("expected", [(1, 2), (0, 2), (1, 0)])
-def test_controls_a_drafter_that_is_given_another_layer_notices(expected: tuple[int, ...]) -> None:
+def test_controls_a_drafter_detects_another_layer(expected: tuple[int, ...]) -> None:
     kit = kit_of()
     with pytest.raises(AssertionError, match="not close"):
         decode(
@@ -408,7 +411,7 @@ def test_controls_a_drafter_that_is_given_another_layer_notices(expected: tuple[
         )
 
 
-def test_control_a_drafter_that_is_given_states_of_other_tokens_notices() -> None:
+def test_control_a_drafter_detects_states_of_other_tokens() -> None:
     class Late(NativeTarget):
         def forward(
             self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
@@ -424,7 +427,7 @@ def test_control_a_drafter_that_is_given_states_of_other_tokens_notices() -> Non
 
 
 def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
-    """What a turn without it has read is read again: it wants the states of every token."""
+    """Check that a drafter receives the states of tokens from turns without it."""
     settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
     drafter = tap_chain(kit)
     session = Session(kit.target, drafter, settings)
@@ -437,7 +440,7 @@ def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
     assert len(drafter.known_B[0][1]) >= len(text) - 4, "all but what the last round left"
 
 
-def test_control_a_gap_in_its_states_is_found_out() -> None:
+def test_control_a_gap_in_the_states_is_detected() -> None:
     class Careless(Session):
         def _reuse_cache(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
             return min(super()._reuse_cache(prompt, None), len(prompt) - 2)
@@ -452,7 +455,7 @@ def test_control_a_gap_in_its_states_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("taps", [(0, 4), (1, 1)])
-def test_a_drafter_whose_layers_the_target_lacks_is_refused_before_anything_runs(
+def test_taps_that_the_target_lacks_are_refused_before_decoding(
     taps: tuple[int, ...],
 ) -> None:
     kit = kit_of()
@@ -468,8 +471,8 @@ def test_a_drafter_with_taps_needs_hidden_states() -> None:
     assert LookupFirst(tap_chain(kit)).capabilities.taps == TAPS
 
 
-def test_an_overlapped_schedule_passes_taps_on() -> None:
-    """Each round's first state is that of the tip, which was the last token of the text before."""
+def test_overlapped_schedules_pass_taps_to_the_drafter() -> None:
+    """Check that each round's first state is that of the tip."""
     kit, other = kit_of(), kit_of()
     prompt = [5, 6, 7]
     text, lengths, firsts = list(prompt), [len(prompt)], []
@@ -492,7 +495,7 @@ def test_an_overlapped_schedule_passes_taps_on() -> None:
         torch.testing.assert_close(first_X, states_NX[length - 1], rtol=1e-9, atol=1e-9)
 
 
-def test_what_is_timed_for_a_drafter_is_read_at_its_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_reads_the_drafters_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     kit, read = kit_of(), []
     plain = NativeTarget._states
 

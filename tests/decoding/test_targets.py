@@ -1,5 +1,6 @@
-"""Both backends against plain `transformers`, and the cache: rows of own lengths, trees, commits,
-roll-back, selection.
+"""Both backends against plain `transformers`, and the cache operations.
+
+Ragged rows, trees, commits, roll-back and selection are tested.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -39,13 +40,16 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
-    """Logits (N, V) of a sequence without any cache."""
+    """Return the logits (N, V) of a sequence without a cache."""
     with torch.inference_mode():
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
-    """``tolerance`` (default: the dtype's) is relative to the largest of ``right``, or to 1."""
+    """Check closeness relative to the largest number of `right`, or to 1.
+
+    tolerance: None is the dtype's default.
+    """
     tolerance = TOLERANCE[right.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
         left, right, rtol=0, atol=tolerance * max(1.0, right.abs().max().item())
@@ -56,11 +60,9 @@ def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_equal_plain_transformers(backend: str, shape: str, dtype: torch.dtype) -> None:
-    """Prefill, a chain of several tokens, single tokens: the same logits as one pass without a
-    cache.
-    """
+    """Compare a prompt, a chain and single tokens with one forward without a cache."""
     target, model = make(backend, shape, dtype)
-    tokens = ids(1, 70)  # past the 32 positions from which the Llama 3.1 scaling shows
+    tokens = ids(1, 70)  # past position 32, where the Llama 3.1 scaling begins
     with torch.inference_mode():
         target.open(1, 128)
         parts = []
@@ -112,7 +114,7 @@ def test_a_tree_forward_equals_a_forward_for_each_path(backend: str, shape: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_committed_path_is_as_good_as_a_chain(backend: str) -> None:
+def test_a_committed_path_equals_a_chain(backend: str) -> None:
     target, model = make(backend)
     prompts = [[5, 6, 7], [9], [4, 4]]
     parents_BN = torch.tensor([[-1, 0, 0, 1, 1, 4]] * 3)
@@ -149,14 +151,14 @@ def test_roll_back_and_selection(backend: str) -> None:
     close(logits_BNV[1], plain(model, [5, 6, *new[1].tolist()])[-2:])
 
 
-def test_too_many_tokens_for_the_cache_are_refused() -> None:
+def test_a_forward_past_the_cache_is_refused() -> None:
     target, _ = make("native")
     target.open(1, 4)
     with pytest.raises(ValueError, match="5 slots are needed, but the cache was opened for 4"):
         target.forward(ids(1, 5))
 
 
-def test_stale_slots_and_reopening_do_not_show() -> None:
+def test_stale_slots_do_not_change_logits() -> None:
     target, model = make("native")
     with torch.inference_mode():
         for seed in range(3):
@@ -167,7 +169,7 @@ def test_stale_slots_and_reopening_do_not_show() -> None:
             close(logits_BNV[0], plain(model, tokens[0].tolist()))
 
 
-def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
+def test_a_partial_view_runs_some_layers_on_the_shared_cache() -> None:
     target, model = make("native")
     assert isinstance(target, NativeTarget)
     config = {**model.config.to_dict(), "num_hidden_layers": 1}
@@ -179,7 +181,7 @@ def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
         target.forward(tokens[:, :5])
         target.commit(None, [5])
         view = target.partial(Skips(attention=(1,), mlp=(1,)))
-        # sees the five tokens that the whole target committed
+        # sees the five tokens that the target committed
         drafted_BNV, _ = view.forward(tokens[:, 5:8])
         expected_BNV, _ = first_layer.forward(tokens)
         close(drafted_BNV, expected_BNV[:, 5:])
@@ -213,7 +215,7 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
         (False, torch.float32, 1 << 20, PackedLinear),
     ],
 )
-def test_small_weights_are_left_to_mkl_where_that_is_faster(
+def test_small_weights_use_mkl_on_intel(
     intel: bool, dtype: torch.dtype, small_bytes: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_pack(torch.device("cpu"), dtype):
@@ -257,8 +259,8 @@ def test_real_models_load(stories260k: Path, backend: str) -> None:
     assert (target.num_layers, target.vocab_size, target.max_length) == (5, 512, 512)
 
 
-def test_a_foreign_architecture_runs_on_hf() -> None:
-    """GPT-2: learned positions, which must come from our position ids."""
+def test_gpt2_runs_on_hf() -> None:
+    """Use GPT-2, whose learned positions must come from the position ids that the target passes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -279,8 +281,9 @@ def test_a_foreign_architecture_runs_on_hf() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.long
 def test_a_compiled_model_equals_the_eager_one() -> None:
-    """Ragged rows, chains, trees, moved paths, a bigger cache: one traced form for single tokens
-    and one for more, a batch and a row alike.
+    """Compare ragged rows, chains, trees, moved paths and a larger cache.
+
+    One form is traced for single tokens and one for wider forwards, for any batch size.
     """
     parents_BN = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])
     model = hf_model("llama")
@@ -290,11 +293,11 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
         for left, right in zip(
             *(target.forward(tokens_BN, parents_BN) for target in targets), strict=True
         ):
-            # Hugging Face's LLaMA has its norms, rotation and softmax in float32 whatever the
+            # Hugging Face's LLaMA computes norms, rotation and softmax in float32 for every
             # dtype, and compiled code rounds them otherwise on some processors: one unit in the
             # last place of the rotation moves these logits by 3e-6.
             close(left, right, tolerance=1e-5)
-            if tokens_BN.shape[1] > 1:  # the control: one position off is far outside
+            if tokens_BN.shape[1] > 1:  # control: a shift by one position is far larger
                 assert (left - right.roll(1, dims=1)).abs().max() > 1e-2
 
     with torch.inference_mode():
@@ -319,10 +322,8 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.long
-def test_a_compiled_foreign_architecture_decodes_as_it_does_eagerly() -> None:
-    """GPT-2 as target and a LLaMA as drafter, greedy and compiled: the tokens of plain eager
-    decoding.
-    """
+def test_compiled_gpt2_decodes_eager_text() -> None:
+    """Check greedy text of compiled GPT-2, alone and with a compiled LLaMA drafter."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -350,9 +351,9 @@ def fresh_compiler() -> None:
     torch._dynamo.utils.counters.clear()
 
 
-def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
+def test_unknown_executions_are_refused(stories260k: Path) -> None:
     with pytest.raises(
-        UserError, match="execution 'graph' is unknown to the hf backend, expected one of"
+        UserError, match="execution 'graph' is unknown, expected one of eager, compiled"
     ):
         load_target(stories260k, backend="hf", execution="graph")
     with pytest.raises(

@@ -1,6 +1,4 @@
-"""Chat templates are programs of whoever made the model: they run with limits, in every thread, and
-a quick one costs next to nothing.
-"""
+"""Chat templates are untrusted programs: they render with limits, in every thread."""
 
 import threading
 import time
@@ -23,7 +21,7 @@ from .test_bad_input import ASSETS
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 LOOPS = "{{% for i in range(100000) %}}{{% for j in range(100000) %}}{}{{% endfor %}}{{% endfor %}}"
-# It grows slowly, so that the clock ends it and not the limit of its size.
+# grows slowly, so that the time limit ends it and not the size limit
 SLOW = "{% for j in range(2000) %}{% endfor %}"
 GROWS = (
     "{% set n = namespace(s='') %}{% for i in range(100000) %}"
@@ -35,7 +33,7 @@ BAD = {
         LOOPS.format("x" * 100),
         "wrote more than 100,000 characters for one chat",
     ),
-    # it is put together at the end
+    # its output is joined at the end
     "output of a macro": (MACRO, "took more than 0.3 seconds"),
     "loops without output": (LOOPS.format(""), "took more than 0.3 seconds for one chat"),
     "a text that grows": (GROWS, "took more than 0.3 seconds"),
@@ -128,7 +126,7 @@ def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_tight")
 @pytest.mark.parametrize(("source", "message"), BAD.values(), ids=BAD)
-def test_a_template_without_end_is_stopped(
+def test_an_endless_template_is_stopped(
     tokenizer: PreTrainedTokenizerBase, source: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -139,7 +137,7 @@ def test_a_template_without_end_is_stopped(
 
 
 @pytest.mark.parametrize("source", LARGE)
-def test_an_operation_with_a_huge_result_is_refused_before_it(
+def test_an_operation_with_a_huge_result_is_refused(
     tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
     with pytest.raises(
@@ -151,17 +149,17 @@ def test_an_operation_with_a_huge_result_is_refused_before_it(
 
 
 @pytest.mark.parametrize(("source", "text"), ORDINARY.items(), ids=ORDINARY)
-def test_ordinary_operations_are_jinjas(
+def test_ordinary_operations_equal_jinjas(
     tokenizer: PreTrainedTokenizerBase, source: str, text: str
 ) -> None:
     assert render(tokenizer, CHAT, source) == text
-    # What `transformers` makes of it, without limits.
+    # `transformers` without limits
     assert tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False) == text
 
 
 @pytest.mark.usefixtures("_tight")
 @pytest.mark.parametrize("way", ["encode", "render_chat", "render_prompt"])
-def test_every_way_to_a_chats_tokens_has_the_limits(way: str) -> None:
+def test_every_rendering_of_a_chat_has_the_limits(way: str) -> None:
     tokenizer = load_tokenizer(ASSETS)
     tokenizer.chat_template = LOOPS.format("")
     engine = Engine(native_of(hf_model(dtype=torch.float32)), None, tokenizer, ())
@@ -175,12 +173,10 @@ def test_every_way_to_a_chats_tokens_has_the_limits(way: str) -> None:
 
 
 @pytest.mark.usefixtures("_tight")
-def test_threads_are_stopped_each_for_itself(
+def test_each_thread_has_its_deadline(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad chats in three threads, good ones in three more at the same time: no thread gets
-    another's error.
-    """
+    """Render slow and quick chats in six threads; no thread may receive another's error."""
     found: dict[int, str] = {}
     until = time.monotonic() + 1.0
 
@@ -209,13 +205,13 @@ def test_threads_are_stopped_each_for_itself(
     assert len(found) == 6
 
 
-def test_a_chat_is_what_it_was(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rendered_chats_equal_those_of_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
     for prompt in (True, False):
         plain = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
         assert render(tokenizer, CHAT, add_generation_prompt=prompt) == plain
 
 
-def test_a_template_that_refuses_a_chat_says_so() -> None:
+def test_a_templates_rejection_is_reported() -> None:
     tokenizer = load_tokenizer(ASSETS)
     tokenizer.chat_template = "{{ raise_exception('no chats today') }}"
     with pytest.raises(TemplateError, match="no chats today"):

@@ -1,4 +1,4 @@
-"""Streamed text is the text, and no piece of it is half a character."""
+"""Streamed pieces make up the text, and no piece ends inside a character."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def streamed(tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_pieces_are_whole_and_make_the_text(embedded_target: Path, text: str) -> None:
+def test_the_pieces_make_up_the_text(embedded_target: Path, text: str) -> None:
     tokenizer = load_tokenizer(embedded_target)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = streamed(tokenizer, ids)
@@ -38,7 +38,7 @@ def test_control_tokens_decoded_one_by_one_break_characters(embedded_target: Pat
     assert any(BROKEN in tokenizer.decode([token]) for token in ids)
 
 
-def test_a_special_token_costs_its_neighbour_no_blank(embedded_target: Path) -> None:
+def test_a_special_token_keeps_the_next_tokens_blank(embedded_target: Path) -> None:
     tokenizer = load_tokenizer(embedded_target)
     one, two = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "one two")
@@ -47,7 +47,7 @@ def test_a_special_token_costs_its_neighbour_no_blank(embedded_target: Path) -> 
     assert "".join(streamed(tokenizer, ids)) == "one two"
 
 
-def test_bytes_that_are_no_character_do_not_hold_up_what_follows(embedded_target: Path) -> None:
+def test_invalid_bytes_do_not_delay_later_text(embedded_target: Path) -> None:
     tokenizer = load_tokenizer(embedded_target)
     stray = tokenizer.convert_tokens_to_ids("<0x80>")
     ids = [*tokenizer("so", add_special_tokens=False)["input_ids"], *[stray] * 6]

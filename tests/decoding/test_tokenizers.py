@@ -1,6 +1,4 @@
-"""Tokenizers with a tokenizer.model give SentencePiece's ids, wherever they are loaded and
-exported, or are refused by name.
-"""
+"""Tokenizers with a tokenizer.model give SentencePiece's ids, or are refused by name."""
 
 import io
 import json
@@ -28,7 +26,7 @@ from training.models.build import build_llama
 
 Build = Callable[..., Path]
 
-# What folders of LLaMA's tokenizer hold, as published and as older recipes leave them.
+# Files of LLaMA tokenizer folders, as published and as older recipes wrote them.
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 VICUNA = {
     "tokenizer_class": "LlamaTokenizer",
@@ -53,11 +51,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "class_and_json": ("both", VICUNA),
     "class_and_json_1.5": ("both", {**VICUNA, "legacy": False}),
     "class_and_json_alone": ("json", {**VICUNA, "add_bos_token": True}),
-    "model_alone": ("model", {}),  # its config.json says llama
+    "model_alone": ("model", {}),  # its config.json has model_type llama
     "json_alone": ("json", FAST),
     "json_and_model": ("both", FAST),
 }
-LESS = ("fast_class", "class_and_json_1.5", "json_alone")  # nothing in them is new
+LESS = ("fast_class", "class_and_json_1.5", "json_alone")  # covered by the others
 PADDED = {**VICUNA, "pad_token": "[PAD]"}
 VICUNA_TURNS = (
     "A chat. USER: Write code. ASSISTANT: def f():\n    pass",
@@ -68,7 +66,7 @@ VICUNA_TURNS = (
 
 @pytest.fixture
 def build(tmp_path: Path, llama_tokenizer: Path) -> Build:
-    """Makes a folder of LLaMA's tokenizer files."""
+    """Write a folder of LLaMA's tokenizer files."""
 
     def made(name: str, files: str, settings: dict[str, Any], pad: bool = False) -> Path:
         folder = tmp_path / name
@@ -93,7 +91,7 @@ def pieces(llama_tokenizer: Path) -> sentencepiece.SentencePieceProcessor:
 
 @pytest.fixture(scope="session")
 def real_texts(shared_data: Path) -> list[str]:
-    """Code, encyclopedias in two languages, and chats."""
+    """Return code, encyclopedia articles in two languages, and chats."""
     texts = []
     for name, count in (
         ("github/sample_github1", 12),
@@ -107,8 +105,9 @@ def real_texts(shared_data: Path) -> list[str]:
 
 
 def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
-    """Ids of a text without the blank that SentencePiece writes before it: behind a byte that
-    merges with nothing.
+    """Return a text's ids without SentencePiece's leading blank.
+
+    The text is encoded after a byte that merges with nothing.
     """
     return list(pieces.encode("\x01" + text)[2:])
 
@@ -116,7 +115,7 @@ def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LESS)) for name in LAYOUTS]
 )
-def test_ids_are_sentencepieces_and_come_back_as_the_text(
+def test_ids_are_sentencepieces_and_decode_to_the_text(
     name: str,
     build: Build,
     pieces: sentencepiece.SentencePieceProcessor,
@@ -126,7 +125,7 @@ def test_ids_are_sentencepieces_and_come_back_as_the_text(
     files, settings = LAYOUTS[name]
     tokenizer = load_tokenizer(build(name, files, settings), of_model=False)
     copy_tokenizer(tmp_path / name, tmp_path)
-    exported = AutoTokenizer.from_pretrained(tmp_path)  # as whoever serves the folder loads it
+    exported = AutoTokenizer.from_pretrained(tmp_path)  # as a serving engine loads it
     for text in [*PROBES, *real_texts]:
         ids = pieces.encode(text)
         assert tokenizer(text)["input_ids"] == exported(text)["input_ids"] == [1, *ids]
@@ -137,7 +136,7 @@ def test_ids_are_sentencepieces_and_come_back_as_the_text(
     turns = "</s>".join(VICUNA_TURNS)
     expected = [1, *parts[0], 2, *parts[1], 2, *parts[2]]
     assert tokenizer(turns)["input_ids"] == exported(turns)["input_ids"] == expected
-    # Masks are made of the characters that a token has.
+    # Loss masks are computed from tokens' characters.
     places = tokenizer(turns, add_special_tokens=False, return_offsets_mapping=True)[
         "offset_mapping"
     ]
@@ -147,7 +146,7 @@ def test_ids_are_sentencepieces_and_come_back_as_the_text(
         )
 
 
-def test_other_tokenizers_of_this_house_are_left_as_they_are(
+def test_other_tokenizers_are_left_unchanged(
     chat24m: Path,
     stories260k: Path,
     embedded_target: Path,
@@ -162,7 +161,7 @@ def test_other_tokenizers_of_this_house_are_left_as_they_are(
     assert not capsys.readouterr().err
 
 
-def test_a_repair_is_said_once_and_text_streams_after_it(
+def test_a_repair_is_reported_once_and_text_streams_after_it(
     build: Build, capsys: pytest.CaptureFixture
 ) -> None:
     folder = build("new", "model", {**VICUNA, "model_max_length": 1234})
@@ -181,7 +180,9 @@ def test_a_repair_is_said_once_and_text_streams_after_it(
         assert "".join([*told, stream.end()]) == text
 
 
-def test_a_repair_without_room_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_without_disk_space_is_refused(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = build("roomless", "both", VICUNA)
     monkeypatch.setattr("tempfile.tempdir", str(folder / "nowhere"))
     with pytest.raises(
@@ -190,7 +191,7 @@ def test_a_repair_without_room_is_refused(build: Build, monkeypatch: pytest.Monk
         load_tokenizer(folder, of_model=False)
 
 
-def test_what_cannot_be_repaired_is_refused_by_name(
+def test_unrepairable_tokenizers_are_refused(
     build: Build, llama_tokenizer: Path, stories260k: Path, tmp_path: Path
 ) -> None:
     def refusal(folder: Path) -> str:
@@ -225,10 +226,10 @@ def test_what_cannot_be_repaired_is_refused_by_name(
     assert "in a tokenizer with that model's scores, the ids of" in refusal(unigram)
 
 
-def test_tokenizers_are_compared_by_what_they_do(build: Build, llama_tokenizer: Path) -> None:
+def test_tokenizers_are_compared_by_the_ids_of_texts(build: Build, llama_tokenizer: Path) -> None:
     target, other = (build(name, "json", FAST) for name in ("target", "other"))
     core = json.loads((other / "tokenizer.json").read_text())
-    core["normalizer"] = core["normalizer"]["normalizers"][1]  # no blank before a text
+    core["normalizer"] = core["normalizer"]["normalizers"][1]  # without the leading blank
     (other / "tokenizer.json").write_text(json.dumps(core))
     for folder in (target, other):
         (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
@@ -254,7 +255,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(build: Build) -> None
 
 @pytest.fixture
 def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
-    """Model folders of random weights, the second with a [PAD] as its last token."""
+    """Write two model folders with random weights; the second has a [PAD] as its last token."""
     shape = StudentConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -276,7 +277,7 @@ def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
     return folders[0], folders[1]
 
 
-def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) -> None:
+def test_a_trailing_pad_token_is_accepted_in_either_model(pair: tuple[Path, Path]) -> None:
     for target, drafter in (pair, pair[::-1]):
         assert AutoTokenizer.from_pretrained(target)("a  b</s>c")["input_ids"] == [
             1,
@@ -300,13 +301,13 @@ def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) ->
         ).stats.drafted
 
 
-def test_without_sentencepiece_a_line_names_what_was_not_compared(
+def test_a_note_reports_the_missing_sentencepiece(
     chat24m: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A machine that only runs models may lack the package."""
+    """Check the note on a machine without sentencepiece, which may still run models."""
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copyfile(chat24m / name, tmp_path / name)
     (tmp_path / "tokenizer_config.json").write_text(

@@ -1,4 +1,4 @@
-"""Typical acceptance: as published on chains and trees, and seen to be lossy."""
+"""Typical acceptance: equal to its publication on chains and trees, and lossy."""
 
 import math
 
@@ -17,7 +17,7 @@ from decoding.verification.typical import DELTA, EPSILON, typical
 from jobs.drafter_use import DrafterUse
 from tests.support.tiny_targets import random_prompts
 
-from .law_3 import P_LIMIT, law_p_value
+from .law_3 import P_LIMIT, law_holds
 from .rows import draft_table
 from .test_laws import models
 
@@ -25,7 +25,7 @@ V = 7
 
 
 def least(p_V: torch.Tensor) -> float:
-    """The threshold, in plain numbers."""
+    """Compute the acceptance threshold in plain Python."""
     entropy = -sum(p * math.log(p) for p in p_V.tolist() if p > 0)
     return min(EPSILON, DELTA * math.exp(-entropy))
 
@@ -37,7 +37,7 @@ def chooser_of(rows: int) -> TokenChooser:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_chain_is_kept_up_to_the_first_token_that_is_not_typical(seed: int) -> None:
+def test_a_chain_is_accepted_up_to_the_first_untypical_token(seed: int) -> None:
     torch.manual_seed(seed)
     logits_BNV = 2.5 * torch.randn(9, 4, V, dtype=torch.float64)
     tokens_BN = logits_BNV[:, :-1].topk(2).indices[:, :, seed % 2]
@@ -50,12 +50,12 @@ def test_a_chain_is_kept_up_to_the_first_token_that_is_not_typical(seed: int) ->
         assert found.tokens_B[b][:-1] == tokens_BN[b, :accepted].tolist()
 
 
-def test_of_a_tree_the_longest_path_is_kept() -> None:
-    """The first branch is typical and ends at once, the second goes on."""
+def test_the_longest_typical_path_of_a_tree_is_accepted() -> None:
+    """Use a tree whose first branch is typical but short, and whose second is longer."""
     sure = torch.full((1, 4, V), -9.0, dtype=torch.float64)
-    sure[0, 0, [1, 2]] = 0.0  # behind the tip
-    sure[0, 1, 3] = 9.0  # behind node 0: node 2 is not its likely token
-    sure[0, 2, 5] = 9.0  # behind node 1: node 2 is
+    sure[0, 0, [1, 2]] = 0.0  # after the tip
+    sure[0, 1, 3] = 9.0  # after node 0, whose likely token is not node 2
+    sure[0, 2, 5] = 9.0  # after node 1, whose likely token is node 2
     proposal = Proposal(torch.tensor([[1, 2, 5]]), [3], torch.tensor([[-1, -1, 1]]))
     found = typical(sure, proposal, chooser_of(1))
     assert (found.paths_B, found.accepted_B, found.tested_B) == ([[1, 2]], [2], [2])
@@ -65,12 +65,12 @@ def test_of_a_tree_the_longest_path_is_kept() -> None:
 
 
 def test_law_3_rejects_it() -> None:
-    """It is fast because it is another distribution."""
-    assert law_p_value(ChainDrafter(model=draft_table()), "typical", "plain") < P_LIMIT
+    """Check that law 3 detects the changed distribution."""
+    assert law_holds(ChainDrafter(model=draft_table()), "typical", "plain") < P_LIMIT
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, StaticTree])
-def test_a_row_of_a_batch_decodes_what_it_does_alone(kind: type) -> None:
+def test_a_batched_row_equals_a_single_one(kind: type) -> None:
     target, _, draft_model = models()
     settings = Settings(max_new_tokens=12, temperature=1.0, verify="typical", seed=2)
     prompts = random_prompts(5)
@@ -81,7 +81,7 @@ def test_a_row_of_a_batch_decodes_what_it_does_alone(kind: type) -> None:
     assert any(g.accepted for g in together)
 
 
-def test_greedy_decoding_knows_no_lossy_rule() -> None:
+def test_greedy_decoding_is_never_lossy() -> None:
     target, _, draft_model = models()
     prompts = random_prompts(3)
     greedy = Settings(max_new_tokens=12, verify="typical")
@@ -90,7 +90,7 @@ def test_greedy_decoding_knows_no_lossy_rule() -> None:
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
-def test_chunks_that_go_on_are_not_tested_by_it() -> None:
+def test_overlapped_schedules_refuse_typical_acceptance() -> None:
     with pytest.raises(
         UserError, match="verify=typical does not work with schedule 'pearl_virtual'"
     ):

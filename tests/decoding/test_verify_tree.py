@@ -1,6 +1,4 @@
-"""`token` on trees read at once decides as its eager twin does, node for node, and goes on by the
-same law.
-"""
+"""Device tree verification accepts the eager version's nodes and keeps the next token's law."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,9 +20,7 @@ WARPERS = {"plain": Warper(1.0), "cold": Warper(0.6, top_k=6), "nucleus": Warper
 
 
 def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, TokenChooser]:
-    """Logits and a tree of two levels for each row, whose siblings differ; the last rows count
-    fewer nodes.
-    """
+    """Return logits and a two-level tree with distinct siblings; the last rows have fewer nodes."""
     generator = torch.Generator().manual_seed(seed)
     warper = list(WARPERS.values())[seed % len(WARPERS)]
     parents_N = torch.tensor([-1, -1, -1, 0, 0, 2, 2, 2])
@@ -44,7 +40,7 @@ def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, TokenChooser]:
 
 
 def with_q(proposal: Proposal, seed: int) -> Proposal:
-    """The same tree, drawn from six candidates a node with the siblings' tokens among them."""
+    """Return the tree with q over six candidates a node, which include the siblings' tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids_BPK = torch.stack(
         [
@@ -66,9 +62,7 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
 
 
 def with_tail(proposal: Proposal, seed: int) -> Proposal:
-    """The same tree, drawn from five candidates a node and a tail; the token that was drawn from
-    the tail is that of a child here and there.
-    """
+    """Return the tree with q over five candidates and a tail; some children come from the tail."""
     generator = torch.Generator().manual_seed(seed + 100)
     few = with_q(proposal, seed)
     rows = few.q_top
@@ -81,7 +75,7 @@ def with_tail(proposal: Proposal, seed: int) -> Proposal:
 
 
 def dense(proposal: Proposal) -> Proposal:
-    """The same tree, its candidates' probabilities spread over the vocabulary."""
+    """Return the tree with its candidates' probabilities over the full vocabulary."""
     rows = proposal.q_top
     assert rows is not None and rows.tail_BPV is None and proposal.parents_BN is not None
     q_BPV = torch.zeros(*rows.ids_BPK.shape[:2], V, dtype=torch.float64).scatter_(
@@ -92,7 +86,7 @@ def dense(proposal: Proposal) -> Proposal:
 
 
 def padded(proposal: Proposal) -> Proposal:
-    """The same tree with room for two nodes more, and counts that only the device knows."""
+    """Return the tree with two padding nodes, whose number only the device has."""
     assert proposal.parents_BN is not None
     N, counts_B1 = proposal.tokens_BN.shape[1], torch.tensor(proposal.counts_B)[:, None]
     parents_BN = proposal.parents_BN.masked_fill(torch.arange(N) >= counts_B1, NO_NODE)
@@ -116,12 +110,12 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def paths(outcome: Outcome) -> tuple[list[list[int]] | None, list[int], list[int]]:
-    """What is said of the drafted tokens."""
+    """Return the parts of an outcome that concern drafted tokens."""
     return outcome.paths_B, outcome.accepted_B, outcome.tested_B
 
 
 @by_kind
-def test_twins_walk_alike(kind: str) -> None:
+def test_both_versions_accept_the_same_nodes(kind: str) -> None:
     accepted: set[int] = set()
     for seed in range(30):
         logits_BNV, proposal, chooser = random_tree(seed)
@@ -138,8 +132,10 @@ def test_twins_walk_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["point masses", "whole vocabulary"])
-def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one and the same uniform for the token behind the path it is one and the same token."""
+def test_both_versions_sample_the_same_next_token(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that both versions sample the same next token from the same uniform."""
     original = TokenChooser.uniform
 
     def uniform(
@@ -184,7 +180,7 @@ def test_padding_changes_nothing(kind: str) -> None:
         ("candidates and a tail", "CandidateNode"),
     ],
 )
-def test_a_walk_that_forgets_its_failures_goes_elsewhere(
+def test_control_a_walk_without_residual_update_is_detected(
     kind: str, stand: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits_BNV, proposal, chooser = random_tree(0)
@@ -196,16 +192,16 @@ def test_a_walk_that_forgets_its_failures_goes_elsewhere(
 
 @pytest.mark.parametrize("kind", ["point masses", "few candidates", "whole vocabulary"])
 def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> None:
-    """One tree of which nothing passes, many times: p without the failed children's shares, worked
-    out by the twin's own rule. (A tail, where a child may pass in part, is under law 3 in
-    tests/recurrent_drafting.)
+    """Compare the next token after many full rejections with the residual by the eager rule.
+
+    A tail, where a child may be accepted in part, is under law 3 in tests/recurrent_drafting.
     """
     logits_BNV, proposal, chooser = random_tree(0)
     draws, row, drawn = 6_000, 0, with_q(proposal, 0)
     rows, q_BNV = drawn.q_top, dense(drawn).q_BNV
     assert rows is not None and q_BNV is not None
     proposal = KINDS[kind](proposal, 0)
-    logits_BNV[row, 0, rows.ids_BPK[row, 0]] -= 2.0  # so that they often fail
+    logits_BNV[row, 0, rows.ids_BPK[row, 0]] -= 2.0  # so that they are often rejected
     one = Proposal(
         proposal.tokens_BN[row : row + 1].expand(draws, -1),
         [3] * draws,  # the tip's children alone
@@ -232,15 +228,15 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     assert p_value(last, law) > P_LIMIT
 
 
-NEARLY_ONE = 1 - 2.0**-53  # a uniform that fails every child that can fail
-ENDS = (2.0**-53, 0.3, NEARLY_ONE)  # uniforms that the token behind the path is drawn by
+NEARLY_ONE = 1 - 2.0**-53  # a uniform that rejects every child that can be rejected
+ENDS = (2.0**-53, 0.3, NEARLY_ONE)  # uniforms that sample the token after the path
 
 
 def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Tensor, list[int]]:
-    """Float32 logits of nodes that allow two to four tokens; one to all of these as children; p;
-    and how many tokens are allowed, by row.
+    """Return float32 logits, a tree, p and the numbers of allowed tokens, where p is nearly q.
 
-    q is p but for its last digits, so what p has over q is rounding and nothing else.
+    Each node allows two to four tokens, and one to all of these are children. q differs from p in
+    the last digits, so the residual is rounding.
     """
     generator = torch.Generator().manual_seed(seed)
     allowed_BV = torch.rand(ROWS, V, generator=generator).argsort(-1)
@@ -273,14 +269,12 @@ def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Te
 
 
 @by_kind
-def test_rounding_lets_no_impossible_token_through(
+def test_rounding_never_emits_an_impossible_token(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, where p and q differ by rounding alone and every child that can fail does: what
-    follows has a share in p.
+    """Check that the next token has p > 0 after every rejection, where p and q differ by rounding.
 
-    Of point masses that are all that p has one passes. Neither law bends by more than the rounding:
-    it takes that to come here.
+    If point masses hold all of p, one of them is accepted.
     """
     failed = 0
     for seed in range(60):
@@ -303,23 +297,19 @@ def test_rounding_lets_no_impossible_token_through(
 
 
 def leave_a_residue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of p is off by a rounding everywhere."""
+    """Add a rounding error to the residual everywhere."""
     monkeypatch.setattr(
         device_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms)
     )
 
 
 def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rounding goes past the candidates another token is taken, whether or not
-    there is one.
-    """
+    """Take a token outside the candidates if rounding passes them, even if none has weight."""
     monkeypatch.setattr(device_tree.CandidateNode, "next_token", lambda self, uniform: self.other)
 
 
 def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of point masses is one less those that have failed, and p adds up to one but for
-    a rounding.
-    """
+    """Compute the rest of point masses as 1 minus the rejected ones, with a rounding error."""
     chance = device_tree.PointMassNode.acceptance_probability
     monkeypatch.setattr(
         device_tree.PointMassNode,
@@ -342,10 +332,10 @@ def test_rounding_that_counts_as_a_share_is_seen(
 ) -> None:
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        test_rounding_lets_no_impossible_token_through(kind, monkeypatch)
+        test_rounding_never_emits_an_impossible_token(kind, monkeypatch)
 
 
-def test_dense_and_sparse_q_are_one() -> None:
+def test_dense_and_sparse_q_give_equal_outcomes() -> None:
     for seed in range(6):
         logits_BNV, proposal, chooser = random_tree(seed)
         sparse = with_q(proposal, seed)
@@ -353,7 +343,7 @@ def test_dense_and_sparse_q_are_one() -> None:
         assert token_tree.token(logits_BNV, sparse, chooser) == whole
 
 
-def test_noise_of_a_depth_is_the_same_however_many_nodes_ask() -> None:
+def test_the_noise_of_a_depth_does_not_depend_on_the_number_of_nodes() -> None:
     chooser = TokenChooser(Warper(1.0), "coupled", 3, V, torch.device("cpu"))
     chooser.begin([1, 2], [0, 0], [4, 6], 3)
     depths_BN = torch.tensor([[0, 1, 1, 2, 2, 0], [2, 2, 0, 1, 1, 1]])

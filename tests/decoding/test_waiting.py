@@ -1,8 +1,7 @@
-"""Waits of a round for the device.
+"""The number of times that a round waits for the device.
 
-On a CPU the host pretends to run ahead, and every read of a tensor is counted. On a GPU, CUDA's
-sync debug mode finds the waits. test_running_ahead.py compares the code for devices with its eager
-twins.
+On a CPU the host is made to run ahead, and every way to read a tensor is counted; on a GPU, CUDA's
+sync debug mode reports waits. Decisions of the device versions are tested in test_running_ahead.py.
 
 Shapes: B rows.
 """
@@ -71,16 +70,16 @@ def test_a_round_waits_once(
 
 
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
-    """Return the allowed number of waits: one a round, for the outcome.
+    """Return the waits that the law allows: one a round.
 
-    Ouroboros looks up phrases on the host, so each forward of its model waits too.
+    Ouroboros looks phrases up on the host, so each forward of its model waits too.
     """
     return rounds + (draft_steps if name.startswith("ouroboros") else 0)
 
 
 @lru_cache
 def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
-    """Decode without a drafter on a host that does not run ahead."""
+    """Return the target's autoregressive text on a host that does not run ahead."""
     settings = settings_of(rule, repetition_penalty=penalty)
     return [row.tokens for row in decode(models()[0], None, random_prompts(3), settings)]
 
@@ -91,10 +90,10 @@ def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
     + [(NAMED[name], rule, PENALTY) for name, rule in PENALISED],
     ids=lambda value: value.name if isinstance(value, DrafterRow) else str(value),
 )
-def test_every_row_waits_once_for_the_outcome(
+def test_every_row_waits_once_a_round(
     monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str, penalty: float
 ) -> None:
-    """The output is that of a host that does not run ahead."""
+    """Count the waits of each row; its output must not change either."""
     expected = plain(rule, penalty) if rule in ("greedy", "coupled") else None
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     target, draft_model = models()
@@ -114,8 +113,8 @@ def test_every_row_waits_once_for_the_outcome(
     assert expected is None or [one.tokens for one in done] == expected
 
 
-def test_a_stray_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a tree whose nodes the host counts, and tensors as indices."""
+def test_control_extra_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the eager graph's reads and indexing by lists are counted."""
     target, draft_model = models()
     drafter, waits = GraphDrafter(model=draft_model), Waits()
     with torch.inference_mode():
@@ -131,8 +130,8 @@ def test_a_stray_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_penalty_that_reads_tokens_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: every drafted token but the last is read."""
+def test_control_a_penalty_on_host_tokens_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check as a control that reading every drafted token is counted."""
     original = DraftProcessors.add
 
     def read(self: DraftProcessors, tokens_B: Tensor) -> None:
@@ -151,17 +150,17 @@ def test_a_penalty_that_reads_tokens_is_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 def other_half(text: Sequence[int]) -> range:
-    """Allow tokens of another parity than the last one's."""
+    """Return the tokens whose parity differs from the last one's."""
     return range((text[-1] + 1) % 2, VOCABULARY, 2)
 
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("rule", ["greedy", "token"])
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_function_of_the_text_waits_for_the_text(
+def test_allowed_tokens_wait_for_the_draft(
     monkeypatch: pytest.MonkeyPatch, tree: bool, rule: str
 ) -> None:
-    """`allowed` runs on the host: once a round for the draft, and for each token of a chain."""
+    """Count the waits of `allowed`: one more a round, and one for every token of a chain."""
     target, draft_model = models()
     drafter = RankedTree(model=draft_model, frontier=3) if tree else ChainDrafter(model=draft_model)
     waits, rounds, drafts = Waits(), 0, 0
@@ -180,7 +179,7 @@ def test_a_function_of_the_text_waits_for_the_text(
 
 
 class Lanes(ChainDrafter):
-    """Chain drafter that counts its proposals."""
+    """A chain drafter that counts its calls."""
 
     asked = 0
 
@@ -197,7 +196,7 @@ class Lanes(ChainDrafter):
 def test_an_overlapped_round_waits_once_and_for_its_clock(
     monkeypatch: pytest.MonkeyPatch, schedule: str, rule: str, penalty: float
 ) -> None:
-    """The new chunk is read with the outcome; the virtual clock waits for the end of each lane."""
+    """Count one wait for the chunk and the outcome, and one for each lane's virtual clock."""
     expected = plain(rule, penalty)[0] if rule != "token" else None
     target, draft_model = models()
     drafter, waits = Lanes(model=draft_model), Waits()
@@ -217,8 +216,8 @@ def test_an_overlapped_round_waits_once_and_for_its_clock(
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches on the same cache replay; more rows or a new view record again."""
+def test_a_partial_view_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that batches replay a view's steps; a larger cache or a new view records again."""
     recorded: list[object] = []
     monkeypatch.setattr(
         devices, "capture", lambda body, device, memory: recorded.append(body) or body
@@ -244,7 +243,7 @@ def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) 
 def rounds_without_other_waits(
     target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> None:
-    """Decode in CUDA's sync debug mode, which raises at a stray wait."""
+    """Decode in CUDA's sync debug mode, which raises at an unexpected wait."""
     decode(target, drafter, prompts, settings)  # records every shape
     with torch.inference_mode():
         running = prefill_batch(target, drafter, prompts, settings)
@@ -286,7 +285,7 @@ def test_sync_debug_mode_finds_no_other_wait_in_any_row(
 def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(
     schedule: str, rule: str
 ) -> None:
-    """The clock waits by explicit synchronization, which this mode permits."""
+    """Run the schedule in sync debug mode, which admits the clock's explicit waits."""
     target, draft_model = models("cuda")
     drafter, prompts, settings = (
         ChainDrafter(model=draft_model),

@@ -332,7 +332,10 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         ),
         (["parallel.kind=zero9", "parallel.processes=1"], "expected one of single, ddp"),
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
-        (["parallel.processes=2"], "with parallel=single. Give parallel=ddp"),
+        (
+            ["parallel.processes=2"],
+            "parallel.kind is single in a job of 2 ranks: give parallel=ddp",
+        ),
         (
             ["data.max_length=100000"],
             "data.max_length is 100000, but the context of .* tokens: lower data.max_length",

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from distill.config import TrainConfig
 from jobs.job import CONF, register
-from jobs.launch import _free_port
+from jobs.launch import free_port
 
 ROOT = CONF.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -89,7 +89,7 @@ def test_the_deepspeed_launcher_needs_no_other_arguments(
         "2",
     ]
     module, *arguments = job(tiny_target, tmp_path, "parallel=ddp")[1:]
-    done([*launcher, "--master_port", str(_free_port()), "--module", module, *arguments])
+    done([*launcher, "--master_port", str(free_port()), "--module", module, *arguments])
     same_drafter(tmp_path, alone)
 
 

@@ -173,7 +173,7 @@ def test_the_coupled_baseline_is_decoded_only_where_needed(home, three_rules, ca
             {"verify": "block"},
             "Use verify=token or verify=coupled",
         ),
-        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected an integer of at least 1"),
+        ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected a whole number from 1"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),
         (
             {"max_draft_tokens": 8},

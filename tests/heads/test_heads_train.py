@@ -122,8 +122,8 @@ def ran(*arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_help_names_kinds_and_keys():
-    assert "there is no conf/head/none_such.yaml; of head there are: " in ran("head=none_such")
+def test_the_command_names_kinds_and_keys():
+    assert "there is no conf/head/none_such.yaml, expected head= one of " in ran("head=none_such")
     words = ran("head=recurrent", "head.rnm=false")
     assert "unknown configuration key 'head.rnm'; the nearest valid key is 'head.rnn'" in words
 

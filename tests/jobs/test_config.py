@@ -1,6 +1,4 @@
-"""Configuration: every file of conf/ composes, unknown keys are named with the nearest valid one,
-the wrong job is told.
-"""
+"""Every file of conf/ composes, and errors suggest the nearest key or the right job."""
 
 import json
 import re
@@ -44,23 +42,25 @@ SCHEMAS: dict[str, type[JobConfig]] = {
 
 
 def schema_for(job: str, *overrides: str) -> type[JobConfig]:
-    """A job's configuration; a kind of head has one of its own."""
+    """Return the schema of a job, which depends on the kind of head in heads.train."""
     return schema_of(find_kind_name(overrides)) if job == "heads.train" else SCHEMAS[job]
 
 
 def composed(job: str, *overrides: str) -> DictConfig:
+    """Compose a job's configuration with overrides."""
     register(job, schema_for(job, *overrides))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(job.replace(".", "_"), list(overrides))
 
 
 def experiments() -> list[tuple[str, str]]:
+    """Return the name and the job of every experiment."""
     files = sorted((CONF / "experiment").glob("*.yaml"))
     return [(file.stem, yaml.safe_load(file.read_text())["job"]) for file in files]
 
 
 @pytest.mark.parametrize("job", SCHEMAS)
-def test_every_job_has_a_schema_and_composes(job: str):
+def test_every_job_composes_with_its_schema(job: str):
     config = typed(
         composed(job, *(["drafters=[prompt_lookup]"] if job == "eval.run" else [])), SCHEMAS[job]
     )
@@ -72,12 +72,13 @@ def test_every_job_has_a_schema_and_composes(job: str):
 def test_every_experiment_composes_with_its_job(name: str, job: str):
     given = f"+experiment={name}"
     config = typed(composed(job, given), schema_for(job, given))
-    assert config.experiment == name, "an experiment carries its own name, for the run folder"
+    assert config.experiment == name, "the experiment's name names the run folder"
 
 
-def test_the_quickstarts_bounds_leave_room_in_ten_minutes():
-    """Imports, held-out answers and the report come on top of its two loops: on a third of a core
-    they took a minute and a half.
+def test_the_quickstart_fits_into_ten_minutes():
+    """Leave time for imports, held-out answers and the report.
+
+    They took 90 seconds on a third of a core, in addition to the two loops.
     """
     loop = typed(composed("distill.train", "+experiment=quickstart"), TrainConfig).loop
     head = typed(
@@ -91,7 +92,7 @@ def test_the_quickstarts_bounds_leave_room_in_ten_minutes():
     )
 
 
-def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
+def test_conf_has_only_known_groups():
     known = {
         "data",
         "drafter",
@@ -124,7 +125,7 @@ def test_an_unknown_key_on_the_command_line_names_the_nearest(argument: str, nea
         check_arguments([argument], "distill.train", TrainConfig)
 
 
-def test_a_group_of_other_jobs_is_an_unknown_key_and_an_added_one_is_hydras_to_find():
+def test_a_group_of_another_job_is_an_unknown_key():
     with pytest.raises(
         UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"
     ):
@@ -132,7 +133,7 @@ def test_a_group_of_other_jobs_is_an_unknown_key_and_an_added_one_is_hydras_to_f
     check_arguments(["+student=llama_796m"], "eval.run", EvalConfig)
 
 
-def test_valid_keys_groups_and_hydra_flags_pass():
+def test_valid_keys_groups_and_hydra_flags_are_accepted():
     good = [
         "student.num_hidden_layers=1,2,4",
         "target=embedded",
@@ -161,7 +162,7 @@ def test_a_value_of_the_wrong_type_names_the_key():
         typed(composed("distill.train", "loop.max_steps=many"), TrainConfig)
 
 
-def test_a_value_where_a_list_is_expected_is_told_how_to_be_one():
+def test_the_error_for_a_missing_list_shows_the_list():
     for key, value in (("num_draft_tokens", "6"), ("batch_sizes", "4")):
         with pytest.raises(
             UserError, match=rf"key '{key}' is {value}, expected a list: {key}=\[{value}\]"
@@ -169,27 +170,28 @@ def test_a_value_where_a_list_is_expected_is_told_how_to_be_one():
             typed(composed("eval.run", f"{key}={value}"), EvalConfig)
 
 
-def test_an_experiment_of_another_job_prints_the_right_command():
+def test_the_error_for_another_jobs_experiment_has_the_right_command():
     with pytest.raises(
-        UserError, match=r"run: python -m distill.pretrain \+experiment=quickstart_target"
+        UserError, match=r"Run python -m distill.pretrain \+experiment=quickstart_target"
     ):
         check_arguments(["+experiment=quickstart_target"], "distill.train", TrainConfig)
-    with pytest.raises(UserError, match=r"no experiment .quikstart.; there are: .*quickstart"):
+    with pytest.raises(UserError, match=r"experiment .quikstart. is unknown, .*quickstart"):
         check_arguments(["+experiment=quikstart"], "distill.train", TrainConfig)
 
 
-def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(tmp_path: Path):
+def test_a_folder_of_another_configuration_is_refused_by_key(tmp_path: Path):
     config = typed(
         composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}"), TrainConfig
     )
     RunFolder(config)
     config.seed += 1
-    RunFolder(config)  # nothing was begun yet: a start that failed does not hold the folder
+    RunFolder(config)  # without a manifest, a failed start does not keep the folder
     config.seed -= 1
     RunFolder(config).write_manifest([], {}, finished=False)
-    RunFolder(config)  # the same configuration goes on
+    RunFolder(config)  # the same configuration resumes
     config.loop.optimizer.lr *= 2
-    config.threads = 5  # changes no result, so it may differ; the same of how ranks share the work
+    # Threads and the sharing of work among ranks change no result, so they may differ.
+    config.threads = 5
     config.parallel.kind, config.loop.micro_batch_tokens, config.loop.activation_checkpointing = (
         "zero2",
         128,
@@ -200,7 +202,7 @@ def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(
     assert not {"threads", "parallel", "micro_batch"} & {*re.split(r"[ .(]", str(error.value))}
 
 
-def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
+def test_a_saved_configuration_loads_equal(tmp_path: Path):
     config = typed(
         composed("distill.train", "+experiment=quickstart", f"output_dir={tmp_path}"), TrainConfig
     )
@@ -210,20 +212,20 @@ def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
     assert plain(typed(again, TrainConfig)) == plain(config)
 
 
-def test_a_broken_experiment_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_error_for_invalid_yaml_names_the_experiment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("job: distill.train\nloop: max_steps: 3\n")
     monkeypatch.setattr("jobs.job.CONF", tmp_path)
     with pytest.raises(
         UserError,
-        match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2",
+        match=r"mine.yaml is not valid YAML: mapping values are not allowed here .* line 2",
     ):
         check_arguments(["+experiment=mine"], "distill.train", TrainConfig)
 
 
-def test_a_full_disk_anywhere_in_a_job_is_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}")
 
     def write_a_log(config: TrainConfig) -> None:
@@ -237,7 +239,7 @@ def test_a_full_disk_anywhere_in_a_job_is_one_clear_line(
         run_typed(config, "distill.train", TrainConfig, write_a_log)
 
 
-def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]):
+def test_a_signal_outside_of_the_loop_has_no_traceback(capsys: pytest.CaptureFixture[str]):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -247,14 +249,14 @@ def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.Captu
     assert "Run the same command to continue" in capsys.readouterr().err
 
 
-def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
+def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path):
     (tmp_path / "taken").write_text("")
     for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
         config = typed(
             composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig
         )
         with pytest.raises(
-            UserError, match="is no folder: .*taken.* is a file. Give another output_dir="
+            UserError, match="is not a folder: .*taken.* is a file. Give another output_dir="
         ):
             RunFolder(config)
 
@@ -274,7 +276,7 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
         HeadTrainConfig,
     ],
 )
-def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
+def test_every_setting_has_a_description(schema: type[JobConfig]):
     docs = field_docs(schema)
     assert not [key for key, text in docs.items() if not text]
     inner = {
@@ -286,21 +288,20 @@ def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
 
 
 def test_help_shows_the_values_of_its_command_line(capsys: pytest.CaptureFixture[str]):
-    register("distill.train", TrainConfig)
-    print_help("distill.train", TrainConfig, CONF, ["+experiment=smoke", "seed=7"])
+    print_help("distill.train", TrainConfig, ["+experiment=smoke", "seed=7"])
     text = capsys.readouterr().out
     assert "seed=7" in text
     assert "experiment=smoke" in text
     assert "the depth that sets" in text
-    assert "benchmark=" not in text, "that group is another job's"
+    assert "benchmark=" not in text, "another job's group"
 
 
-def test_an_experiment_without_its_plus_is_named():
-    with pytest.raises(UserError, match=r"added with a plus: \+experiment=smoke"):
+def test_an_experiment_without_a_plus_is_refused():
+    with pytest.raises(UserError, match=r"needs a plus: \+experiment=smoke"):
         check_arguments(["experiment=smoke"], "distill.train", TrainConfig)
 
 
-def test_the_total_of_stages_counts_folders_elsewhere_and_each_at_its_own_pace(
+def test_the_total_cost_converts_each_stage_by_its_own_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     elsewhere = tmp_path / "elsewhere"

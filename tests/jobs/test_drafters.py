@@ -1,4 +1,4 @@
-"""One table of drafters: files of conf/drafter, `drafters=` and `decoding.load` agree."""
+"""Files of conf/drafter, `drafters=` and `decoding.load` agree on every drafter."""
 
 from inspect import signature
 from pathlib import Path
@@ -18,7 +18,7 @@ FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """What a class is made with where nothing is given, its bases' defaults among it."""
+    """Return the default arguments of a class, those of its bases included."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if "__init__" in vars(base):
@@ -27,8 +27,8 @@ def defaults_of(kind: type) -> dict[str, Any]:
     return found
 
 
-def agrees(name: str, values: dict[str, Any]) -> bool:
-    """Whether a file's values are those that the registry gives to a drafter."""
+def agrees_with_registry(name: str, values: dict[str, Any]) -> bool:
+    """Return whether a file's values equal the registry's for a drafter."""
     entry = DRAFTERS[name]
     kind = imported(entry.kind)
     usual = defaults_of(kind) | dict(entry.options)
@@ -46,7 +46,7 @@ def test_files_and_the_registry_have_the_same_names():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_holds_the_values_that_the_registry_gives(name: str):
+def test_a_file_has_the_values_of_the_registry(name: str):
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     assert "_target_" not in values
     assert values.get("name", name) == name
@@ -54,16 +54,16 @@ def test_a_file_holds_the_values_that_the_registry_gives(name: str):
         key for key in (DRAFTERS[name].needs,) if key
     ]
     assert values.keys() <= options_of(imported(DRAFTERS[name].kind))  # type: ignore[operator]
-    assert agrees(name, values)
+    assert agrees_with_registry(name, values)
 
 
-def test_control_another_value_does_not_agree():
-    assert not agrees("budget_tree", {"max_nodes": 16})
-    assert not agrees("recurrent", {"by_cost": False})
+def test_control_a_different_value_does_not_agree():
+    assert not agrees_with_registry("budget_tree", {"max_nodes": 16})
+    assert not agrees_with_registry("recurrent", {"by_cost": False})
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_job_and_the_front_door_make_the_same(name: str, tiny_target: Path):
+def test_jobs_and_load_choose_the_same_class_and_options(name: str, tiny_target: Path):
     needed = {key: str(tiny_target) for key in (DRAFTERS[name].needs,) if key}
     choice = choose_drafter({"use": name, **needed})
     target = TargetConfig(path=str(tiny_target), device="cpu")
@@ -78,25 +78,27 @@ def test_a_job_and_the_front_door_make_the_same(name: str, tiny_target: Path):
     assert DRAFTERS[name].options.keys() <= mapping.keys()
 
 
-def test_a_file_of_ones_own_names_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_users_file_names_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(drafters, "CONF", tmp_path)
     (tmp_path / "mine.yaml").write_text(f"_target_: {DRAFTERS['lookahead'].kind}\nngram: 3\n")
     found = describe(["mine", "lookahead"], TargetConfig(), control=False)
     assert found["mine"]["ngram"] == 3
     assert found["lookahead"]["_target_"] == found["mine"]["_target_"]
     (tmp_path / "bare.yaml").write_text("ngram: 3\n")
-    with pytest.raises(UserError, match=r"bare.yaml: no _target_, and bare is no name of the"):
+    with pytest.raises(
+        UserError, match=r"bare.yaml has no _target_, and the registry has no drafter bare"
+    ):
         describe(["bare"], TargetConfig(), control=False)
     with pytest.raises(UserError, match="the nearest is 'mine'"):
         describe(["mime"], TargetConfig(), control=False)
 
 
-def test_a_shape_to_train_is_no_drafter():
+def test_a_student_shape_is_not_a_drafter():
     with pytest.raises(UserError, match="'llama_796m' is neither a folder"):
         describe(["llama_796m"], TargetConfig(), control=False)
 
 
-def test_entries_are_checked_before_any_folder_is_there():
+def test_entries_are_checked_before_their_folders_exist():
     check_entries([{"use": "nowhere", "beam_width": 3}, {"use": "nowhere", "execution": "eager"}])
     check_entries([{"use": "chain", "draft_cores": 1}])
     with pytest.raises(UserError, match="has the key 'frontiers', which RankedTree"):

@@ -1,6 +1,4 @@
-"""Signals end every job in words and with one status: while it imports, while it composes, and
-while it works.
-"""
+"""A signal ends a job with one message and one status, during imports and work."""
 
 import ast
 import os
@@ -21,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def started(package: Path) -> subprocess.Popen[str]:
-    """`python -m package.job` in the middle of its imports."""
+def start_importing_job(package: Path) -> subprocess.Popen[str]:
+    """Start `python -m package.job` and return it during its imports."""
     package.mkdir()
     (package / "__init__.py").write_text(
         "from jobs.interrupts import end_imports_quietly\nend_imports_quietly()\n"
@@ -42,7 +40,7 @@ def started(package: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp_path: Path):
-    process = started(tmp_path / "package")
+    process = start_importing_job(tmp_path / "package")
     process.send_signal(number)
     _, words = process.communicate(timeout=20)
     assert words == f"interrupted by {number.name} before the job started\n"
@@ -50,10 +48,8 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
 
 
 @pytest.mark.parametrize("package", ["distill", "eval", "heads", "recurrent_drafting"])
-def test_the_packages_of_jobs_import_nothing_before(package: str):
-    """Else a signal meets their imports first; the module itself imports the standard library
-    alone.
-    """
+def test_packages_of_jobs_handle_signals_before_other_imports(package: str):
+    """A signal would otherwise interrupt the other imports with a traceback."""
     names = [
         name
         for file in (
@@ -72,8 +68,8 @@ def test_the_packages_of_jobs_import_nothing_before(package: str):
     assert (ROOT / package / "__init__.py").read_text().endswith("\nend_imports_quietly()\n")
 
 
-def test_an_import_by_something_else_changes_no_handler():
-    """A notebook's Ctrl-C stays its own."""
+def test_a_plain_import_changes_no_handler():
+    """A notebook keeps its handler of Ctrl-C."""
     assert {signal.getsignal(number) for number in SIGNALS} == {
         signal.default_int_handler,
         signal.SIG_DFL,
@@ -81,7 +77,7 @@ def test_an_import_by_something_else_changes_no_handler():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_in_a_job_is_reported_with_its_status(
+def test_a_signal_in_a_job_gives_a_message_and_its_status(
     number: signal.Signals,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,8 +98,8 @@ def test_a_signal_in_a_job_is_reported_with_its_status(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_rank_leaves_sigterm_to_the_system():
-    """It may wait for another rank in native code, where no handler of Python runs."""
+def test_sigterm_ends_a_rank_at_once():
+    """A rank may wait in native code, where no Python handler runs."""
     with raise_on_signals(by_sigterm=False):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     with raise_on_signals(), pytest.raises(Terminated):

@@ -1,4 +1,4 @@
-"""Every job with an artefact goes by one protocol: a new one is its own pieces alone."""
+"""The protocol of jobs with an artefact, on a job that copies a text."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from jobs.protocol import Job, Run
 
 @dataclass
 class CopyConfig(JobConfig):
-    """Copy a text."""
+    """Settings of the copying job."""
 
     text: str = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 class Copy(Job[CopyConfig]):
-    """A whole job: what it checks, reads, tells and does."""
+    """Job that copies a text."""
 
     artefact = "copy.txt"
 
@@ -56,46 +56,46 @@ def manifest(config: CopyConfig) -> dict[str, object]:
     return json.loads((Path(config.output_dir) / "manifest.json").read_text())
 
 
-def test_work_is_done_once(config: CopyConfig, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_job_is_skipped_until_its_artefact_changes(
+    config: CopyConfig, capsys: pytest.CaptureFixture[str]
+):
     artefact = Copy(config).run()
     assert artefact.read_text() == "words" and manifest(config)["finished"] is True
     assert capsys.readouterr().out.split() == ["prepared", "copied"]
     assert Copy(config).run() == artefact
     assert capsys.readouterr().out == f"finished before: {artefact}\n"
-    artefact.write_text("other words")  # the control: what has changed since is made again
+    artefact.write_text("other words")  # control: a changed artefact is written again
     Copy(config).run()
     assert artefact.read_text() == "words" and "copied" in capsys.readouterr().out
 
 
-def test_a_dry_run_works_nothing_and_is_counted(
+def test_a_dry_run_does_no_work_and_records_its_cost(
     config: CopyConfig, capsys: pytest.CaptureFixture[str]
 ):
     config.dry_run = True
     assert not Copy(config).run().exists()
     assert capsys.readouterr().out == "would copy\n"
-    told = manifest(config)
-    assert (told["finished"], told["metrics"]) == (False, {PLANNED: 7.0})
-    assert set(told["inputs"].values()) == {"not read (dry run)"}  # type: ignore[attr-defined]
+    written = manifest(config)
+    assert (written["finished"], written["metrics"]) == (False, {PLANNED: 7.0})
+    assert set(written["inputs"].values()) == {"not read (dry run)"}  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_run_leaves_no_folder(config: CopyConfig):
+def test_an_invalid_configuration_leaves_no_folder(config: CopyConfig):
     config.text = ""
     with pytest.raises(UserError, match="text is empty"):
         Copy(config).run()
     assert not Path(config.output_dir).exists()
 
 
-def test_ranks_are_started_on_the_saved_configuration(
+def test_the_starting_process_launches_ranks_on_the_saved_configuration(
     config: CopyConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The process that starts them works nothing itself; one of them, whose environment says so,
-    starts no more.
-    """
-    asked: list[tuple[str, Path, int]] = []
-    monkeypatch.setattr("jobs.protocol.launch", lambda *arguments: asked.append(arguments))
+    """The starting process does no work, and a rank launches no further ranks."""
+    launched: list[tuple[str, Path, int]] = []
+    monkeypatch.setattr("jobs.protocol.launch", lambda *arguments: launched.append(arguments))
     config.parallel = ParallelConfig(kind="ddp", processes=2)
     assert not Copy(config).run().exists()
-    assert asked == [("copy", Path(config.output_dir) / "config.yaml", 2)]
+    assert launched == [("copy", Path(config.output_dir) / "config.yaml", 2)]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Copy(config).run().exists() and len(asked) == 1
+    assert Copy(config).run().exists() and len(launched) == 1

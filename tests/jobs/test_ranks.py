@@ -1,4 +1,4 @@
-"""Ranks that torchrun and Slurm start: how a job knows its own, and what it refuses."""
+"""Ranks of torchrun, DeepSpeed and Slurm: their variables, and refusals of idle ranks."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from distill.config import TrainConfig
 from jobs import ranks
 from jobs.config import ParallelConfig, typed
 from jobs.job import CONF, check_arguments, register, run_typed
-from jobs.launch import _free_port, count_processes
+from jobs.launch import count_processes, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -30,11 +30,12 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ranks._PLACES:
+    """Remove the variables of a rank from the environment."""
+    for name in ranks._VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_slurms_words_are_torchruns():
+def test_slurms_variables_become_torchruns():
     assert ranks.slurm_ranks(STEP) == {
         "RANK": "11",
         "WORLD_SIZE": "16",
@@ -59,7 +60,7 @@ def test_the_master_is_the_first_node(nodes: str, first: str):
     assert ranks.first_node(nodes) == first
 
 
-def test_slurm_outside_of_a_step_is_named():
+def test_slurm_ranks_outside_of_a_step_are_refused():
     with pytest.raises(
         UserError,
         match="SLURM_PROCID is not set: start the job with srun, as scripts/slurm/train.sbatch "
@@ -68,7 +69,7 @@ def test_slurm_outside_of_a_step_is_named():
         ranks.slurm_ranks({name: value for name, value in STEP.items() if name != "SLURM_PROCID"})
 
 
-def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_takes_the_number_of_processes_from_its_launcher(monkeypatch: pytest.MonkeyPatch):
     assert count_processes(ParallelConfig(kind="ddp", processes=3)) == 3
     assert not ranks.is_rank()
     for name, value in {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
@@ -83,10 +84,8 @@ def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.Monke
         count_processes(ParallelConfig())
 
 
-def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
-    """It adds --local_rank=N to the command line, sets torchrun's variables, and calls one of them
-    otherwise.
-    """
+def test_local_rank_of_the_deepspeed_launcher_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    """The launcher adds --local_rank=N and sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE."""
     asked = ["parallel=zero2", "seed=3"]
     assert ranks.take_local_rank(asked) == asked
     with pytest.raises(
@@ -95,7 +94,7 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
         ranks.take_local_rank(["--local_rank=1", *asked])
     for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    for name in ranks._PLACES:  # those that are set below are gone afterwards
+    for name in ranks._VARIABLES:  # makes monkeypatch restore those that the code sets
         monkeypatch.setenv(name, ranks.os.environ.get(name, ""))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
@@ -110,7 +109,7 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
         ranks.take_local_rank(["--local_rank=2"])
 
 
-def test_kinds_and_numbers_that_contradict_each_other_are_named():
+def test_contradictory_kinds_and_numbers_of_ranks_are_refused():
     with pytest.raises(
         UserError, match="parallel.kind is zero2 with one process, but needs several"
     ):
@@ -119,7 +118,7 @@ def test_kinds_and_numbers_that_contradict_each_other_are_named():
         ranks.adopt_slurm_rank(TrainConfig(parallel=ParallelConfig(launcher="mpi")))
 
 
-def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewhere(
+def test_idle_ranks_are_allowed_only_in_a_stage(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config = TrainConfig(job="distill.train")
@@ -136,15 +135,13 @@ def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewher
     assert ranks.is_idle_rank(config)
     monkeypatch.setenv("RANK", "0")
     assert not ranks.is_idle_rank(config)
-    assert not ranks.is_rank(), "what rank 0 starts now is no rank"
+    assert not ranks.is_rank(), "children of rank 0 are not ranks"
 
 
-def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(
+def test_ranks_idle_through_an_experiment_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Its stages are not asked, so the experiment is: else one card of a cluster would do all of
-    it, unseen.
-    """
+    """One GPU would otherwise do all the work unnoticed, as stages may have idle ranks."""
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         one, shared = (
@@ -169,35 +166,35 @@ def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(
     assert ran == ["single", "ddp"]
 
 
-def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_needs_no_slurm_step(monkeypatch: pytest.MonkeyPatch):
     config = TrainConfig(parallel=ParallelConfig(kind="ddp", launcher="slurm"))
     with pytest.raises(UserError, match="is not set: start the job with srun"):
         ranks.adopt_slurm_rank(config)
     config.dry_run = True
     ranks.adopt_slurm_rank(config)
     assert not ranks.is_rank()
-    for name, value in STEP.items():  # among 16 tasks one alone shall say it
+    for name, value in STEP.items():  # only one of 16 tasks prints the plan
         monkeypatch.setenv(name, value)
-    for name in ranks._PLACES:  # those that `adopt` sets are gone afterwards
+    for name in ranks._VARIABLES:  # makes monkeypatch restore those that the code sets
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     ranks.adopt_slurm_rank(config)
     assert ranks.is_idle_rank(config)
 
 
-def test_a_sweep_on_slurm_wants_slurm(
+def test_a_sweep_on_slurm_needs_srun(
     submitit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What submitit would say with a traceback; where there is an srun, nothing is wrong."""
+    """submitit would fail with a traceback."""
     arguments = ["-m", "seed=1,2", "hydra/launcher=slurm"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"srun is not on the PATH here.*leave hydra/launcher out"):
+    with pytest.raises(UserError, match=r"srun is not on the PATH here.*remove hydra/launcher="):
         check_arguments(arguments, "distill.train", TrainConfig)
     (tmp_path / "srun").touch(0o755)
     check_arguments(arguments, "distill.train", TrainConfig)
 
 
-def test_the_conf_for_submitit_composes(submitit: None):
+def test_the_slurm_launcher_composes(submitit: None):
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose(
@@ -210,31 +207,31 @@ def test_the_conf_for_submitit_composes(submitit: None):
     assert (launcher.nodes, launcher.gpus_per_node, launcher.tasks_per_node) == (2, 8, 1)
 
 
-_MEETS = """
+_WAIT_TWICE = """
 import os, sys, time
 from jobs.ranks import RankBarrier
-meeting = RankBarrier()
+barrier = RankBarrier()
 for stage in ("one", "two"):
-    if meeting.rank == 0:
+    if barrier.rank == 0:
         time.sleep(0.5)
         open(sys.argv[1] + "/" + stage, "w").close()
-    meeting.wait(stage)
-    assert os.path.exists(sys.argv[1] + "/" + stage), "left before rank 0 was there"
+    barrier.wait(stage)
+    assert os.path.exists(sys.argv[1] + "/" + stage), "it returned before rank 0 arrived"
 """
 
 
 @pytest.mark.long
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
-    places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    command = [sys.executable, "-c", _MEETS, str(tmp_path)]
-    meets = [
+    places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", _WAIT_TWICE, str(tmp_path)]
+    processes = [
         subprocess.Popen(command, env={**os.environ, **places, "RANK": str(r)}, cwd=ROOT)
         for r in range(3)
     ]
-    assert [process.wait(timeout=60) for process in meets] == [0, 0, 0]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
 
 
-def test_the_sbatch_script_is_a_script():
+def test_the_sbatch_script_is_valid():
     assert shutil.which("bash") is not None
     script = ROOT / "scripts" / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)
@@ -252,8 +249,8 @@ def test_the_sbatch_script_is_a_script():
         (["parallel=fsdp", "+experiment=llama_796m"], "parallel.launcher=slurm"),
     ],
 )
-def test_the_sbatch_scripts_ranks_share_the_work(given: list[str], added: str, tmp_path: Path):
-    """Whatever is said of it: a kind that is given stays, and no kind is ddp."""
+def test_the_sbatch_script_adds_parallel_settings(given: list[str], added: str, tmp_path: Path):
+    """A given kind of parallelism stays; without one, the script adds ddp."""
     (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"')
     (tmp_path / "srun").chmod(0o755)
     script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "distill.train", *given]

@@ -1,4 +1,4 @@
-"""What is read back of a run folder: whole, or named with what was found and what to do."""
+"""Readers of run folders: a damaged file gives an error with a remedy."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ WRONG = {
     "other seconds": b'{"seconds": "x", "longest_block": {}}',
     "a long number": b'{"job": ' + b"9" * 5000 + b"}",
 }
-# What Python says of a wrong type; of no use to who reads it.
+# parts of Python's messages for a wrong type, which do not help a user
 PYTHON_LEAKS = (
     "has no attribute",
     "__init__",
@@ -62,7 +62,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_such_file_is_named(reader: str, kind: str, tmp_path: Path):
+def test_the_error_for_a_damaged_file_names_it(reader: str, kind: str, tmp_path: Path):
     path = tmp_path / ("seconds.json" if reader == "the seconds" else "state.json")
     path.write_bytes(WRONG[kind])
     with pytest.raises(UserError) as error:
@@ -73,7 +73,7 @@ def test_what_is_no_such_file_is_named(reader: str, kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_line_of_a_journal_that_is_none_is_left_out(kind: str, tmp_path: Path):
+def test_a_damaged_line_of_a_journal_is_skipped(kind: str, tmp_path: Path):
     path = tmp_path / "records.jsonl"
     line = WRONG[kind].replace(b"\n", b"")
     path.write_bytes(
@@ -93,9 +93,7 @@ def test_a_line_of_a_journal_that_is_none_is_left_out(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(
-    kind: str, tmp_path: Path
-):
+def test_a_damaged_record_of_training_is_an_error_unless_it_is_the_last(kind: str, tmp_path: Path):
     line = WRONG[kind].replace(b"\n", b"").replace(b"\r", b"")
     path = tmp_path / "metrics.jsonl"
     first, third = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": 1.0}\n'
@@ -109,28 +107,26 @@ def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(
     tracker.close()
 
 
-def test_every_flipped_bit_of_a_configuration_is_found(tmp_path: Path):
+def test_every_flipped_bit_and_truncation_of_a_configuration_is_found(tmp_path: Path):
     path = tmp_path / "config.yaml"
-    whole = add_stamp("job: a.b\noutput_dir: runs/x\nseed: 3\n").encode()
-    path.write_bytes(whole)
+    complete = add_stamp("job: a.b\noutput_dir: runs/x\nseed: 3\n").encode()
+    path.write_bytes(complete)
     assert read_config(path, "") == {"job": "a.b", "output_dir": "runs/x", "seed": 3}
-    first = whole.index(b"\n") + 1
-    for place in range(8 * first, 8 * len(whole)):
-        changed = bytearray(whole)
+    first = complete.index(b"\n") + 1
+    for place in range(8 * first, 8 * len(complete)):
+        changed = bytearray(complete)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
         with pytest.raises(UserError, match="config.yaml is damaged"):
             read_config(path, "")
-    for size in range(1, len(whole) - 1):
-        path.write_bytes(whole[:size])
+    for size in range(1, len(complete) - 1):
+        path.write_bytes(complete[:size])
         with pytest.raises(UserError, match="config.yaml is damaged"):
             read_config(path, "")
 
 
-def test_a_state_whose_values_changed_is_no_checkpoint(tmp_path: Path):
-    """Its files have their hashes; the state has one too, and checkpoints of earlier versions are
-    read without.
-    """
+def test_a_checkpoint_with_a_changed_state_is_refused(tmp_path: Path):
+    """The state has a checksum; checkpoints of earlier versions are read without one."""
     folder = checkpoint.save(
         tmp_path / "step_000001", {"step": 1, "data": {"rows": {3: 4}}}, {}, {}, {}
     )

@@ -1,4 +1,4 @@
-"""Hashes of what a run read: each large file is read once, and a change of it is seen."""
+"""Hashes of a run's inputs: a large file is read once, until it changes."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ import decoding.models.folder
 from decoding.models.folder import hash_input, sha256
 
 
-def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
+def test_a_large_file_is_hashed_again_only_after_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    read: list[str] = []
+    hashed: list[str] = []
 
     def counted(path: Path) -> str:
-        read.append(path.name)
+        hashed.append(path.name)
         return sha256(path)
 
     monkeypatch.setattr(decoding.models.folder, "sha256", counted)
@@ -25,7 +25,7 @@ def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
     assert hash_input(tmp_path) == first and hash_input(tmp_path / "large") == sha256(
         tmp_path / "large"
     )
-    assert sorted(read) == ["large", "small", "small"]
+    assert sorted(hashed) == ["large", "small", "small"]
     (tmp_path / "large").write_text("0123456789+")
     assert hash_input(tmp_path) != first
-    assert read.count("large") == 2
+    assert hashed.count("large") == 2

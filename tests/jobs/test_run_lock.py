@@ -1,6 +1,4 @@
-"""Two commands in one run folder: the second is refused by name, a dead owner's lock is taken over,
-and nothing else is.
-"""
+"""Locks of run folders: a second command is refused, a dead owner's lock is taken over."""
 
 import errno
 import fcntl
@@ -22,10 +20,8 @@ from jobs.run_folder import RunFolder
 from jobs.run_lock import LOCK, hold, lock_folder
 
 
-def forked(action: Callable[[], object]) -> int:
-    """A process that knows nothing of our locks, runs `action` and then waits; returns its number
-    when `action` has ended.
-    """
+def run_in_fork(action: Callable[[], object]) -> int:
+    """Run `action` in a process without our locks, which then waits. Returns its id."""
     ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -46,35 +42,36 @@ def forked(action: Callable[[], object]) -> int:
 
 
 def kill(pid: int) -> None:
+    """Kill a child process and wait for its end."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
 @contextmanager
-def another_command(folder: Path) -> Iterator[int]:
-    """Another process that holds the folder, and is killed in the end."""
-    pid = forked(lambda: hold(folder))
+def hold_in_another_process(folder: Path) -> Iterator[int]:
+    """Hold a folder in another process, which is killed at the end of the block."""
+    pid = run_in_fork(lambda: hold(folder))
     try:
         yield pid
     finally:
         kill(pid)
 
 
-def test_a_second_command_is_refused_by_name_and_a_killed_one_is_followed(tmp_path: Path):
-    with another_command(tmp_path) as pid, pytest.raises(UserError) as error:
+def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path):
+    with hold_in_another_process(tmp_path) as pid, pytest.raises(UserError) as error:
         RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))
     owner = json.loads((tmp_path / LOCK).read_text())
     words = (
         f"{tmp_path} is in use by process {pid} on {socket.gethostname()}, since {owner['since']}"
     )
     assert words in str(error.value) and "give another output_dir=" in str(error.value)
-    assert owner["pid"] == pid, "SIGKILL left the file"
+    assert owner["pid"] == pid, "SIGKILL leaves the file"
     lock = hold(tmp_path)
     assert lock is not None and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
-    """Ranks go on for a while after their launcher was killed."""
+def test_a_rank_of_a_killed_command_keeps_the_lock(tmp_path: Path):
+    """Ranks run for a while after their launcher was killed."""
     ready, done = os.pipe()
 
     def start_a_rank() -> object:
@@ -84,7 +81,7 @@ def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
         os.write(done, f"{rank}\n".encode())
         return lock
 
-    owner = forked(start_a_rank)
+    owner = run_in_fork(start_a_rank)
     rank = int(os.read(ready, 20))
     kill(owner)
     with pytest.raises(
@@ -96,7 +93,7 @@ def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
     while time.monotonic() < deadline:
         try:
             lock = hold(tmp_path)
-        except UserError:  # the kernel is still taking the rank down
+        except UserError:  # the kernel has not ended the rank yet
             time.sleep(0.01)
             continue
         assert lock is not None
@@ -104,7 +101,8 @@ def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
     raise AssertionError("the folder stayed locked")
 
 
-def named(host: str, pid: int, started: str) -> str:
+def lock_content(host: str, pid: int, started: str) -> str:
+    """Return the text of a lock file."""
     return json.dumps(
         {
             "host": host,
@@ -116,19 +114,19 @@ def named(host: str, pid: int, started: str) -> str:
     )
 
 
-HERE, OURS = socket.gethostname(), run_lock._started(os.getpid())
+HERE, STARTED = socket.gethostname(), run_lock._started(os.getpid())
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (
-            named("elsewhere", 1, "1"),
+            lock_content("elsewhere", 1, "1"),
             r"in use by process 1 on elsewhere, since long ago .*delete .*\.lock and run again",
         ),
-        (named(HERE, os.getpid(), OURS), r"in use by process"),
-        (named(HERE, os.getpid(), "another time"), ""),  # its number is another process's now
-        (named(HERE, 2**22 + 1, "1"), ""),  # no such process
+        (lock_content(HERE, os.getpid(), STARTED), r"in use by process"),
+        (lock_content(HERE, os.getpid(), "another time"), ""),  # another process reuses its id
+        (lock_content(HERE, 2**22 + 1, "1"), ""),  # no such process
         ("", ""),
         ('{"host": "elsewh', ""),
         ("[1, 2]", ""),
@@ -147,7 +145,7 @@ HERE, OURS = socket.gethostname(), run_lock._started(os.getpid())
     ],
 )
 @pytest.mark.parametrize("locks", [True, False])
-def test_what_a_lock_file_says_decides(
+def test_the_owner_in_the_lock_file_decides_without_flock(
     content: str, words: str, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Where locks do not reach another host, and where the file system has none."""
@@ -167,7 +165,7 @@ def test_what_a_lock_file_says_decides(
         assert lock is not None and json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_goes_with_its_block_with_an_error_and_with_its_owner(tmp_path: Path):
+def test_the_lock_is_released_with_its_block_and_its_owner(tmp_path: Path):
     with lock_folder(tmp_path):
         assert (tmp_path / LOCK).is_file()
     assert not (tmp_path / LOCK).exists() and str(tmp_path) not in os.environ["SHALLOW_DRAFT_HELD"]
@@ -183,13 +181,13 @@ def test_the_lock_goes_with_its_block_with_an_error_and_with_its_owner(tmp_path:
     assert not (tmp_path / LOCK).exists()
 
 
-def test_ranks_and_stages_are_not_locked_out_by_what_started_them(
+def test_ranks_and_stages_share_the_lock_of_their_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with another_command(tmp_path) as pid:
+    with hold_in_another_process(tmp_path) as pid:
         assert pid
         monkeypatch.setenv("RANK", "1")
-        assert hold(tmp_path) is None, "the first rank holds it for all"
+        assert hold(tmp_path) is None, "the first rank holds the lock for all"
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(UserError, match="in use"):
             hold(tmp_path)
@@ -200,7 +198,7 @@ def test_ranks_and_stages_are_not_locked_out_by_what_started_them(
         assert RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path))).path == tmp_path
 
 
-def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_only_there(
+def test_half_written_files_of_a_killed_run_are_deleted(
     tmp_path: Path,
 ):
     inner, mine = tmp_path / "distill.train", tmp_path / "checkpoints"
@@ -217,10 +215,10 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
     for file in (*left, *others, inner / "config.yaml"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
-    with another_command(tmp_path), pytest.raises(UserError):
+    with hold_in_another_process(tmp_path), pytest.raises(UserError):
         hold(tmp_path)
     for file in left:
-        assert not file.exists(), "the command that held it had begun it again"
+        assert not file.exists(), "the other process deleted it before it held the folder"
         file.parent.mkdir(exist_ok=True)
         file.write_text("")
     with lock_folder(tmp_path):
@@ -230,7 +228,7 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
         assert all(file.exists() for file in others)
 
 
-def test_a_name_too_long_for_the_file_system_is_refused(tmp_path: Path):
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path):
     with pytest.raises(
         UserError,
         match=r"^output_dir=.*n\.\.\. cannot be created: File name too long\. Give another",

@@ -1,6 +1,4 @@
-"""Command lines that Hydra cannot read: our own words for what was found, where, and what is
-expected.
-"""
+"""Command lines that Hydra cannot read: the error gives the place and a correct form."""
 
 import subprocess
 import sys
@@ -21,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("argument", "found"),
     [
-        ("smoke", "'smoke' is no setting: it has no '='"),
-        ("sweep=[1,2", "'sweep=[1,2' cannot be read: it ends where more is expected"),
+        ("smoke", "'smoke' is not a setting: it has no '='"),
+        ("sweep=[1,2", "'sweep=[1,2' cannot be read: it is incomplete"),
         ("drafters=[{use: a, name: b]", "cannot be read: ']' "),
         ("sweep=1,2]", "cannot be read: ']' "),
         (
@@ -32,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("seed=range(1,x)", "cannot be read: "),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_place(argument: str, found: str):
+def test_the_error_for_a_malformed_override_gives_its_position(argument: str, found: str):
     with pytest.raises(UserError) as error:
         check_syntax(["-m", "seed=1,2", argument])
     assert found in str(error.value)
@@ -41,7 +39,7 @@ def test_what_cannot_be_read_is_named_with_its_place(argument: str, found: str):
         assert word not in str(error.value)
 
 
-def test_what_can_be_read_passes():
+def test_valid_overrides_and_flags_are_accepted():
     check_syntax(
         [
             "--config-dir",
@@ -62,23 +60,23 @@ def test_what_can_be_read_passes():
     [
         (
             "target=nowhere",
-            "target=nowhere: there is no conf/target/nowhere.yaml; of target there are: .*embedded",
+            "target=nowhere: there is no conf/target/nowhere.yaml, expected target= .*embedded",
         ),
         ("+target=embedded", "the configuration does not compose: .*target"),
         ("seed=1,2", "the configuration does not compose: .*seed"),
     ],
 )
-def test_what_cannot_be_put_together_is_one_line(override: str, found: str):
+def test_the_error_of_a_failed_composition_is_one_line(override: str, found: str):
     register("eval.run", EvalConfig)
     with (
         initialize_config_dir(str(CONF), version_base="1.3"),
         pytest.raises(HydraException) as raised,
     ):
         compose("eval_run", [override])
-    told = composition_error(raised.value)
-    assert "\n" not in str(told)
+    found_error = composition_error(raised.value)
+    assert "\n" not in str(found_error)
     with pytest.raises(UserError, match=found):
-        raise told
+        raise found_error
 
 
 NOWHERE = "error: target=nowhere: there is no conf/target/nowhere.yaml"
@@ -93,7 +91,7 @@ NOWHERE = "error: target=nowhere: there is no conf/target/nowhere.yaml"
         pytest.param(["-m", "target=embedded,nowhere"], NOWHERE, marks=pytest.mark.long),
     ],
 )
-def test_a_job_ends_with_that_line_alone(arguments: list[str], found: str, tmp_path: Path):
+def test_a_job_prints_only_that_line(arguments: list[str], found: str, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "eval.run", *arguments, f"output_dir={tmp_path / 'out'}"],
         cwd=ROOT,

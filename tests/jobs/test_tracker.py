@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth; the mirrors hold the same numbers, offline too."""
+"""metrics.jsonl is the record; the mirrors have the same numbers, offline too."""
 
 import json
 import sys
@@ -19,7 +19,8 @@ from jobs.tracker import Tracker, check_tracker
 RECORDS = [(1, {"loss": 3.5, "note": "first"}), (2, {"loss": 2.25, "acceptance": 0.5})]
 
 
-def written(folder: Path, config: TrackerConfig) -> list[dict[str, object]]:
+def write_records(folder: Path, config: TrackerConfig) -> list[dict[str, object]]:
+    """Track RECORDS and return the lines of metrics.jsonl."""
     tracker = Tracker(folder, config, "a run", {"seed": 1})
     for step, values in RECORDS:
         tracker.log(step, values)
@@ -28,13 +29,13 @@ def written(folder: Path, config: TrackerConfig) -> list[dict[str, object]]:
 
 
 def test_every_record_is_a_line(tmp_path: Path):
-    assert written(tmp_path, TrackerConfig()) == [
+    assert write_records(tmp_path, TrackerConfig()) == [
         {"step": step, **values} for step, values in RECORDS
     ]
 
 
-def test_rewind_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: Path):
-    written(tmp_path, TrackerConfig())
+def test_rewind_drops_later_steps_and_an_incomplete_line(tmp_path: Path):
+    write_records(tmp_path, TrackerConfig())
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     tracker = Tracker(tmp_path, TrackerConfig(), "a run", {})
@@ -47,7 +48,7 @@ def test_rewind_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: Path):
 
 def test_tensorboard_holds_the_numbers(tmp_path: Path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    written(tmp_path, TrackerConfig(tensorboard=True))
+    write_records(tmp_path, TrackerConfig(tensorboard=True))
     accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
     assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [
@@ -56,9 +57,9 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path):
     ]
 
 
-def test_tensorboard_forgets_what_a_resumed_run_makes_again(tmp_path: Path):
+def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    written(tmp_path, TrackerConfig(tensorboard=True))
+    write_records(tmp_path, TrackerConfig(tensorboard=True))
     tracker = Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
     tracker.rewind(1)
     tracker.log(2, {"loss": 9.0})
@@ -72,7 +73,7 @@ def test_tensorboard_forgets_what_a_resumed_run_makes_again(tmp_path: Path):
 
 
 def test_wandb_offline_holds_the_numbers(tmp_path: Path):
-    written(tmp_path, TrackerConfig(wandb="offline"))
+    write_records(tmp_path, TrackerConfig(wandb="offline"))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 60  # wandb's own service process writes the file
     while b"acceptance" not in file.read_bytes() and time.monotonic() < deadline:
@@ -81,50 +82,50 @@ def test_wandb_offline_holds_the_numbers(tmp_path: Path):
 
 
 @pytest.fixture
-def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without any login to Weights & Biases."""
+def home_without_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Set a home folder without a login to Weights & Biases."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-def test_a_missing_login_is_found_before_the_job_begins(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_missing_login_is_an_error_before_the_job_starts(
+    home_without_login: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without a network, and of the rank that tracks alone."""
+    """Only the tracking rank checks, without a network."""
     register("distill.train", TrainConfig)
-    began: list[str] = []
+    started: list[str] = []
 
     def start(*given: str) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose("distill_train", [f"output_dir={nobody}/run", *given])
+            composed = compose("distill_train", [f"output_dir={home_without_login}/run", *given])
         run_typed(
             composed,
             "distill.train",
             TrainConfig,
-            lambda config: began.append(config.tracker.wandb),
+            lambda config: started.append(config.tracker.wandb),
         )
 
     words = r"no login to Weights & Biases.*`wandb login`.*WANDB_API_KEY.*tracker=wandb_offline"
     with pytest.raises(UserError, match=words):
         start("tracker=wandb")
-    with pytest.raises(UserError, match=words):  # an experiment asks before its first stage
+    with pytest.raises(UserError, match=words):  # an experiment checks before its first stage
         start("tracker=wandb", "+experiment=llama_796m")
-    assert not began and not (nobody / "run").exists()
+    assert not started and not (home_without_login / "run").exists()
     start("tracker=wandb", "dry_run=true")
     start("tracker=wandb_offline")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     start("tracker=wandb", "parallel=ddp")
-    assert began == ["online", "offline", "online"]
+    assert started == ["online", "offline", "online"]
 
 
 @pytest.mark.parametrize("where", ["environment", "token", "netrc", "named netrc"])
-def test_a_login_is_found_where_wandb_keeps_it(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_login_is_found_wherever_wandb_stores_it(
+    home_without_login: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    file = nobody / (".netrc" if where == "netrc" else "logins")
+    file = home_without_login / (".netrc" if where == "netrc" else "logins")
     file.write_text("machine elsewhere.org login a password b\n")
     monkeypatch.setenv("NETRC", str(file))
     config = TrainConfig(tracker=TrackerConfig(wandb="online"))
@@ -140,7 +141,7 @@ def test_a_login_is_found_where_wandb_keeps_it(
     check_tracker(config)
 
 
-def test_a_run_has_its_jobs_kind_and_the_name_that_was_given(
+def test_a_wandb_run_has_the_given_name_and_the_job_as_type(
     tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
     for name in ("", "mine"):
@@ -156,21 +157,21 @@ def test_a_run_has_its_jobs_kind_and_the_name_that_was_given(
     ]
 
 
-def test_a_table_takes_rows_that_lack_a_column(tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+def test_a_missing_column_of_a_table_stays_empty(tmp_path: Path, wandb_runs: list[dict[str, Any]]):
     tracker = Tracker(tmp_path, TrackerConfig(wandb="online"), "a run", {})
     tracker.show({"rows": [{"a": 1}, {"a": 2, "b": 3}]}, [], {})
     table = wandb_runs[0]["logged"]["rows"]
     assert (table.columns, table.data) == (["a", "b"], [[1, None], [2, 3]])
 
 
-def test_an_unknown_mode_is_named(tmp_path: Path):
+def test_an_unknown_mode_is_refused(tmp_path: Path):
     with pytest.raises(
         UserError, match="tracker.wandb is 'on', expected online, offline or disabled"
     ):
         Tracker(tmp_path, TrackerConfig(wandb="on"), "a run", {})
 
 
-def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_tensorboard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         UserError,
@@ -194,12 +195,12 @@ def test_tensorboard_holds_the_images(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", bytes(range(256)), b"two words"])
-def test_a_damaged_wandb_id_is_named(
+def test_a_damaged_wandb_id_is_refused(
     content: bytes, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
     (tmp_path / "wandb_id").write_bytes(content)
     with pytest.raises(
         UserError, match="wandb_id is damaged: found .*, expected the id of a W&B run. Delete it"
     ):
-        written(tmp_path, TrackerConfig(wandb="offline"))
+        write_records(tmp_path, TrackerConfig(wandb="offline"))
     assert not wandb_runs

@@ -13,7 +13,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.sampled_beams import SampledBeams
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 TARGET = markov(symbols=12)
 TIPS_B = torch.tensor([3, 7, 7])
@@ -87,7 +87,7 @@ def test_beams_equal_those_of_the_plain_search(
 
 
 def test_scores_are_log_probabilities_at_the_targets_temperature() -> None:
-    head = knowing_head(TARGET)
+    head = exact_head(TARGET)
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, TopBeams(head, 4, 0.7))
     log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
     scores_BW = beams.steps[-1].scores_BW
@@ -216,7 +216,7 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
 
     First children are distributed as q; second children as q without the first.
     """
-    head, rows = knowing_head(TARGET), 2000
+    head, rows = exact_head(TARGET), 2000
     draws = SampledBeams(head, 3, 1, rows, sampling_chooser(rows))
     tips_B = torch.full((rows,), 3)
     (step,) = search(
@@ -236,7 +236,7 @@ def test_the_number_of_siblings_is_independent_of_their_tokens() -> None:
 
     The number of children was settled before.
     """
-    head, rows = knowing_head(TARGET), 4000
+    head, rows = exact_head(TARGET), 4000
     tips_B = torch.full((rows,), 3)
     hidden_BH = torch.zeros(rows, TARGET.hidden_size, dtype=torch.float64)
     draws = SampledBeams(head, 4, 2, rows, sampling_chooser(rows))

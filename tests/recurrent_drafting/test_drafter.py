@@ -21,7 +21,7 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.decoding.rows import BY_NAME, Kit, random_head, recurrent
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 PROMPTS = [[7], [3, 1, 4], [2, 2], [5, 9, 0, 1, 2, 3]]
 GAMMA, ROUNDS = 4, 6
@@ -51,7 +51,7 @@ def test_a_perfect_head_gains_the_closed_form(
 ) -> None:
     """Gain gamma + 1 tokens a round, also in the first round of a one-token prompt."""
     target = markov(scale=scale)
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, children=children)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=width, children=children)
     plain = decode(target, None, PROMPTS, settings_of(rule))
     drafted = decode(target, drafter, PROMPTS, settings_of(rule))
     assert [g.block_efficiency for g in drafted] == [GAMMA + 1] * len(PROMPTS)
@@ -63,7 +63,7 @@ def test_a_perfect_head_gains_the_closed_form(
 @pytest.mark.parametrize("width", [1, 4])
 def test_an_adversarial_head_changes_no_output(width: int) -> None:
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=width)
+    drafter = RecurrentDrafter(head=exact_head(target, sign=-1.0), beam_width=width)
     plain = decode(target, None, PROMPTS, settings_of("greedy"))
     drafted = decode(target, drafter, PROMPTS, settings_of("greedy"))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
@@ -152,7 +152,7 @@ def test_a_shortlist_drafts_only_its_tokens(rule: str, children: str) -> None:
 def test_a_finished_row_costs_and_counts_nothing() -> None:
     """Run the target's forward and the head's search over unfinished rows alone."""
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=3)
     observed: dict[str, list[int]] = {"target": [], "head": []}
 
     def count_rows(owner: Any, method: str, rows: list[int]) -> None:
@@ -177,7 +177,7 @@ def test_a_finished_row_costs_and_counts_nothing() -> None:
 
 def test_steps_are_counted_and_timed() -> None:
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=3)
     (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy", max_new_tokens=10))
     assert done.draft_steps >= done.rounds
     parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
@@ -202,13 +202,13 @@ def test_costs_set_the_size_of_drafts(
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("expensive", EXPENSIVE)):
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=4, children=children, by_cost=True
+            head=exact_head(target), beam_width=4, children=children, by_cost=True
         )
         settings = settings_of("token", costs=costs, max_new_tokens=60)
         drafted[name] = decode(target, drafter, PROMPTS, settings)
     assert all(g.block_efficiency > 4 for g in drafted["cheap"])
     assert all(g.drafted == 0 for g in drafted["expensive"])
-    fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, children=children)
+    fixed = RecurrentDrafter(head=exact_head(target), beam_width=4, children=children)
     all_nodes = decode(target, fixed, PROMPTS, settings_of("token", max_new_tokens=60))
     assert sum(g.verified for g in drafted["cheap"]) < sum(g.verified for g in all_nodes), (
         "a confident head needs few nodes"
@@ -221,7 +221,7 @@ def test_a_wrong_head_stops_drafting_and_retries(
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target = markov(scale=PEAKED)
-    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
     (done,) = decode(
         target, drafter, [[1, 2]], settings_of("greedy", costs=costs, max_new_tokens=200)
@@ -245,7 +245,7 @@ def test_copied_tokens_do_not_change_the_trust_in_estimates() -> None:
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
-    return RecurrentDrafter(head=knowing_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
+    return RecurrentDrafter(head=exact_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "multi_candidate", "recurrent_with_lookup"])
@@ -298,10 +298,10 @@ def test_invalid_input_is_named() -> None:
 
 def test_a_folder_loads_with_its_name_and_dtype(tmp_path) -> None:  # type: ignore[no-untyped-def]
     target = markov()
-    save_head(knowing_head(target), tmp_path / "mine", torch.float64)
+    save_head(exact_head(target), tmp_path / "mine", torch.float64)
     drafter = RecurrentDrafter(tmp_path / "mine", beam_width=2, dtype="float64")
     assert (drafter.name, drafter.num_layers) == ("mine", 0)
-    assert drafter.num_parameters == knowing_head(target).num_parameters
+    assert drafter.num_parameters == exact_head(target).num_parameters
     (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy"))
     assert done.tokens == decode(target, None, [[1, 2]], settings_of("greedy"))[0].tokens
     with pytest.raises(UserError, match="dtype 'int3' is unknown"):

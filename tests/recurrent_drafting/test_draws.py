@@ -22,7 +22,7 @@ from recurrent_drafting.prefix_tree import mask_survivors, pack
 from recurrent_drafting.sampled_beams import SampledBeams
 from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
-from tests.decoding.test_law_of_distribution import P_LIMIT, law_p_value
+from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
 WIDTH, LOGIT_SCALE = 3, 0.8  # beams; scale of the logits of an unsure head
 # A second beam seldom pays, but a second child does.
@@ -115,7 +115,7 @@ def sampled_drafter() -> Drafter:
 
 def short_law_p_value(drafter: Drafter, warper: str = "plain") -> float:
     """Return the p-value of the first three tokens, most of which one round drafts."""
-    return law_p_value(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
+    return law_holds(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
 
 @pytest.mark.parametrize("keep", [keep_all, keep_survivors])
@@ -199,7 +199,7 @@ def test_law_3_where_few_of_the_drawn_children_are_expanded(
             drafts, "number_rows", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
         )
     more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
-    assert (law_p_value(drafter_by_cost(), "token", "plain", **more) > P_LIMIT) == numbered
+    assert (law_holds(drafter_by_cost(), "token", "plain", **more) > P_LIMIT) == numbered
 
 
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,9 @@ def opened(
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
     batch = prefill_batch(target, drafter, random_prompts(rows, seed=6), settings)
     operations = Operations()
-    operations.inside(target, "forward")
-    operations.inside(drafter, "embed")
-    operations.inside(
+    operations.leave_out(target, "forward")
+    operations.leave_out(drafter, "embed")
+    operations.leave_out(
         drafter.head, "start", "advance", "context", "features", "logits", "to_target_ids"
     )
     with torch.inference_mode():
@@ -139,7 +139,7 @@ def test_control_the_counter_counts_operations_outside_models() -> None:
     """The control: operations outside the models count; those inside and views do not."""
     head = random_head(native_of(hf_model("llama", layers=1)))
     operations = Operations()
-    operations.inside(head, "start")
+    operations.leave_out(head, "start")
     x_BH = torch.randn(2, 32, dtype=torch.float64)
     with operations:
         head.start(x_BH)

@@ -15,7 +15,7 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedBeams
 from tests.decoding.rows import AllBeams, random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
-from tests.support.toy_heads import knowing_head, markov
+from tests.support.toy_heads import exact_head, markov
 
 WIDTH = 8
 FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost nearly nothing
@@ -28,7 +28,7 @@ FLAT, STEEP = (
 def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
     """Return the mean number of beams that steps after the first start from, on random text."""
     target = markov()
-    drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, children=children, by_cost=True)
+    drafter = AllBeams(head=exact_head(target), beam_width=WIDTH, children=children, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=80, num_draft_tokens=4, costs=costs, **sampled)  # type: ignore[arg-type]
     (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -71,7 +71,7 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None
     ):
         assert plans.best_width(costs, most) == width
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=most, children=children, by_cost=True
+            head=exact_head(target), beam_width=most, children=children, by_cost=True
         )
         settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
         (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -179,7 +179,7 @@ def test_beams_are_chosen_by_complete_rounds(better: int) -> None:
     By the costs of the parts alone, four would be chosen.
     """
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(target), beam_width=4, by_cost=True)
     asked: list[int] = []
 
     class Planner:
@@ -256,6 +256,6 @@ def test_rows_of_a_batch_retry_together() -> None:
 
 
 def test_a_long_draft_is_timed_at_a_few_widths() -> None:
-    drafter = RecurrentDrafter(head=knowing_head(markov()), beam_width=1, by_cost=True)
+    drafter = RecurrentDrafter(head=exact_head(markov()), beam_width=1, by_cost=True)
     few = widths_to_time(drafter, 1000)
     assert few[:17] == [*range(1, 18)] and few[-1] == 1001 and len(few) < 40

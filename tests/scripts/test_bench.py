@@ -1,4 +1,4 @@
-"""What benchmarks share: their help, and yardsticks that a busy machine slowed down."""
+"""Help of the benchmarks, and machine limits measured on a busy machine."""
 
 import dataclasses
 import importlib
@@ -25,12 +25,12 @@ def defaults(schema: type) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("asked", ["--help", "-h"])
-def test_help_says_what_a_script_is_and_every_option(
+def test_help_has_the_docstring_and_every_option(
     name: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = importlib.import_module(f"scripts.bench.{name}")
     monkeypatch.setattr(sys, "argv", [f"scripts/bench/{name}.py", asked])
-    if name == "gpu":  # it may import less, and reads its options by itself
+    if name == "gpu":  # it may import less, and parses its options itself
         assert script.main(sys.argv[1:]) == 0
     else:
         with pytest.raises(SystemExit) as ended:
@@ -53,7 +53,7 @@ def test_help_says_what_a_script_is_and_every_option(
 
 
 @pytest.mark.long
-def test_help_comes_from_the_command_line_too() -> None:
+def test_help_is_printed_from_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/bench/bandwidth.py", "--help"],
         cwd=ROOT,
@@ -65,11 +65,9 @@ def test_help_comes_from_the_command_line_too() -> None:
     assert "  layers=12  " in done.stdout and "decoder layers" in done.stdout
 
 
-def test_of_a_yardstick_the_best_round_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of its three rounds were slowed down by a neighbour: its median would say that decoding
-    reads faster than reading.
-    """
-    from scripts.bench.bandwidth import reached
+def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another process slowed two of three rounds; by the median, decoding would read faster."""
+    from scripts.bench.bandwidth import compute_shares
 
     budget = ForwardBudget(weight_bytes=900, cache_bytes=100, operations=50)
     rounds = {
@@ -80,12 +78,12 @@ def test_of_a_yardstick_the_best_round_counts(capsys: pytest.CaptureFixture[str]
     }
     rounds["product"] = [2.0, 10.0, 1.0]
     sizes = {"sum": 1000, "copy": 2000, "product": 100}
-    found = reached(rounds, budget, sizes)
+    found = compute_shares(rounds, budget, sizes)
     assert found["best_reader"] == "sum"
     assert found["share_of_bandwidth"] == pytest.approx(0.9)
     assert found["share_of_operations"] == pytest.approx(0.45)
     assert found["V"] == {"1": 1.0, "2": 2.0}
     assert "warnings" not in found and not capsys.readouterr().err
-    slow = reached({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
+    slow = compute_shares({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
     assert slow["warnings"] == ["share_of_bandwidth is 1.50: yardstick read slowly: not valid"]
     assert "not valid" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""The comparison of shapes at toy size: it goes on behind what was measured, and shapes that do not
-meet at equal bytes are refused.
-"""
+"""The comparison of shapes at toy size: a second call continues, unequal bytes are refused."""
 
 import json
 from pathlib import Path
@@ -9,33 +7,33 @@ import pytest
 
 from decoding.errors import UserError
 from scripts.bench import common, depth_width
-from scripts.bench.depth_width import Options, equal_bytes, parse_shape
+from scripts.bench.depth_width import Options, check_equal_bytes, parse_shape
 
 SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
 
 
-def test_shapes_are_held_to_equal_bytes(tiny_target: Path):
-    """Layers and head: 2,048 x 32 + 7,744 against 2 x 4,672 more."""
+def test_shapes_with_unequal_bytes_are_refused(tiny_target: Path):
+    """The head and the layers have 2,048 x 32 + 7,744 against 2,048 x 32 + 2 x 4,672 weights."""
     target = str(tiny_target)
-    assert equal_bytes(Options(target=target, shapes=SHAPES)) == {
+    assert check_equal_bytes(Options(target=target, shapes=SHAPES)) == {
         SHAPES[0]: 2 * 73_280,
         SHAPES[1]: 2 * 74_880,
     }
     with pytest.raises(
         UserError, match="2:32:4:2:48 reads .* 1:32:4:2:48 reads .* they may differ by 3%"
     ):
-        equal_bytes(Options(target=target, shapes=[SHAPES[0], "2:32:4:2:48"]))
-    # each is near the one between them
+        check_equal_bytes(Options(target=target, shapes=[SHAPES[0], "2:32:4:2:48"]))
+    # both are near the third shape, but not near each other
     with pytest.raises(UserError, match="3:32:4:2:4 reads .* 1:32:4:2:48 reads "):
-        equal_bytes(Options(target=target, shapes=[SHAPES[1], SHAPES[0], "3:32:4:2:4"]))
+        check_equal_bytes(Options(target=target, shapes=[SHAPES[1], SHAPES[0], "3:32:4:2:4"]))
     with pytest.raises(UserError, match="need different layers or hidden sizes, found 1x32, 1x32"):
-        equal_bytes(Options(target=target, shapes=[SHAPES[0], "1:32:4:2:47"]))
+        check_equal_bytes(Options(target=target, shapes=[SHAPES[0], "1:32:4:2:47"]))
     with pytest.raises(UserError, match="shape '1:32' is not LAYERS:HIDDEN"):
         parse_shape("1:32")
 
 
 @pytest.mark.long
-def test_students_first_and_their_speeds_later(
+def test_speeds_are_measured_in_a_later_call(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
@@ -67,7 +65,7 @@ def test_students_first_and_their_speeds_later(
     }
     assert students["rows"] == {}
     both = figures("seeds=[0]", "executions=['native eager']")
-    assert both["acceptance"] == students["acceptance"], "as they were kept"
+    assert both["acceptance"] == students["acceptance"], "from the journal"
     (rows,) = both["rows"]["native eager"].values()
     assert {row["drafter"] for row in rows} == {"1x32", "2x32", "prompt_lookup"} and all(
         row["speedup"] > 0 for row in rows

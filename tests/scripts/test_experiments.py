@@ -33,7 +33,7 @@ def test_every_link_resolves():
                 assert (page.parent / link).exists(), f"{page}: {link}"
 
 
-def test_what_superseded_an_experiment_is_not_older():
+def test_a_superseding_experiment_is_not_older():
     for experiment in read_experiments():
         for newer in re.findall(r"\]\((\S+?)\)", experiment.fields["Superseded by"]):
             assert newer[:10] >= experiment.date, experiment.path

@@ -1,4 +1,4 @@
-"""The comparison of mixtures runs at toy size, and its sides start alike."""
+"""The comparison of mixtures at toy size."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedPro
 
 
 @pytest.mark.long
-def test_it_runs_at_toy_size(tiny_target: Path, tmp_path: Path):
+def test_every_mixture_sees_equally_many_rows(tiny_target: Path, tmp_path: Path):
     done = toy(
         tiny_target,
         tmp_path,

@@ -1,6 +1,4 @@
-"""The recurrent drafter's benchmarks at toy size: both sides compute the same loss, goals are told
-as what they are, a run goes on where it ended.
-"""
+"""The recurrent drafter's benchmarks at toy size: equal losses, goals, and continued runs."""
 
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from scripts.bench import common, recurrent, recurrent_rounds, recurrent_show, recurrent_training
 from scripts.bench import recurrent_tables as tables
-from scripts.bench.recurrent_generation import arms, goals, prompts_without_loops
+from scripts.bench.recurrent_generation import find_prompts_without_loops, judge_goals, make_arms
 from scripts.bench.recurrent_training import IGNORED, published_loss
 from training.data.readers import Prompt
 
@@ -25,7 +23,7 @@ from training.data.readers import Prompt
 def figures_of(
     script: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *given: str
 ) -> dict[str, Any]:
-    """What a script finds with these options."""
+    """Run a script with these options and return its figures."""
     monkeypatch.setattr(common, "RESULTS", folder)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *given, "threads=1", f"name={name}"])
     script.main()
@@ -35,7 +33,7 @@ def figures_of(
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained one for the tiny target."""
+    """Write an untrained head of the tiny target."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head")
     save_head(RecurrentHead(HeadConfig(vocab_size=2048, hidden_size=32, exit_dim=64)), folder)
@@ -43,7 +41,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ----------------------------------------------------------------------------------------- training
-def test_training_runs_and_its_sides_compute_the_same(
+def test_both_sides_of_training_compute_the_same_loss(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = [
@@ -63,11 +61,11 @@ def test_training_runs_and_its_sides_compute_the_same(
     assert all(value > 0 for value in figures["supervised_tokens_per_second"].values())
     assert figures["peak_of_published_over_ours"] > 1
     assert len(figures["goals"]) == 3
-    met = [one["met"] for one in recurrent_training.goals(4.1, 1.9, 0.3).values()]
+    met = [one["met"] for one in recurrent_training.judge_goals(4.1, 1.9, 0.3).values()]
     assert met == [True, False, True]
 
 
-def test_an_unknown_part_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["recurrent.py", "part=sleeping"])
     with pytest.raises(SystemExit, match="part is 'sleeping', expected one of training"):
         recurrent.main()
@@ -93,7 +91,7 @@ def test_the_published_loss_is_the_sum_of_means_over_shifted_labels():
 
 
 # ----------------------------------------------------------------------------- drafting, generation
-def test_a_round_is_taken_apart(
+def test_the_shares_of_a_round_add_up(
     tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = [
@@ -121,15 +119,18 @@ def test_a_round_is_taken_apart(
         way: {"share_outside": 0.3, "operations_outside_as_on_a_gpu": 150}
         for way in ("greedy", "drawn")
     }
-    assert [one["met"] for one in recurrent_rounds.goals(slow, 8, 5).values()] == [False, True]
+    assert [one["met"] for one in recurrent_rounds.judge_goals(slow, 8, 5).values()] == [
+        False,
+        True,
+    ]
 
 
-def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
+def test_prompts_with_looping_answers_are_skipped(tiny_target: Path):
     engine = load(tiny_target)
     prompts = [Prompt(str(number), "none", [f"def f{number}(x):"]) for number in range(6)]
-    asked, found = prompts_without_loops(engine, prompts, 2, 32)
-    assert asked == 6 and len(found) <= 2, "a batch is asked at once"
-    assert prompts_without_loops(engine, prompts, 9, 32)[1][: len(found)] == found
+    asked, found = find_prompts_without_loops(engine, prompts, 2, 32)
+    assert asked == 6 and len(found) <= 2, "prompts are answered in batches"
+    assert find_prompts_without_loops(engine, prompts, 9, 32)[1][: len(found)] == found
     for _, ids, answer in found:
         (alone,) = decode(
             engine.target, None, [ids], Settings(32, stop_token_ids=engine.stop_token_ids)
@@ -137,14 +138,22 @@ def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
         assert answer == alone.tokens
 
 
-def test_greedy_decoding_is_raced_without_drawn_beams():
+def test_greedy_decoding_has_no_sampled_beams():
     chosen = SimpleNamespace(head="a head", head_dtype="auto", widths=[1, 4])
-    assert [one["name"] for one in arms(chosen, 0.0)] == ["picked 1", "picked 4", "picked by cost"]
-    assert [one["name"] for one in arms(chosen, 1.0)][3:] == ["drawn 1", "drawn 4", "drawn by cost"]
-    assert all(one["beam_width"] == 4 for one in arms(chosen, 1.0) if one.get("by_cost"))
+    assert [one["name"] for one in make_arms(chosen, 0.0)] == [
+        "picked 1",
+        "picked 4",
+        "picked by cost",
+    ]
+    assert [one["name"] for one in make_arms(chosen, 1.0)][3:] == [
+        "drawn 1",
+        "drawn 4",
+        "drawn by cost",
+    ]
+    assert all(one["beam_width"] == 4 for one in make_arms(chosen, 1.0) if one.get("by_cost"))
 
 
-def test_goals_are_met_or_not():
+def test_goals_are_judged_by_the_speedups():
     def row(temperature: float, drafter: str, speedup: float) -> Any:
         return SimpleNamespace(temperature=temperature, drafter=drafter, headline_speedup=speedup)
 
@@ -160,7 +169,7 @@ def test_goals_are_met_or_not():
     ]
     met = {
         name: one["met"]
-        for name, one in goals(rows, {"4": {"equal": 3, "tie": 1, "different": 0}}).items()
+        for name, one in judge_goals(rows, {"4": {"equal": 3, "tie": 1, "different": 0}}).items()
     }
     assert met == {
         "greedy output equal": True,
@@ -169,13 +178,13 @@ def test_goals_are_met_or_not():
         "T=1 above 1.2, better of picked and drawn by cost": True,
         "T=1 by cost never below 0.97": False,
     }
-    assert not goals(rows, {"45": {"equal": 3, "tie": 0, "different": 1}})["greedy output equal"][
-        "met"
-    ]
+    assert not judge_goals(rows, {"45": {"equal": 3, "tie": 0, "different": 1}})[
+        "greedy output equal"
+    ]["met"]
 
 
 @pytest.mark.long
-def test_generation_runs(
+def test_generation_measures_every_width_and_temperature(
     tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = [
@@ -211,7 +220,7 @@ def test_generation_runs(
 
 # --------------------------------------------------------------------------------------------- show
 def head_figures(better: int) -> dict[str, Any]:
-    """Six prompts of 12 tokens; the n-th takes n + 6 rounds, or fewer."""
+    """Return figures of six prompts with 12 tokens; the n-th takes n + 6 - `better` rounds."""
     greedy = [[12, number + 6 - better] for number in range(6)]
     return {"steps": 7, "seconds": 3.0, "epochs": 0.5, "greedy": greedy, "sampled": greedy}
 
@@ -220,16 +229,14 @@ def test_tables_pair_prompts_and_seeds():
     notes = {f"base/{seed}": head_figures(0) for seed in range(2)}
     notes |= {f"LK/{seed}": head_figures(seed + 1) for seed in range(2)}
     rounds = [sum(n + 6 - better for n in range(6)) for better in (0, 1, 2)]
-    ratio = tables.over(
+    ratio = tables.tau_ratio(
         [notes[f"LK/{seed}"]["greedy"] for seed in range(2)], [notes["base/0"]["greedy"]] * 2
     )
     assert ratio.value == pytest.approx(2 * rounds[0] / (rounds[1] + rounds[2]))
     assert ratio.low is not None and 1 < ratio.low < ratio.value < ratio.high  # type: ignore[operator]
-    same = tables.over([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
-    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), (
-        "pairs that are equal leave no doubt"
-    )
-    text = tables.trained(notes, {"LK": "base", "not there yet": "base"})
+    same = tables.tau_ratio([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), "equal pairs have no interval"
+    text = tables.training_table(notes, {"LK": "base", "not there yet": "base"})
     assert text.count("\n") == 3 and f"{72 / rounds[1]:.3f} {72 / rounds[2]:.3f}" in text
 
 
@@ -240,21 +247,21 @@ def generation(
     return {"drafter": drafter, "num_draft_tokens": length, "seconds": seconds, **shared}
 
 
-def test_races_are_pooled_over_seeds_and_the_best_of_each_kind_meet():
+def test_races_are_pooled_over_seeds_and_the_best_arms_compared():
     seconds = {"head, picked": 1.0, "head, drawn": 3.0, "pruned 1": 1.5, "pruned 2": 4.0}
     race = [
         generation("autoregressive", 2.0, length=0),
         *(generation(*one) for one in seconds.items()),
     ]
     races = [race, race]
-    arms_found = tables.by_arm(races)
+    arms_found = tables.pool_arms(races)
     assert arms_found[0.0, "head, picked", 4] == {"tokens": [20], "rounds": [10], "seconds": [2.0]}
-    assert "| 0.000 | head, picked | 4 | 2.000 | 2.000 |" in tables.raced(races)
-    assert "| 0.000 | head, picked | pruned 1 | 1.500 |" in tables.head_over_pruned(races)
+    assert "| 0.000 | head, picked | 4 | 2.000 | 2.000 |" in tables.race_table(races)
+    assert "| 0.000 | head, picked | pruned 1 | 1.500 |" in tables.head_against_pruned_table(races)
 
 
 @pytest.mark.long
-def test_every_part_runs_and_a_second_call_makes_nothing_anew(
+def test_a_second_call_of_all_parts_measures_nothing_again(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     small = [
@@ -298,6 +305,4 @@ def test_every_part_runs_and_a_second_call_makes_nothing_anew(
     again = figures_of(
         recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given, "parts=[losses,pruned]"
     )
-    assert parts.read_bytes() == before and again == found, (
-        "the tables are of all that was run so far"
-    )
+    assert parts.read_bytes() == before and again == found, "the tables include earlier calls"

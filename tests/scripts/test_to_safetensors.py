@@ -1,6 +1,4 @@
-"""Pickled weights become safetensors that load as the same model; a pickle with code in it is
-refused.
-"""
+"""Conversion of pickled weights to safetensors: an equal model; pickled code is refused."""
 
 import os
 import pickle
@@ -26,7 +24,7 @@ def pickled(tiny_target: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_refusal_names_the_command_and_the_command_mends_it(pickled: Path, tiny_target: Path):
+def test_converted_weights_load_as_the_same_model(pickled: Path, tiny_target: Path):
     with pytest.raises(UserError, match=r"python scripts/to_safetensors\.py"):
         load_target(pickled)
     before, after = load_file(tiny_target / "model.safetensors"), load_file(convert(pickled))
@@ -48,6 +46,6 @@ def test_a_pickle_that_runs_code_is_refused(pickled: Path, tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_without_pickles_is_named(tiny_target: Path):
+def test_a_folder_without_pickles_is_refused(tiny_target: Path):
     with pytest.raises(UserError, match=r"no pytorch_model\*\.bin found"):
         convert(tiny_target)

@@ -1,6 +1,4 @@
-"""The chat: turns that keep their caches, text as it streams, what an answer cost. On a terminal:
-test_chat_terminal.py.
-"""
+"""Chat sessions: cached turns, streamed text, and the cost of an answer."""
 
 import re
 import signal
@@ -26,7 +24,7 @@ from training.data.chat import render_next, render_prompt
 
 
 def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
-    """A greedy chat with short answers, in float64: nothing may differ from plain decoding."""
+    """Return the settings of a short greedy chat, in float64 to equal plain decoding."""
     values = {
         "temperature": 0.0,
         "max_new_tokens": 24,
@@ -43,7 +41,7 @@ def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
 
 @pytest.fixture(scope="module")
 def head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained head of the tiny target."""
+    """Save an untrained head of the tiny target."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("head")
     save_head(
@@ -53,12 +51,13 @@ def head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(session: ChatSession, text: str) -> list[TextPiece]:
+def reply_to(session: ChatSession, text: str) -> list[TextPiece]:
+    """Return the pieces of the answer to a message."""
     return list(session.reply(text))
 
 
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "itself", "head"])
-def test_every_turn_is_a_fresh_decode_of_the_conversation(
+def test_every_turn_equals_decoding_the_conversation_from_its_start(
     drafter: str, tiny_target: Path, head: Path
 ):
     folder = {"itself": str(tiny_target), "head": str(head)}.get(drafter, drafter)
@@ -68,7 +67,7 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(
     messages = [{"role": "system", "content": "Be brief."}]
     for turn, text in enumerate(["Hello there", "And what then?", "¿Qué? 你好"], 1):
         messages.append({"role": "user", "content": text})
-        pieces = said(session, text)
+        pieces = reply_to(session, text)
         assert session.last is not None
         generation, ids, tokenizer = session.last.generation, session.prompt, other.engine.tokenizer
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
@@ -82,10 +81,10 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(
         assert session.messages == messages
         assert drafter != "none" or not generation.accepted
         assert any(piece.accepted for piece in pieces) == (generation.accepted > 0)
-        assert session.time_plain() is None, "the end of the answer, decoded plainly, is the same"
+        assert session.time_plain() is None, "plain decoding gives the same tokens"
         if turn > 1:
             new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-            assert generation.prefilled <= new + 4, "what was said before is in the cache"
+            assert generation.prefilled <= new + 4, "earlier turns are in the cache"
     if drafter == "itself":
         assert generation.block_efficiency > 3
         assert sum(piece.accepted for piece in pieces) > len(pieces) / 2
@@ -94,23 +93,23 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "head"])
-def test_measuring_plain_draws_leaves_the_answer_in_the_cache(
+def test_timing_plain_sampling_keeps_the_answer_in_the_cache(
     drafter: str, tiny_target: Path, head: Path
 ):
     cfg = config_of(tiny_target, str(head) if drafter == "head" else drafter, temperature=1.0)
     loaded = load(cfg)
     session = ChatSession(loaded, cfg)
     for turn, text in enumerate(["Hello there", "And what then?", "Why"]):
-        said(session, text)
+        reply_to(session, text)
         assert session.last is not None
         generation, ids = session.last.generation, session.prompt
-        assert session.time_plain() is None, "draws are not compared"
+        assert session.time_plain() is None, "samples are not compared"
         new = len(loaded.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
         assert not turn or generation.prefilled <= new + 4 < len(ids)
     assert session.plain_tokens > 20
 
 
-def test_an_answer_in_other_tokens_than_the_tokenizers_is_kept_as_it_was_written(tiny_target: Path):
+def test_the_tokens_of_an_answer_are_kept_where_the_tokenizer_splits_otherwise(tiny_target: Path):
     tokenizer = load(config_of(tiny_target, "none")).engine.tokenizer
     turns = [
         {"role": "user", "content": "Hi"},
@@ -120,20 +119,20 @@ def test_an_answer_in_other_tokens_than_the_tokenizers_is_kept_as_it_was_written
     usual = tokenizer("return x", add_special_tokens=False)["input_ids"]
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return\u2581x"]
     assert letters != usual and tokenizer.decode(letters) == "return x"
-    prompt, anew = render_prompt(tokenizer, turns[:1]), render_prompt(tokenizer, turns)
+    prompt, rendered = render_prompt(tokenizer, turns[:1]), render_prompt(tokenizer, turns)
     for answer in (letters, [*letters, tokenizer.eos_token_id]):
         ids = render_next(tokenizer, turns, prompt, answer)
         assert ids[: len(prompt) + len(answer)] == [*prompt, *answer]
-        assert tokenizer.decode(ids) == tokenizer.decode(anew)
-    assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == anew
+        assert tokenizer.decode(ids) == tokenizer.decode(rendered)
+    assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == rendered
     trimmed = [turns[0], {"role": "assistant", "content": "something else"}, turns[2]]
-    other = tokenizer.convert_tokens_to_ids("<|user|>")  # an end that the template does not write
+    other = tokenizer.convert_tokens_to_ids("<|user|>")  # not the template's end token
     assert render_next(tokenizer, trimmed, prompt, [*letters, other]) == render_prompt(
         tokenizer, trimmed
     )
 
 
-def test_a_new_conversation_forgets_and_a_stopped_answer_stays(tiny_target: Path):
+def test_a_stopped_answer_stays_until_the_conversation_is_reset(tiny_target: Path):
     cfg = config_of(tiny_target, "prompt_lookup", max_new_tokens=200)
     session = ChatSession(load(cfg), cfg)
     rounds = iter([False, False, True])
@@ -144,39 +143,39 @@ def test_a_new_conversation_forgets_and_a_stopped_answer_stays(tiny_target: Path
         and len(session.last.generation.tokens) < 20
     )
     assert session.messages[1]["content"].startswith("".join(piece.text for piece in pieces))
-    said(session, "Go on")
+    reply_to(session, "Go on")
     assert len(session.messages) == 4
     session.reset()
     assert session.messages == []
 
 
-def test_a_message_without_room_is_refused_with_what_to_do_and_forgotten(tiny_target: Path):
+def test_a_message_that_is_too_long_leaves_the_conversation_unchanged(tiny_target: Path):
     cfg = config_of(tiny_target, "prompt_lookup")
     session = ChatSession(load(cfg), cfg)
     with pytest.raises(
         UserError,
-        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*Say "
-        r"it shorter",
+        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*"
+        r"Shorten it",
     ):
-        said(session, "word " * 600)
-    said(session, "Hello")
+        reply_to(session, "word " * 600)
+    reply_to(session, "Hello")
     with pytest.raises(
-        UserError, match=r"with all turns before it .* /reset starts a new conversation"
+        UserError, match=r"with all turns before it .* Type /reset for a new conversation"
     ):
-        said(session, "word " * 600)
+        reply_to(session, "word " * 600)
     assert len(session.messages) == 2
     strict = config_of(tiny_target, "prompt_lookup", max_prompt_tokens=8)
     with pytest.raises(UserError, match="over max_prompt_tokens=8"):
-        said(ChatSession(load(strict), strict), "one two three four five six seven eight")
+        reply_to(ChatSession(load(strict), strict), "one two three four five six seven eight")
 
 
-def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
+def test_the_cost_line_reports_a_full_context(tiny_target: Path):
     cfg = config_of(tiny_target, "prompt_lookup", max_new_tokens=600)
     loaded = load(cfg)
-    # No stop token ends it before.
+    # No stop token may end the answer.
     endless = ChatModels(loaded.engine, replace(loaded.settings, ignore_eos=True), "")
     session = ChatSession(endless, cfg)
-    said(session, "la " * 200)
+    reply_to(session, "la " * 200)
     assert session.last is not None and session.last.generation.finish == "length"
     line = cost_line(session, session.last)
     assert session.last.context_full and "the context is full: /reset" in line
@@ -195,7 +194,7 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
     )
 
 
-def test_what_does_not_fit_is_told_before_the_chat(
+def test_misfits_are_refused_before_the_chat(
     tiny_target: Path,
     head: Path,
     embedded_target: Path,
@@ -223,7 +222,7 @@ def test_what_does_not_fit_is_told_before_the_chat(
         cfg = config_of(tiny_target, str(head), verify="block", temperature=1.0, beam_width=width)
         with monkeypatch.context() as patch:
             if not fits:
-                # it is told before the target is read
+                # the error comes before the target is loaded
                 patch.setattr(setup, "load_target", None)
             with (
                 nullcontext()
@@ -237,16 +236,16 @@ def test_what_does_not_fit_is_told_before_the_chat(
         ChatSession(loaded, cfg)
 
 
-def test_control_characters_of_a_model_are_spelled_out():
+def test_control_characters_of_a_model_are_escaped():
     assert visible("a\tb\nc é 你") == "a\tb\nc é 你"
     assert visible("\x1b[31mred\x07\x9b") == "\\x1b[31mred\\x07\\x9b"
 
 
-def test_the_first_interrupt_asks_and_the_next_one_ends():
-    with interrupts() as interrupt:
+def test_the_first_interrupt_ends_the_round_and_the_second_the_answer():
+    with interrupts() as interrupted:
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupted()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):  # the usual meaning is back
+    with pytest.raises(KeyboardInterrupt):  # the default handler is back
         signal.raise_signal(signal.SIGINT)

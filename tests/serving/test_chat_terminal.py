@@ -1,4 +1,4 @@
-"""The chat as a command: on a pseudo-terminal, with its keys and colours, and without one."""
+"""The chat command on a pseudo-terminal, with its keys and colours, and without one."""
 
 import fcntl
 import os
@@ -20,30 +20,31 @@ from jobs.job import CONF
 
 
 class Terminal:
-    """The command on a pseudo-terminal of its own: keys go in, what it shows comes out."""
+    """The chat command on a pseudo-terminal."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        self.fd, theirs = pty.openpty()
+        self.fd, child_fd = pty.openpty()
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "recurrent_drafting.cmd.generate", *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child_fd,
+            stdout=child_fd,
+            stderr=child_fd,
             cwd=CONF.parent,
             env={**os.environ, "TERM": "xterm-256color", **environment},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
-        os.close(theirs)
+        os.close(child_fd)
         self.shown, self.read_to = "", 0
         self._bytes = b""
 
     def type(self, keys: str) -> None:
+        """Send keys to the command."""
         os.write(self.fd, keys.encode())
 
     def expect(self, words: str, seconds: float = 60.0) -> str:
-        """Wait for words behind those expected before; returns what was shown up to their end."""
+        """Wait for words after those expected before. Return the output up to their end."""
         until = time.monotonic() + seconds
         while words not in self.shown[self.read_to :]:
             if time.monotonic() > until or not self._more():
@@ -62,7 +63,8 @@ class Terminal:
         self.shown = self._bytes.decode("utf-8", "ignore")
         return bool(got)
 
-    def ends(self) -> int:
+    def wait(self) -> int:
+        """Wait for the end of the command. Return its exit status."""
         while self._more():
             pass
         return self.process.wait(timeout=20)
@@ -70,6 +72,7 @@ class Terminal:
 
 @contextmanager
 def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
+    """Run the command inside the block, and kill it at the end."""
     one = Terminal(list(arguments), environment)
     try:
         yield one
@@ -80,7 +83,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
         os.close(one.fd)
 
 
-def test_a_chat_on_a_terminal(tiny_target: Path):
+def test_a_chat_on_a_terminal_streams_answers_and_their_cost(tiny_target: Path):
     flags = (
         f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 "
         f"--max_generation_length 40"
@@ -104,27 +107,26 @@ def test_a_chat_on_a_terminal(tiny_target: Path):
         )
         screen.type("And then?\n")
         second = screen.expect("chat> ")
-        new, whole = (
+        new, total = (
             int(n) for n in re.search(r"read (\d+) of (\d+) prompt tokens", second).groups()
         )  # type: ignore[union-attr]
-        assert new < whole - 20
+        assert new < total - 20
         screen.type("/reset\n")
         screen.expect("a new conversation")
         screen.expect("chat> ")
         screen.type("word " * 550 + "\n")
         assert "context holds 512" in screen.expect("chat> ", seconds=60)
-        # a key that comes between Python's prompt and its waiting for input is seen with the next
-        # one
+        # Python notices a key between its prompt and its wait for input only with the next key.
         time.sleep(0.5)
         screen.type("\x03")
         screen.expect("Ctrl-C stops an answer")
         screen.expect("chat> ")
         screen.type("quit\n")
-        assert screen.ends() == 0
+        assert screen.wait() == 0
 
 
 @pytest.mark.long
-def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_target: Path):
+def test_keys_stop_an_answer_and_end_a_chat_without_colours(tiny_target: Path):
     flags = (
         f"--hf_llm={tiny_target} --autoregression --greedy_search --use_gpu=-1 "
         f"--max_generation_length 480"
@@ -139,11 +141,11 @@ def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_tar
         assert "stopped]" in answer
         assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", screen.shown), "no colour"
         screen.type("\x04")
-        assert screen.ends() == 0
+        assert screen.wait() == 0
 
 
 @pytest.mark.long
-def test_without_a_terminal_lines_are_read_and_nothing_is_coloured(tiny_target: Path):
+def test_a_chat_without_a_terminal_reads_lines_and_has_no_colours(tiny_target: Path):
     flags = (
         f"--hf_llm={tiny_target} --temperature 1 --use_gpu=-1 --max_generation_length 12".split()
     )

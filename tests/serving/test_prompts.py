@@ -1,6 +1,4 @@
-"""Prompts in batches: none is dropped, outputs are compared with plain decoding's, counts add up,
-and what is left out is told.
-"""
+"""Answers to prompts in batches: all answered, compared with plain decoding and counted."""
 
 import io
 import json
@@ -27,7 +25,7 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from serving import prompts as prompt_run
 from serving.config import GenerateConfig
 from serving.mt_bench import load_mt_bench
-from serving.prompt_report import equality, print_report
+from serving.prompt_report import compare_outputs, print_report
 from serving.prompts import PromptRun, answer_prompts, load_prompts
 from serving.setup import ChatModels, choose_template, load
 from tests.support import tiny_heads as tiny
@@ -44,6 +42,7 @@ TURNS = {
 
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Path:
+    """Write the prompts of TURNS to a file."""
     file = tmp_path / "prompts.jsonl"
     lines = [{"id": name, "category": "test", "turns": turns} for name, turns in TURNS.items()]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -53,6 +52,7 @@ def prompt_file(tmp_path: Path) -> Path:
 def config_of(
     target: Path, prompts: Path, drafter: str = "prompt_lookup", **fields: object
 ) -> GenerateConfig:
+    """Return the settings of a greedy run over prompts, in float64."""
     values = {
         "temperature": 0.0,
         "max_new_tokens": 16,
@@ -71,16 +71,15 @@ def config_of(
     )
 
 
-def answered(cfg: GenerateConfig) -> tuple[ChatModels, PromptRun]:
+def load_and_answer(cfg: GenerateConfig) -> tuple[ChatModels, PromptRun]:
+    """Load the models and answer the prompts."""
     loaded = load(cfg)
     return loaded, answer_prompts(loaded, cfg, load_prompts(cfg), Console(file=io.StringIO()))
 
 
 @pytest.fixture
 def published_head(tmp_path: Path) -> Path:
-    """A head as the published code writes one, for a target of LLaMA's vocabulary:
-    without a card.
-    """
+    """Save a head in the published layout, without a card, for LLaMA's vocabulary."""
     torch.manual_seed(3)
     folder = tmp_path / "redrafter"
     save_head(
@@ -92,10 +91,10 @@ def published_head(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_published_command_finds_vicunas_template(
+def test_the_published_command_uses_vicunas_template(
     base_target: Path, published_head: Path, prompt_file: Path
 ):
-    """Vicuna's tokenizer has no chat template, and the published code knows no other than its."""
+    """Vicuna's tokenizer has no chat template, and the published code has only Vicuna's."""
     flags = ["--hf_tokenizer", base_target, "--hf_llm", base_target, "--hf_drafter", published_head]
     flags += [
         "--eval_mt_bench",
@@ -110,7 +109,7 @@ def test_the_published_command_finds_vicunas_template(
     with initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = to_overrides(list(map(str, flags)))
         cfg = typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     assert loaded.about.endswith("; chat template vicuna, the published heads'")
     asked = [{"role": "user", "content": TURNS["a"][0]}]
     expected = render_prompt(loaded.engine.tokenizer, asked, template="vicuna")
@@ -127,7 +126,7 @@ def test_the_published_command_finds_vicunas_template(
         ("llama", {}, "auto", ""),
     ],
 )
-def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
+def test_a_template_is_inferred_from_the_heads_card_or_the_targets_name(
     base_target: Path,
     published_head: Path,
     tmp_path: Path,
@@ -136,7 +135,7 @@ def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
     given: str,
     template: str,
 ):
-    """card: of the head; None: another drafter than a head."""
+    """card: of the head; None: the drafter is not a head."""
     folder = tmp_path / name
     folder.symlink_to(base_target)
     if card is not None:
@@ -148,7 +147,7 @@ def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
         assert choose_template(cfg, tokenizer, folder)[0] == template
         return
     with pytest.raises(
-        UserError, match="has no chat template: name the one .* such as template=vicuna"
+        UserError, match="has no chat template. Name the one .* such as template=vicuna"
     ):
         choose_template(cfg, tokenizer, folder)
 
@@ -160,18 +159,19 @@ def test_control_a_template_of_the_tokenizers_own_is_taken(tiny_target: Path, tm
     assert choose_template(config_of(folder, tmp_path), tokenizer, folder) == ("auto", "")
 
 
-def printed(cfg: GenerateConfig, loaded: ChatModels, done: PromptRun) -> str:
+def report_text(cfg: GenerateConfig, loaded: ChatModels, done: PromptRun) -> str:
+    """Return the printed report."""
     stream = io.StringIO()
     print_report(cfg, loaded, done, Console(file=stream, width=200))
     return stream.getvalue()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
-def test_every_turn_of_every_prompt_is_answered_and_is_the_targets_own(
+def test_every_turn_of_every_prompt_gets_the_targets_answer(
     batch_size: int, tiny_target: Path, prompt_file: Path
 ):
     cfg = config_of(tiny_target, prompt_file, drafter=str(tiny_target), batch_size=batch_size)
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     assert [
         (one.prompt.id, one.turn)
         for one in sorted(done.answers, key=lambda one: (one.prompt.id, one.turn))
@@ -194,15 +194,15 @@ def test_every_turn_of_every_prompt_is_answered_and_is_the_targets_own(
         decode(loaded.engine.target, None, [ids], loaded.settings)[0].tokens
         == second.drafted.tokens
     )
-    text = printed(cfg, loaded, done)
+    text = report_text(cfg, loaded, done)
     last = 5 % batch_size or min(batch_size, 5)
-    told = "" if last == batch_size else f" (the last one {last})"
-    assert f"9 answers, batch {batch_size}{told} " in text
+    smaller = "" if last == batch_size else f" (the last one {last})"
+    assert f"9 answers, batch {batch_size}{smaller} " in text
     assert "outputs: all 9 equal plain decoding's, token by token" in text
     assert "speedup" in text and "block efficiency (tau)" in text
 
 
-def test_answers_go_to_a_file_with_their_counts(
+def test_answers_are_written_to_a_file_with_their_counts(
     tiny_target: Path, prompt_file: Path, tmp_path: Path
 ):
     file = tmp_path / "out" / "answers.jsonl"
@@ -219,10 +219,10 @@ def test_answers_go_to_a_file_with_their_counts(
         assert 0 < len(record["tokens"]) <= 16 and record["tau"] >= 1 and record["speedup"] > 0
 
 
-def test_answers_are_in_the_file_as_soon_as_they_are_given(
+def test_an_interrupted_run_keeps_its_answers(
     tiny_target: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Stopped in the third batch, a run has left the two before it."""
+    """Stop in the third batch; the file has the first two."""
     calls = iter(range(100))
 
     def stopped(*given: Any, **more: Any) -> Any:
@@ -242,23 +242,23 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
         "c",
         "d",
     ]
-    with pytest.raises(UserError, match=f"output={file} is there already: give another file"):
+    with pytest.raises(UserError, match=f"output={file} exists already. Give another file"):
         run(cfg)
 
 
-def test_a_dry_run_tells_what_would_be_decoded(
+def test_a_dry_run_prints_the_plan(
     tiny_target: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cfg = config_of(tiny_target, prompt_file, dry_run=True, drafter="prompt_lookup")
     run(cfg)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "would answer 5 prompts of" in told
-        and "9 turns, each with up to 16 tokens (144 in all, each again" in told
+        "would answer 5 prompts of" in output
+        and "9 turns, each with up to 16 tokens (144 in all, each again" in output
     )
     assert (
         f"target {tiny_target}, drafter prompt_lookup; up to 4 drafted tokens a round, 10 beams"
-        in told
+        in output
     )
     with pytest.raises(UserError, match="no-such-folder"):
         run(replace(cfg, target=TargetConfig(path="no-such-folder")))
@@ -269,46 +269,44 @@ def test_a_dry_run_tells_what_would_be_decoded(
         run(replace(cfg, drafter={"use": str(tmp_path / "head")}))
 
 
-def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(
-    tiny_target: Path, prompt_file: Path
-):
+def test_the_report_of_plain_decoding_and_of_sampling(tiny_target: Path, prompt_file: Path):
     cfg = config_of(tiny_target, prompt_file, drafter="none", max_prompts=2)
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     assert all(one.plain is None for one in done.answers)
-    text = printed(cfg, loaded, done)
+    text = report_text(cfg, loaded, done)
     assert "not measured" in text and "outputs:" not in text
     cfg = config_of(tiny_target, prompt_file, temperature=1.0, max_prompts=2)
-    assert "so they are not compared token by token" in printed(cfg, *answered(cfg))
+    assert "so they are not compared token by token" in report_text(cfg, *load_and_answer(cfg))
     cfg = config_of(tiny_target, prompt_file, temperature=1.0, verify="coupled", max_prompts=2)
-    assert "all 4 equal plain decoding's" in printed(cfg, *answered(cfg))
+    assert "all 4 equal plain decoding's" in report_text(cfg, *load_and_answer(cfg))
 
 
 def test_control_an_output_that_differs_is_an_error_after_the_report(
     tiny_target: Path, prompt_file: Path
 ):
     cfg = config_of(tiny_target, prompt_file, max_prompts=1)
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     wrong = PromptRun([replace(one, differs_at=3, gap=0.5) for one in done.answers])
     with pytest.raises(
         UserError,
-        match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4",
+        match="the drafted output is not the target's: outputs: 0 of 2 equal .* token 4",
     ):
-        printed(cfg, loaded, wrong)
+        report_text(cfg, loaded, wrong)
     tied = [replace(one, differs_at=3, gap=1e-6) for one in done.answers]
-    words, broken = equality(loaded, tied)
+    words, broken = compare_outputs(loaded, tied)
     assert "which is rounding" in words and not broken
 
 
-def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_path: Path):
+def test_prompts_that_are_too_long_are_counted_and_listed(tiny_target: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     turns = {"long": ["la " * 600], "fits": ["Hello"], "grows": ["Hello", "la " * 600]}
     file.write_text(
-        "\n".join(json.dumps({"id": name, "turns": said}) for name, said in turns.items())
+        "\n".join(json.dumps({"id": name, "turns": texts}) for name, texts in turns.items())
     )
     cfg = config_of(tiny_target, file)
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     assert [(one.prompt.id, one.turn) for one in done.answers] == [("fits", 1), ("grows", 1)]
-    text = printed(cfg, loaded, done)
+    text = report_text(cfg, loaded, done)
     assert (
         "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)"
         in text
@@ -318,7 +316,7 @@ def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_pa
         match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 "
         r"\(--max_prompt_length\) \(fits, turn 1.*Give shorter",
     ):
-        answered(replace(cfg, max_prompt_tokens=2))
+        load_and_answer(replace(cfg, max_prompt_tokens=2))
 
 
 def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_path: Path):
@@ -346,20 +344,20 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     assert "question.jsonl:2" in str(error.value)
 
 
-def test_without_mt_bench_the_error_says_how_to_get_it(
+def test_the_error_without_mt_bench_gives_ways_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         UserError,
-        match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl; or fetch it once",
+        match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl\), or run",
     ):
         load_mt_bench()
 
 
 @pytest.mark.long
-def test_the_shared_questions_run(chat24m: Path, shared_data: Path):
+def test_mt_bench_runs_on_a_trained_model(chat24m: Path, shared_data: Path):
     cfg = config_of(
         chat24m,
         shared_data / "eval" / "mt_bench.jsonl",
@@ -367,6 +365,6 @@ def test_the_shared_questions_run(chat24m: Path, shared_data: Path):
         batch_size=2,
         max_new_tokens=12,
     )
-    loaded, done = answered(cfg)
+    loaded, done = load_and_answer(cfg)
     assert len(done.answers) == 6
-    assert "all 6 equal plain decoding's" in printed(cfg, loaded, done)
+    assert "all 6 equal plain decoding's" in report_text(cfg, loaded, done)

@@ -1,9 +1,9 @@
-"""Many requests in batches, under a schedule that runs one prompt at a time.
+"""Decode many requests of one prompt in batches under a schedule that runs one prompt at a time.
 
-Such a schedule keeps its state (assumed tokens, acceptance rates) for the complete batch, so rows
-with different states need separate batches. All requests begin in one batch. After every round it
-is split by the rows' states. A request's noise depends on its id alone, so its output is that of a
-single request (tests/decoding/test_law_of_overlap.py).
+Such a schedule has one state per batch (whether a chunk is fresh, acceptance estimates), so the
+rows of a batch must agree in it. All requests start in one batch, which is split after every round
+by the outcomes of its rows. A request's random numbers depend on its id alone, so it decodes the
+same tokens as alone (tests/decoding/test_law_of_overlap.py).
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,14 @@ from tests.support.many_requests import keep, opened
 
 
 class ManyWithoutPre(PearlWithoutPre):
-    """The ablation without pre-verify, for several rows."""
-
     one_row = False
 
 
 class ManyPlus(PearlPlus):
-    """PEARL+ for several rows."""
-
     one_row = False
 
-    def _learn(self, accepted: int, tested: int) -> None:
-        """Do nothing: `split` updates the rates of each new batch."""
+    def _learn(self, passed: int, tested: int) -> None:
+        """Do nothing: `part` updates the estimates of each part with its outcomes."""
 
 
 MANY: dict[str, type[Pearl]] = {
@@ -44,7 +40,7 @@ MANY: dict[str, type[Pearl]] = {
 
 
 @torch.inference_mode()
-def decode_alike(
+def decode_in_batches(
     target: Target,
     drafter: ChainDrafter,
     prompt: Sequence[int],
@@ -52,7 +48,7 @@ def decode_alike(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """Return at most `wanted` first tokens of each request."""
+    """Return the first `wanted` tokens of each request, or all of a shorter one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(by_name.SCHEDULES, settings.schedule, MANY[settings.schedule])
         batch = opened(target, drafter, prompt, settings, request_ids)
@@ -60,40 +56,40 @@ def decode_alike(
     generations = [row.generation for row in batch.rows]
     waiting = [batch]
     while waiting:
-        waiting += run_and_split(waiting.pop(), wanted)
+        waiting += split_after_round(waiting.pop(), wanted)
     return [generation.tokens[:wanted] for generation in generations]
 
 
-def run_and_split(batch: Pearl, wanted: int) -> list[Pearl]:
-    """Run a round; return batches of the rows that need more tokens, by their states."""
+def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
+    """Run a round, and return the unfinished rows as batches with equal outcomes."""
     rows = batch.rows
     before = [(row.generation.accepted, row.generation.tested) for row in rows]
-    tests = {}
+    met = {}
     batch.round()
     for row, (accepted, tested) in zip(rows, before):
-        tests[row.index] = (row.generation.accepted - accepted, row.generation.tested - tested)
+        met[row.index] = (row.generation.accepted - accepted, row.generation.tested - tested)
     alike: dict[tuple, list[int]] = {}
     for place, (row, lane) in enumerate(zip(batch.rows, batch.lanes, strict=True)):
         if len(row.generation.tokens) < wanted:
-            alike.setdefault(state(row.generation, lane, tests[row.index]), []).append(place)
-    return [split(batch, places, *key[:2]) for key, places in alike.items()]
+            alike.setdefault(state(row.generation, lane, met[row.index]), []).append(place)
+    return [part(batch, places, *key[:2]) for key, places in alike.items()]
 
 
-def state(generation: Generation, lane: Lane, tests: tuple[int, int]) -> tuple[int, ...]:
-    """Return a row's state after a round that it began with the state of its batch."""
-    return (*tests, len(generation.tokens), len(lane.tokens))
+def state(generation: Generation, lane: Lane, met: tuple[int, int]) -> tuple[int, ...]:
+    """Return all that a schedule depends on, for rows that agreed before their last round."""
+    return (*met, len(generation.tokens), len(lane.tokens))
 
 
-def split(batch: Pearl, places: list[int], accepted: int, tested: int) -> Pearl:
-    """Return a batch of these rows, and leave the others in `batch`."""
-    new = copy(batch)
-    new.target, drafter = copy(batch.target), copy(batch.drafter)
+def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
+    """Return a new batch of these rows, with estimates updated by their outcome."""
+    mine = copy(batch)
+    mine.target, drafter = copy(batch.target), copy(batch.drafter)
     assert isinstance(drafter, ChainDrafter)
     drafter.model = copy(drafter.model)
-    new.drafter = drafter
-    keep(new, places)
-    if isinstance(new, PearlPlus):
-        new.overall, new.first, new.next = copy(new.overall), copy(new.first), copy(new.next)
-        new.chosen = list(new.chosen)
-        PearlPlus._learn(new, accepted, tested)
-    return new
+    mine.drafter = drafter
+    keep(mine, places)
+    if isinstance(mine, PearlPlus):
+        mine.overall, mine.first, mine.next = copy(mine.overall), copy(mine.first), copy(mine.next)
+        mine.chosen = list(mine.chosen)
+        PearlPlus._learn(mine, passed, tested)
+    return mine

@@ -1,11 +1,10 @@
-"""A native target whose next token hangs on the last one alone, by a table that is written down;
-and models and heads that know this table, or say the opposite of it. On such a target every way of
-drafting can be made perfect, and made never right.
+"""Native bigram targets: the next token depends on the last one alone, by a given table.
 
-Its two layers have sub-layers of both kinds: attention and the first MLP add nothing, the second
-MLP alone turns the table the right way round. Without it the model says the opposite.
+Models and heads of the same table draft perfectly, those of the negative table are never right. The
+two layers have both kinds of sub-layers: attention and the first MLP add nothing, and the second
+MLP flips the sign of the logits, which are those of the negative table without it.
 
-Shapes: V words of the vocabulary, C = 2 V hidden size.
+Shapes: V vocabulary, C = 2 V hidden size.
 """
 
 import torch
@@ -16,17 +15,17 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.support.tiny_targets import SHAPES
 
 WORDS = 32
-SURE = 500.0  # a logit over others of 0: their probability is no number that a test meets
+SURE = 500.0  # a logit next to which others of 0 have no measurable probability
 SHARP = 8.0
 
 
 def after(token: int) -> int:
-    """The token that follows for sure under `sure_table`: one cycle through all words."""
+    """Return the only token that follows under `sure_table`, a cycle through the vocabulary."""
     return (5 * token + 7) % WORDS
 
 
 def sure_table() -> Tensor:
-    """Logits (V, V) after each token: all of the probability on one next token."""
+    """Return logits (V, V) after each token, with all of the probability on one next token."""
     table_VV = torch.zeros(WORDS, WORDS, dtype=torch.float64)
     for token in range(WORDS):
         table_VV[token, after(token)] = SURE
@@ -34,24 +33,23 @@ def sure_table() -> Tensor:
 
 
 def unsure_table(seed: int = 0) -> Tensor:
-    """Random logits (V, V) after each token."""
+    """Return random logits (V, V) after each token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(WORDS, WORDS, generator=generator, dtype=torch.float64) * 2
 
 
 def model_of(table_VV: Tensor) -> NativeTarget:
-    """The target of a table; that of `-table_VV` is the model that puts last what this one puts
-    first.
+    """Return the target of a table; `-table_VV` gives a model that ranks tokens in reverse.
 
-    A token's embedding is a 1 in the first half of the residual stream. The second MLP writes a 4
-    into its place in the second half. The head reads the table's negative from the first half, and
-    more of the table than that from the second.
+    A token's embedding is a 1 in the first half of the residual stream, and the second MLP writes a
+    4 at the same place of the second half. The head reads the negative table from the first half,
+    and from the second enough of the table to outweigh it.
     """
     C, eye_VV = 2 * WORDS, torch.eye(WORDS, dtype=torch.float64)
     first_VC, second_VC = (
         torch.cat(halves, 1) for halves in ((eye_VV, 0 * eye_VV), (0 * eye_VV, eye_VV))
     )
-    scale = C**0.5  # of a normed embedding, whose other entries are 0
+    scale = C**0.5  # the norm scales an embedding's only entry to this
     state = {
         "model.embed_tokens.weight": first_VC,
         "model.norm.weight": torch.ones(C, dtype=torch.float64),
@@ -69,7 +67,7 @@ def model_of(table_VV: Tensor) -> NativeTarget:
         state[f"{at}mlp.gate_proj.weight"] = state[f"{at}mlp.up_proj.weight"] = first_VC
         written = 4 / (torch.nn.functional.silu(torch.tensor(scale, dtype=torch.float64)) * scale)
         state[f"{at}mlp.down_proj.weight"] = second_VC.T * (written if layer == 1 else 0)
-    normed = scale / 17**0.5  # what the norm makes of the 1 beside the 4
+    normed = scale / 17**0.5  # the norm scales the 1 to this where there is a 4 too
     against, towards = 1 / scale, (1 + normed / scale) / (4 * normed)
     state["lm_head.weight"] = torch.cat((-against * table_VV.T, towards * table_VV.T), 1)
     config = {
@@ -87,8 +85,9 @@ def model_of(table_VV: Tensor) -> NativeTarget:
 
 
 def head_of(table_VV: Tensor) -> RecurrentHead:
-    """The recurrent head that knows the table: its state is the last token, and nothing of the
-    target's hidden state is read.
+    """Return the recurrent head of a table, whose state is the last token.
+
+    It ignores the target's hidden state.
     """
     C = 2 * WORDS
     head = (
@@ -104,9 +103,10 @@ def head_of(table_VV: Tensor) -> RecurrentHead:
     return head.eval()
 
 
-def telling_prompts(count: int) -> list[list[int]]:
-    """Prompts that hold the cycle one and a half times, each from another token on: what follows
-    has stood there before.
+def repeating_prompts(count: int) -> list[list[int]]:
+    """Return prompts with one and a half cycles, each from another token.
+
+    The continuation has occurred before, so a lookup is right.
     """
     prompts = []
     for start in range(count):
@@ -118,10 +118,10 @@ def telling_prompts(count: int) -> list[list[int]]:
 
 
 def misleading_prompts(count: int) -> list[list[int]]:
-    """Prompts in which every two tokens that will follow each other stand before a wrong third one,
-    and nothing longer that will be said.
+    """Return prompts in which a wrong token follows every pair of the continuation's tokens.
 
-    Good for WORDS tokens; from then on the text has its own beginning to copy from.
+    They contain no longer part of the continuation, so a lookup is wrong for WORDS tokens. After
+    that the continuation repeats itself.
     """
     prompts = []
     for start in range(2, count + 2):  # after 1 the last two tokens would be right to copy from

@@ -1,4 +1,4 @@
-"""A counter of a host's waits for the device, with the settings and rows of its tests."""
+"""Counter of the host's waits for the device, and the settings and rows of its tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +29,14 @@ READERS = (
     "__index__",
     "__array__",
 )
-INDEXERS = ("__getitem__", "__setitem__")  # they wait if the index is a list or a mask
+INDEXERS = ("__getitem__", "__setitem__")  # wait if the index is a list or a mask
 
 
 class Waits:
-    """Counter of waits inside `counting`: intended ones, a clock's, and stray ones by name."""
+    """Counter of waits inside `counting`: by `devices.read` (meant), for timing, and stray ones.
+
+    Stray waits are listed by the name of the function.
+    """
 
     def __init__(self) -> None:
         self.meant = self.timed = 0
@@ -42,6 +45,7 @@ class Waits:
 
     @contextmanager
     def counting(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Count the waits of the block."""
         with patch.context() as context:
             for name in READERS:
                 context.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
@@ -59,7 +63,7 @@ class Waits:
 
     def _counted(self, name: str, real: Any) -> Any:
         def reader(*given: Any, **named: Any) -> Any:
-            nothing = isinstance(given[0], list) and not given[0]  # is not copied
+            nothing = isinstance(given[0], list) and not given[0]  # makes no copy
             if not self._meaning and not nothing:
                 self.stray.append(name)
             return real(*given, **named)
@@ -95,7 +99,7 @@ class Waits:
 
 
 def models(device: str = "cpu") -> tuple[Target, Target]:
-    """Return a target and a draft model."""
+    """Return a random target and a disturbed copy as its draft model."""
     model = hf_model("llama")
     return native_of(model, device=device), native_of(model, noise=0.05, device=device)
 
@@ -114,7 +118,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 TREE_RULES = ("greedy", "token", "coupled")
-REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
+REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # without the tests' oracles
 REAL += [
     *PICKED,
     DrafterRow(
@@ -133,6 +137,7 @@ REAL += [
 
 
 def settings_of(rule: str, **fields: Any) -> Settings:
+    """Return settings under a verification rule."""
     sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     return Settings(
         **{
@@ -147,8 +152,8 @@ def settings_of(rule: str, **fields: Any) -> Settings:
 
 
 PENALTY = 1.3
-# Each way to draft and to test, with a penalty: on the device a node's text is the row's and the
-# way to the node.
+# Every kind of drafter and rule with a penalty, which on the device depends on the row's text and
+# the path to the node.
 PENALISED = [
     ("static_tree", "greedy"),
     ("ranked_tree", "token"),

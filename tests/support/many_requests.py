@@ -1,9 +1,9 @@
-"""Many requests of one prompt as rows of one batch: law 3 needs up to a million.
+"""Decode many requests of one prompt as rows of one batch: law 3 needs a million of them.
 
-Three changes make requests cheap without a change of their output, as tests of law 3 show. A row
-leaves the batch once it has the tokens that are counted. The uniforms of all rows are computed at
-once by numpy's integers, which wrap as in `noise`. Python's garbage collector is off: it took half
-of the time, and rows have no reference cycles.
+Three measures make a request cheap, and none changes its tokens (tests compare). A row leaves the
+batch once it has the tokens that are counted. The uniforms of all rows are computed together, in
+numpy's integers, which wrap as `noise` requires. Python's cyclic garbage collector is off, since
+rows make no cycles and its walks over many small objects took half of the time.
 """
 
 import gc
@@ -29,7 +29,7 @@ Key = tuple[int, int, int | None]
 
 
 def mixed(z_B: Integers) -> Integers:
-    """Return `noise.mix` of each number."""
+    """Return `noise.mix` of each integer."""
     z_B = (z_B ^ (z_B >> np.uint64(30))) * np.uint64(noise.MIX_1)
     z_B = (z_B ^ (z_B >> np.uint64(27))) * np.uint64(noise.MIX_2)
     return z_B ^ (z_B >> np.uint64(31))
@@ -42,7 +42,7 @@ def extended(states_B: Integers, part: Integers | int) -> Integers:
 
 
 class ManyChooser(TokenChooser):
-    """Chooser that computes the uniforms of all rows at once."""
+    """Chooser that computes the uniforms of all rows when the first row needs one."""
 
     def begin(
         self,
@@ -93,7 +93,10 @@ class ManyChooser(TokenChooser):
 
 @contextmanager
 def cheap_numbers() -> Iterator[None]:
-    """Let new batches use `ManyChooser`, unless a negative control has replaced the noise."""
+    """Make batches of the block sample by `ManyChooser`.
+
+    A control that has replaced the product's random numbers keeps its replacement.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if (
             TokenChooser.begin,
@@ -107,7 +110,7 @@ def cheap_numbers() -> Iterator[None]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Turn off the garbage collector inside the block."""
+    """Turn the garbage collector off while the block runs."""
     gc.disable()
     try:
         yield
@@ -122,7 +125,7 @@ def opened(
     settings: Settings,
     request_ids: Sequence[int],
 ) -> Batch:
-    """Return a batch of one prompt's requests after its prefill."""
+    """Return a batch of one prompt's requests after the prefill."""
     with cheap_numbers():
         return prefill_batch(
             target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids
@@ -130,7 +133,7 @@ def opened(
 
 
 def keep(batch: Batch, places: list[int]) -> None:
-    """Keep only these rows of a batch."""
+    """Continue a batch with only these of its rows."""
     if isinstance(batch, Pearl):
         batch.lanes = [batch.lanes[place] for place in places]
     batch._select(places)
@@ -145,7 +148,7 @@ def first_tokens(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """Return at most `wanted` first tokens of each request."""
+    """Return the first `wanted` tokens of each request, or all of a shorter one."""
     batch = opened(target, drafter, prompt, settings, request_ids)
     generations = [row.generation for row in batch.rows]
     while batch.rows:

@@ -31,8 +31,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str, **changed: Any) -> Any:
-    """A target with packed attention in float32; norms and biases are random too, so that none can
-    be forgotten.
+    """Return a float32 target with packed attention.
+
+    Norms and biases are random too, so a test notices if one is forgotten.
     """
     torch.manual_seed(3)
     fields = {**SIZES, **FAMILIES[name], **changed}

@@ -1,4 +1,4 @@
-"""Drafters that know the target's text: perfect or adversarial chains, trees and phrase pools."""
+"""Drafters with access to the answer: perfect and adversarial chains and trees, wrong phrases."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from decoding.sampling.token_chooser import TokenChooser
 
 
 class Oracle:
-    """Drafter of the known continuation of each prompt, or with `wrong` of other tokens."""
+    """Drafter of the known continuation of each prompt, or if `wrong` of tokens never right."""
 
     capabilities = Capabilities(shape="chain", steps="round")
     name, num_layers, num_parameters = "oracle", 0, 0
@@ -31,10 +31,10 @@ class Oracle:
         ]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        raise NotImplementedError("an oracle has no second turn")
+        raise NotImplementedError("an oracle has the answer of one turn only")
 
     def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
-        """Return the tokens of the text from position `at`, off by one if `wrong`."""
+        """Return the answer's tokens from position `at`, each off by one if `wrong`."""
         known = list(truth[at : at + budget])
         known += [0] * (budget - len(known))
         return [(token + 1) % self.vocab_size for token in known] if self.wrong else known
@@ -67,7 +67,10 @@ class Oracle:
 
 
 class OracleTree(Oracle):
-    """Drafter of trees with a wrong and a right node at each depth; with `wrong` both are wrong."""
+    """Drafter of a tree with a wrong leaf and then the right node at each depth.
+
+    Both are wrong if `wrong`.
+    """
 
     capabilities = Capabilities(shape="tree", steps="round")
 
@@ -93,7 +96,7 @@ class OracleTree(Oracle):
 
 
 class WrongPool(PhrasePool):
-    """Pool with a single phrase: the next tokens of the text, each off by one."""
+    """Pool with one phrase, the answer's next tokens, each off by one."""
 
     def __init__(self, truth: Sequence[int], vocab_size: int, length: int) -> None:
         super().__init__(per_key=1)
@@ -112,7 +115,7 @@ class WrongPool(PhrasePool):
 
 
 class WrongLookahead(Lookahead):
-    """Lookahead with wrong pools, since real ones soon learn from the target."""
+    """Lookahead with wrong pools; real pools learn the target's phrases and become right."""
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
         super().__init__()

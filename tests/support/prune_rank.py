@@ -21,7 +21,7 @@ from distill.prune.job import build_context
 from distill.prune.modes import get_removal_order, get_scores
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
-from jobs.launch import _free_port
+from jobs.launch import free_port
 from tests.support.training_rank import ROOT, local_bytes
 from training.config import DataConfig, StudentConfig
 
@@ -85,7 +85,7 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
 def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dict[str, Any]]:
     """Run the module in `ranks` processes, and return the content of each rank<N>.json."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         "-m",

@@ -77,6 +77,7 @@ def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> Rege
 
 
 def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[str]:
+    """Return the overrides of a run."""
     return [
         f"target.path={target}",
         "target.dtype=float64",
@@ -100,5 +101,6 @@ def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> lis
 
 
 def metrics(folder: Path) -> dict[str, Any]:
+    """Return the metrics in a run folder's manifest."""
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["metrics"]
     return found

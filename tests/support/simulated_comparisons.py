@@ -1,4 +1,4 @@
-"""SIMULATED runs with known results, shared by the tests of eval.compare."""
+"""SIMULATED runs with known results, for the tests of eval.compare."""
 
 import json
 

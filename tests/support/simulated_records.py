@@ -1,7 +1,7 @@
-"""SIMULATED records for tests of tables and reports. No model runs here; nothing is a measurement.
+"""SIMULATED records for tests of tables and reports: no model runs, and nothing is measured.
 
-A drafter is a coin for each token and a price for each round, so the right alpha, tau and speedup
-are known beforehand.
+A drafter is a probability of acceptance per token and a cost per round, so the correct alpha, tau
+and speedup are known.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def generation(
     drafters: Drafters = DRAFTERS,
     slower: float = 1.0,
 ) -> Record:
-    """Return one generation of `length` tokens; unit sets how hard and how slow the prompt is."""
+    """Simulate a generation of `length` tokens; `unit` seeds the prompt's difficulty and pace."""
     hard = np.random.default_rng(unit).normal(0, 0.05)
     pace = slower * (1 + 0.1 * np.random.default_rng(unit + 1).random())
     looping = unit % 7 == 3 and temperature == 0
@@ -146,7 +146,7 @@ def run(
     seed: int = 0,
     slower: float = 1.0,
 ) -> list[Record]:
-    """Return the records of a run: a sweep and a main part, greedy and at temperature 1."""
+    """Simulate a run with a sweep and a main part, greedy and at temperature 1."""
     rng = np.random.default_rng(seed)
     records = []
     for temperature in (0.0, 1.0):

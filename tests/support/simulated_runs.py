@@ -1,4 +1,4 @@
-"""SIMULATED run folders of eval.run for tests of comparisons."""
+"""SIMULATED run folders of eval.run, for tests of comparisons."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ WIDTH, VOCABULARY = 64, 1000
 def drafter(
     alpha: float, layers: int, parameters: int, t_draft: float
 ) -> tuple[float, DrafterFacts, float]:
-    """Return a drafter whose tokens are accepted with probability alpha and whose steps take
-    t_draft ms.
-
-    `write` sets its name.
-    """
+    """Return a drafter with acceptance rate alpha and t_draft ms a step; `write` adds its name."""
     return alpha, DrafterFacts("", layers, parameters, False), t_draft
 
 
@@ -41,10 +37,9 @@ def write(
     inputs: dict[str, str] | None = None,
     **facts: object,
 ) -> Path:
-    """Write a finished run of `drafters` and the control, on a machine slower by the factor
-    `slower`.
+    """Write a finished run of `drafters` and the control.
 
-    With tokens_seen, each drafter gets a folder with a card.
+    slower: factor on all times. tokens_seen: writes a card with this number of training tokens.
     """
     named = {
         name: (alpha, DrafterFacts(name, one.layers, one.parameters, False), t)
@@ -101,7 +96,7 @@ def write(
 
 
 def _home(folder: Path, tokens_seen: int | None) -> Path:
-    """Write the files of a drafter folder that are read: its shape, and its card."""
+    """Write the files of a drafter's folder that comparisons read: its shape and its card."""
     folder.mkdir(parents=True)
     shape = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(shape))

@@ -1,6 +1,4 @@
-"""Every job with a run folder, at toy size: a table of name -> its schema, its function and
-overrides that make it take a second.
-"""
+"""Every job with a run folder, with overrides that make it take about a second."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -39,9 +37,7 @@ _HELD_OUT = ["held_out.max_prompts=2", "held_out.max_new_tokens=4"]
 
 @dataclass(frozen=True)
 class SmallJob:
-    """One job; `named` are the keys that take a folder to work on, `listed` those that take a list
-    of it.
-    """
+    """A job at toy size. named: keys of an input folder; listed: keys of a list with it."""
 
     schema: type
     run: Callable[[Any], Any]
@@ -142,8 +138,9 @@ JOBS = {
 
 
 def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> Any:
-    """The configuration of a job on a model folder (of eval.compare, on a run of eval.run), into a
-    run folder.
+    """Return the configuration of a job.
+
+    named: input folder, a model (for eval.compare, a run of eval.run). folder: run folder.
     """
     config = deepcopy(_composed(job, str(named), overrides))
     config.output_dir = str(folder)
@@ -152,7 +149,7 @@ def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> An
 
 @cache
 def _composed(job: str, named: str, overrides: tuple[str, ...]) -> Any:
-    """With any output_dir; Hydra takes longer than some of the jobs."""
+    """Compose a job, with any output_dir; cached, as Hydra takes longer than some of the jobs."""
     small = JOBS[job]
     register(job, small.schema)
     given = [

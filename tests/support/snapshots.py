@@ -1,20 +1,15 @@
-"""Read what has to survive a change of the code's structure: a script stores it, a test compares
-it.
+"""Readers of what must survive a change of the code's structure, for tests/test_compatibility.py.
 
-All goes by command lines, files and the front door, so that little depends on where a class lives.
+They use command lines, files and the front door, so little depends on the location of a class.
 """
 
-import ast
 import json
-import os
-import re
 import runpy
 import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 CONF = ROOT / "conf"
 TOLERANCE = 1e-9
-# What a generation did, in a line of records.jsonl; the rest of the line is times.
+# The counts of a generation in a line of records.jsonl; its other fields are times.
 DRAFTED = (
     "part",
     "temperature",
@@ -41,7 +36,7 @@ DRAFTED = (
     "verified",
     "trace",
 )
-# What a row of results.jsonl says besides times.
+# The fields of a row of results.jsonl that contain no times.
 COUNTED = (
     "drafter",
     "temperature",
@@ -75,12 +70,12 @@ LENGTHS = {
 
 
 def run_command(job: str, *arguments: str) -> int:
-    """`python -m job arguments` in this process. Returns its exit status."""
+    """Run `python -m job arguments` in this process, and return its exit status."""
     before = sys.argv
     sys.argv = [job, *arguments]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
             runpy.run_module(job, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -89,38 +84,11 @@ def run_command(job: str, *arguments: str) -> int:
     return 0
 
 
-class Interrupting:
-    """A standard error that sends this process a signal at the first line with these words."""
-
-    encoding = "utf-8"
-
-    def __init__(self, words: str, number: int) -> None:
-        self.words, self.number = words, number
-
-    def write(self, text: str) -> int:
-        if self.words and self.words in text:
-            self.words = ""
-            os.kill(os.getpid(), self.number)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def isatty(self) -> bool:
-        return False
-
-
-def run_until(words: str, number: int, job: str, *arguments: str) -> int:
-    """Run a command, and interrupt it when it prints `words`. Returns its exit status."""
-    with redirect_stderr(Interrupting(words, number)):  # type: ignore[type-var]
-        return run_command(job, *arguments)
-
-
 def differences(
     expected: Any, found: Any, tolerance: float = TOLERANCE, path: str = ""
 ) -> list[str]:
-    """Name the places where two JSON values differ; numbers may by `tolerance` of their size."""
-    where = path or "the whole"
+    """Return the places where two JSON values differ. tolerance: relative, for numbers."""
+    where = path or "the value"
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         keys = [*expected, *(key for key in found if key not in expected)]
         lacking = [
@@ -152,7 +120,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def drafted(run: Path) -> list[dict[str, Any]]:
-    """Return what every generation of an evaluation did, in one order."""
+    """Return the counts of every generation of an evaluation, sorted."""
     records = [
         {key: record[key] for key in DRAFTED} for record in json_lines(run / "records.jsonl")
     ]
@@ -179,20 +147,6 @@ def without_lengths(
 def counted(run: Path) -> list[dict[str, Any]]:
     """Return the fields of an evaluation's rows that hold no times."""
     return [{key: row[key] for key in COUNTED} for row in json_lines(run / "results.jsonl")]
-
-
-def compared(folder: Path, run: Path) -> list[dict[str, Any]]:
-    """Return what a comparison adds to the rows of a run, without hashes."""
-    fields = row_fields(run)[""]
-    own = {"drafter", "temperature", "num_draft_tokens"}
-    return [
-        {
-            key: value
-            for key, value in line.items()
-            if key in own or not (key in fields or key.endswith("_hash"))
-        }
-        for line in json_lines(folder / "comparison.jsonl")
-    ]
 
 
 def answered(
@@ -232,7 +186,7 @@ def decisions(costs: Any) -> dict[str, Any]:
 
 
 def law_rows() -> dict[str, list[str]]:
-    """Return each row of the laws' table -> its rules, and the laws that it has a form for."""
+    """Return row of the law table -> its rules, and the laws that have a special form for it."""
     from tests.decoding.rows import PICKED, ROWS
 
     forms = {"law 3": "table", "law 4, perfect": "perfect", "law 4, adversarial": "adversarial"}
@@ -245,14 +199,8 @@ def law_rows() -> dict[str, list[str]]:
     }
 
 
-# Tests of a law, and tests that a check rejects what is broken on purpose.
-_OF_A_LAW = re.compile(
-    r"law_\d|law_of|reject|control|found_out|must_fail|would_break|perfect|never_right"
-)
-
-
 def by_function(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of tests: function -> the ids of its parameters, each as often as it comes."""
+    """Return test function -> the ids of its parameters, each once per occurrence."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         function, _, parameters = name.partition("[")
@@ -260,28 +208,8 @@ def by_function(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def law_tests(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the tests of a law, and the negative controls."""
-    rejecting = negative_controls()
-    return {
-        function: ids
-        for function, ids in by_function(names).items()
-        if function in rejecting or _OF_A_LAW.search(function)
-    }
-
-
-def negative_controls() -> set[str]:
-    """Return the names of the test functions in which an assertion has to fail."""
-    return {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and "pytest.raises(AssertionError" in ast.unparse(node)
-    }
-
-
 def collect_all() -> list[str]:
-    """Return the names of all tests, long ones too, as pytest collects them in a new process."""
+    """Return the names of all tests of all tiers, collected by pytest in a new process."""
     command = [
         sys.executable,
         "-m",
@@ -305,7 +233,7 @@ def collect_all() -> list[str]:
 
 
 def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the entries of lists by name that are there less often than before."""
+    """Return the entries that occur less often in a list than before, as `name[entry]`."""
     gone = []
     for name, entries in before.items():
         missing = Counter(entries) - Counter(now.get(name, ()))
@@ -313,7 +241,7 @@ def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) 
     return gone
 
 
-# What a job or a group has to be given before it composes.
+# Required overrides of a job or a group.
 GIVEN = {
     "distill.compact": ["model=FOLDER"],
     "distill.quality": ["model=FOLDER"],
@@ -322,55 +250,12 @@ GIVEN = {
 GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 
 
-def jobs() -> dict[str, dict[str, Any]]:
-    """Return job -> its top-level file in conf/."""
-    files = [yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))]
-    return {file["job"]: file for file in files if "job" in file}
-
-
-def options_of(group: str) -> list[str]:
-    """Return the names of a group's files."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def configurations() -> dict[str, list[str]]:
-    """Return job -> overrides that name a configuration: none, an experiment, or a
-    group's option.
-    """
-    found: dict[str, list[str]] = {job: [""] for job in jobs()}
-    for name in options_of("experiment"):
-        found[yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())["job"]].append(
-            f"+experiment={name}"
-        )
-    for job, file in jobs().items():
-        groups = [group for entry in file["defaults"] if isinstance(entry, dict) for group in entry]
-        for group in (group for group in groups if (CONF / group).is_dir()):
-            found[job] += [f"{group}={name}" for name in options_of(group)]
-    return found
-
-
 def composed(job: str, override: str) -> Any:
-    """Compose one of these configurations. Raises what the job raises."""
+    """Compose a job with an override of the inventory. Raises the errors of the job."""
     from tests.test_readme import composed as of_arguments
 
     given = GIVEN_OF.get(override.partition("=")[0], [])
     return of_arguments(job, [*GIVEN.get(job, []), *([override] if override else []), *given])
-
-
-def composing() -> dict[str, list[str]]:
-    """Return those of `configurations` that compose."""
-    from decoding.errors import UserError
-
-    found: dict[str, list[str]] = {}
-    for job, overrides in configurations().items():
-        for override in overrides:
-            try:
-                composed(job, override)
-            except UserError as error:
-                print(f"{job} {override}: {error}")
-            else:
-                found.setdefault(job, []).append(override)
-    return found
 
 
 def representative(configured: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
@@ -406,31 +291,13 @@ def named_drafters() -> dict[str, dict[str, Any]]:
 
 
 def row_fields(run: Path) -> dict[str, list[str]]:
-    """Return the fields of a line of results.jsonl, and those of the objects in it."""
+    """Return the fields of a line of results.jsonl (""), and of the objects in it by field."""
     rows = json_lines(run / "results.jsonl")
     found = {"": {key for row in rows for key in row}}
     for row in rows:
         for key, value in row.items():
             inner = value if isinstance(value, list) else [value]
-            if key not in ("t_target_ms", "V"):  # by a number
+            if key not in ("t_target_ms", "V"):  # their keys are numbers
                 for one in (one for one in inner if isinstance(one, dict)):
                     found.setdefault(key, set()).update(one)
     return {key: sorted(names) for key, names in found.items()}
-
-
-def inventory(tests: Iterable[str], run: Path) -> dict[str, Any]:
-    """Return all that must not get lost. tests: names of all tests; run: a finished evaluation."""
-    return {
-        "law_rows": law_rows(),
-        "law_tests": law_tests(tests),
-        "configurations": composing(),
-        "commands": readme_commands(),
-        "row_fields": row_fields(run),
-        "drafters": named_drafters(),
-        "class_paths": class_paths(),
-    }
-
-
-def class_paths() -> list[str]:
-    """Return the class of every drafter."""
-    return sorted({one["class"] for one in named_drafters().values()})

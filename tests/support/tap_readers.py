@@ -1,5 +1,4 @@
-"""Drafters that read the target at some layers and check, wherever they are given states, that
-these are the states of the committed tokens.
+"""Drafters that tap the target's layers and check that they receive the states of committed tokens.
 
 Shapes: B rows, N tokens, X taps, C hidden size.
 """
@@ -15,12 +14,13 @@ from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.interfaces import Observation, Proposal, Stopping, Target
 from decoding.sampling.token_chooser import TokenChooser
 
-TAPS = (2, 0, 1)  # of two layers: in an order of their own, both ends among them
+TAPS = (2, 0, 1)  # of two layers: unsorted, with the first and the last
 
 
 class TapChain(ChainDrafter):
-    """A chain one token shorter where the last state's first channel is positive: what it proposes
-    depends on the taps.
+    """Chain whose proposal depends on the taps.
+
+    It is one token shorter if the first channel of the last state is positive.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class TapChain(ChainDrafter):
         expected: tuple[int, ...] | None = None,
         **named: object,
     ) -> None:
-        """twin: the target's own model, which says what the states should be.
+        """Create a chain. twin: a copy of the target, which computes the expected states.
 
-        last_hidden: make do with each prompt's last state. expected: the layers that the states are
-        compared with; None is `taps`, and others are a control.
+        last_hidden: accepts only the last state of each prompt. expected: taps of the expected
+        states; None means `taps`, and other taps are a control.
         """
         super().__init__(model=model, **named)  # type: ignore[arg-type]
         self.capabilities = replace(
@@ -47,8 +47,8 @@ class TapChain(ChainDrafter):
             can_overlap=False,
         )
         self.twin, self.expected = twin, taps if expected is None else expected
-        self.checked = 0  # states that were compared
-        # of each row the position of the first state that is known, and the states from there on
+        self.checked = 0  # number of compared states
+        # by row: position of the first known state, and the states from there on
         self.known_B: list[tuple[int, Tensor]] = []
 
     def open(
@@ -65,7 +65,7 @@ class TapChain(ChainDrafter):
         for prompt, hidden_NC in zip(prompts_B, hidden_BNC, strict=True):
             read = len(prompt) - 1
             if self.capabilities.last_hidden and len(hidden_NC) < read:
-                assert len(hidden_NC) == 1, "of each prompt its last state alone"
+                assert len(hidden_NC) == 1, "only the last state of each prompt"
                 self.known_B.append((read - 1, hidden_NC))
             else:
                 self.known_B.append((0, hidden_NC[:read]))
@@ -96,7 +96,7 @@ class TapChain(ChainDrafter):
         return made
 
     def check(self, texts_B: list[list[int]]) -> None:
-        """The known states are those of these tokens, up to the last one."""
+        """Assert that the known states are those of these tokens, up to the last token."""
         longest = max(map(len, texts_B))
         if not longest:
             return
@@ -134,4 +134,4 @@ class TapChain(ChainDrafter):
 
 
 class TapTree(TapChain, MultiCandidate):
-    """The same over a tree."""
+    """Tree with the checks of `TapChain`."""

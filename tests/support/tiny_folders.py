@@ -1,6 +1,4 @@
-"""A tiny random LLaMA with a character tokenizer and a chat template, as a model folder, and a
-drafter cut from it.
-"""
+"""Model folders of a tiny random LLaMA with a character tokenizer, prompts, and evaluations."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One id a printable character; `<u>` opens a question and `<a>` its answer."""
+    """Return a tokenizer with a token per character; `<u>` starts a question, `<a>` an answer."""
     letters = SPECIAL + [chr(code) for code in range(32, 127)] + ["\n"]
     core = Tokenizer(
         models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>")
@@ -43,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) -> Path:
-    """Write the model; the weights of a seed are the same at every depth, layer by layer."""
+    """Write a model folder. The first layers of a seed are equal for every number of layers."""
     words = tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -59,7 +57,7 @@ def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) ->
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        # Later layers add little, so that the first ones alone often agree with the whole.
+        # Later layers change little, so a model of the first layers often agrees with this one.
         for index, layer in enumerate(model.model.layers):
             layer.self_attn.o_proj.weight.mul_(1.0 if index == 0 else 2.0)
             layer.mlp.down_proj.weight.mul_(1.0 if index == 0 else 2.0)
@@ -73,7 +71,7 @@ def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) ->
 
 
 def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
-    """A prompt file of two categories."""
+    """Write a prompt file with two categories."""
     lines = [
         {
             "id": f"p{n}",
@@ -87,7 +85,7 @@ def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
 
 
 def config(home: Path, name: str, **changes: object) -> EvalConfig:
-    """An evaluation of the drafter `shallow` in `home`, into its folder `name`."""
+    """Return an evaluation of the drafter `shallow` in `home`, with the run folder `name`."""
     values = {
         "job": "eval.run",
         "output_dir": str(home / name),
@@ -100,6 +98,6 @@ def config(home: Path, name: str, **changes: object) -> EvalConfig:
         "timing_repeats": 2,
         "bootstrap_resamples": 50,
         "stop_at_eos": False,
-        "stopping": "fixed",  # so that counts do not hang on the clock
+        "stopping": "fixed",  # counts then do not depend on the clock
     }
     return EvalConfig(**{**values, **changes})  # type: ignore[arg-type]

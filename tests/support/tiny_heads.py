@@ -28,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def target(dtype: torch.dtype = torch.float64) -> Any:
+    """Return a frozen target of two layers."""
     torch.manual_seed(1)
     widths = {
         "num_attention_heads": 4,
@@ -41,6 +42,7 @@ def target(dtype: torch.dtype = torch.float64) -> Any:
 
 
 def head(form: str = "recurrent", dtype: torch.dtype = torch.float64) -> RecurrentHead:
+    """Return a head of a form in FORMS."""
     torch.manual_seed(2)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -69,10 +71,12 @@ def samples(count: int = 9, seed: int = 0) -> list[Sample]:
 
 
 def packed(documents: list[Sample]) -> PackedBatch:
+    """Return the documents in one packed batch."""
     return collate(documents, best_fit([len(one.ids) for one in documents], ROW), ROW)
 
 
 def objective(made: RecurrentHead, model: Any, **loss: Any) -> HeadObjective:
+    """Return the training objective of a head of a target. loss: fields of its configuration."""
     states = TargetStates(model)
     return HeadObjective(
         PREDICTIONS, made, states, HeadLossConfig(**({"predict_n_tokens": HEADS} | loss))

@@ -1,5 +1,4 @@
-"""Small models for the tests of decoding: random LMs of every native family, and a target that is a
-table.
+"""Small targets for the tests of decoding: random models of every native family, and a table.
 
 Shapes: B rows, N nodes, V vocabulary, T history.
 """
@@ -53,9 +52,7 @@ def hf_model(
     dtype: torch.dtype = torch.float64,
     **changes: object,
 ) -> PreTrainedModel:
-    """A random `transformers` model; large enough weights that its next tokens differ from each
-    other.
-    """
+    """Return a random `transformers` model, with weights large enough that its tokens vary."""
     fields: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -73,7 +70,7 @@ def hf_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
-        # these start at 0 and 1, where forgetting them would not show
+        # a forgotten bias of 0 or norm of 1 would change nothing
         if name.endswith("bias") or "norm" in name:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     for module in model.modules():
@@ -83,8 +80,9 @@ def hf_model(
 
 
 def _exact_norm(norm: Any, x: Tensor) -> Tensor:
-    """`transformers` computes norms in float32 whatever the dtype; comparisons in float64 need them
-    exact.
+    """Compute a norm in the dtype of its input.
+
+    `transformers` computes norms in float32, and comparisons in float64 need them exact.
     """
     return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
@@ -92,8 +90,9 @@ def _exact_norm(norm: Any, x: Tensor) -> Tensor:
 def native_of(
     model: PreTrainedModel, noise: float = 0.0, seed: int = 0, **options: object
 ) -> NativeTarget:
-    """The native target of a `transformers` model; with `noise` its weights are disturbed, which
-    makes a fair drafter.
+    """Return the native target of a `transformers` model.
+
+    noise: standard deviation added to the weights, which makes a fair drafter.
     """
     generator = torch.Generator().manual_seed(seed)
     state = {
@@ -107,16 +106,14 @@ def native_of(
 
 
 def random_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
-    """Prompts of 1 to `longest` tokens."""
+    """Return random prompts of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(3, VOCABULARY, (size,), generator=generator).tolist() for size in sizes]
 
 
 class TableTarget:
-    """A target whose next-token logits are a table indexed by the last two tokens, (V, V, V).
-    Implements `Target`.
-    """
+    """`Target` whose next-token logits are a table (V, V, V), indexed by the last two tokens."""
 
     backend, dtype, name = "table", "float64", "table"
     num_layers = num_parameters = hidden_size = 1

@@ -1,4 +1,4 @@
-"""Targets small enough to know everything about, and heads that know them or nothing.
+"""Markov targets, and heads whose logits equal the target's or their negative.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -12,8 +12,9 @@ from tests.support.tiny_targets import TableTarget
 
 
 class MarkovTarget(TableTarget):
-    """A target whose next token hangs on the last one alone; hidden states and embeddings tell the
-    token by a one in its place.
+    """Target whose next token depends on the last one alone.
+
+    Hidden states and embeddings are one-hot vectors of the token.
     """
 
     def __init__(self, logits_VV: Tensor, max_length: int = 10**6) -> None:
@@ -31,16 +32,17 @@ class MarkovTarget(TableTarget):
 
 
 def markov(symbols: int = 12, scale: float = 1.5, seed: int = 1, **options: int) -> MarkovTarget:
-    """A random one; a large scale makes it sure of its next token."""
+    """Return a random Markov target. scale: a large one makes the next token nearly certain."""
     generator = torch.Generator().manual_seed(seed)
     return MarkovTarget(
         torch.randn(symbols, symbols, generator=generator, dtype=torch.float64) * scale, **options
     )
 
 
-def knowing_head(target: MarkovTarget, sign: float = 1.0) -> RecurrentHead:
-    """The head whose logits are the target's own (with sign -1 their opposite): its state is the
-    last token, its output layer the table.
+def exact_head(target: MarkovTarget, sign: float = 1.0) -> RecurrentHead:
+    """Return the head whose logits are `sign` times the target's.
+
+    Its state is the last token, and its output layer the table.
     """
     V = target.vocab_size
     head = RecurrentHead(HeadConfig(V, V, 2 * V, num_draft_layers=0)).double().requires_grad_(False)

@@ -1,7 +1,7 @@
-"""A small training job for tests of parallelism, in this process or as one rank:
-`python -m tests.support.training_rank SPEC` (JSON).
+"""A small training job for tests of parallelism, in this process or as one rank.
 
-Each rank writes FOLDER/rank<N>.json with what it saw; rank 0 writes the exported weights beside it.
+`python -m tests.support.training_rank SPEC` (JSON) runs a rank. Each rank writes its report to
+FOLDER/rank<N>.json; rank 0 also writes the exported weights.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from jobs.config import ParallelConfig
 from jobs.interrupts import Interrupted
-from jobs.launch import _free_port
+from jobs.launch import free_port
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.loop import fit
@@ -43,23 +43,23 @@ WIDTHS = {
 
 @dataclass
 class Spec:
-    """What to train, and how."""
+    """Settings of the job."""
 
     folder: str
     kind: str = "single"
     steps: int = 6
     dtype: str = "float32"
-    stop_after: int = 0  # steps after which a SIGTERM comes
+    stop_after: int = 0  # steps before a SIGTERM
     divisor: str = "global"  # global | rank: the mistake of dividing by each rank's own count
-    # loop.max_seconds, by a clock that goes on by one at each reading, and on other ranks than 0 by
-    # six
+    # loop.max_seconds, on a clock that advances by one second at each reading, by six on ranks
+    # other than 0
     seconds: float = 0.0
     loop: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
 
 
 def make_data() -> PackedData:
-    """Rows of 64 tokens, 4 a step; ranks have unlike numbers of supervised tokens."""
+    """Return rows of 64 tokens, 4 a step; ranks have unequal numbers of supervised tokens."""
     random = np.random.default_rng(0)
     samples = []
     for _ in range(80):
@@ -78,7 +78,7 @@ def make_model(layers: int, seed: int, dtype: torch.dtype, tied: bool = False) -
 
 
 class Watched(Parallel):
-    """Parallel that remembers the optimizer, to count its bytes."""
+    """Parallel that stores the optimizer, whose bytes are counted."""
 
     def prepare(self, *arguments: Any) -> Any:
         wrapped, self.optimizer = super().prepare(*arguments)
@@ -86,7 +86,7 @@ class Watched(Parallel):
 
 
 class Log:
-    """Records of the loop in memory."""
+    """Recorder of the loop's records in memory."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -98,8 +98,9 @@ class Log:
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Train as one rank, or alone. Returns losses, norms, held-out scores and bytes of the
-    optimizer's states on this rank.
+    """Train as one rank, or alone.
+
+    Returns losses, norms, held-out scores and the bytes of the optimizer's states on this rank.
     """
     torch.set_num_threads(1)
     parallel = Watched(ParallelConfig(kind=spec.kind), "cpu")
@@ -123,8 +124,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        """Mean of the student's hidden states on a row: the same for whole weights, wherever they
-        were.
+        """Return the mean of both models' hidden states on a row.
+
+        It depends on the complete weights, wherever their parts are.
         """
         from training.data.packing import collate
 
@@ -169,7 +171,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
-    """Make the run fail as the spec wants, and count its weights before every step."""
+    """Make the run fail as specified, and count the bytes of its weights before every step."""
     rows_of, count_of = data.step_rows, data.supervised_in
     calls = 0
 
@@ -196,7 +198,7 @@ def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies on this rank."""
+    """Return the part of a tensor that is on this rank."""
     if hasattr(tensor, "ds_tensor"):
         return tensor.ds_tensor
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -207,7 +209,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def state_bytes(optimizer: Any) -> dict[str, int]:
-    """Bytes of moments and of masters that are no weights, on this rank."""
+    """Return the bytes of moments, and of masters that are not weights, on this rank."""
     if hasattr(optimizer, "engine"):
         states = optimizer.engine.optimizer.state
         masters = list(states)
@@ -223,7 +225,7 @@ def state_bytes(optimizer: Any) -> dict[str, int]:
 
 
 def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any]:
-    """The job in `ranks` processes; what rank 0 saw."""
+    """Run the job in several processes, and return the report of rank 0."""
     ends = [process.wait(timeout=timeout) for process in start_ranks(spec, ranks)]
     assert ends == [0] * ranks, ends
     return json.loads(Path(spec.folder, "rank0.json").read_text())
@@ -231,7 +233,7 @@ def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any
 
 def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         "-m",
@@ -246,7 +248,7 @@ def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that a finished run left in the caller's model."""
+    """Return the weights that a finished run exported."""
     return load_file(folder / "exported.safetensors")
 
 

@@ -26,7 +26,7 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import EvalConfig
-from jobs.config_checks import THREADS_A_CORE
+from jobs.config_checks import THREADS_PER_CORE
 from jobs.job import CONF, register, run_typed
 from recurrent_drafting.config import HeadTrainConfig
 
@@ -164,7 +164,7 @@ def test_a_number_that_nothing_can_go_by_is_named(
         ("seed", 10**30),
         ("threads", -1),
         ("threads", 100_000),
-        ("threads", THREADS_A_CORE * (os.cpu_count() or 1) + 1),
+        ("threads", THREADS_PER_CORE * (os.cpu_count() or 1) + 1),
     ],
 )
 def test_seeds_and_threads_of_every_job(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
 from jobs.config import ParallelConfig
-from jobs.launch import _free_port
+from jobs.launch import free_port
 from scripts.bench.common import peak_bytes
 from tests.support.training_rank import ROOT, local_bytes
 from training.config import StudentConfig
@@ -93,7 +93,7 @@ def test_no_rank_holds_a_complete_target(
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     command = [
         sys.executable,

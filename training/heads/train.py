@@ -17,10 +17,9 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
-from jobs.launch import is_worker
 from jobs.paths import resolve
 from jobs.protocol import Run
-from jobs.ranks import SHARDED_WEIGHTS
+from jobs.ranks import SHARDED_WEIGHTS, is_rank
 from jobs.run_folder import RunFolder
 from training.bounds import Progress
 from training.config import check_values
@@ -66,7 +65,7 @@ class HeadJob(TargetJob[HeadJobConfig]):
         self.kind, self.shape = kind, shape_of(kind, config, self.target)
         check(config, kind, self.shape, self.target)
         overridden = describe_overridden(config.head, self.shape)
-        if overridden and not is_worker():
+        if overridden and not is_rank():
             print(f"note: {overridden}")
         if config.head.path and not config.dry_run:
             check_fits(self.target_folder, resolve(config.head.path))
@@ -85,7 +84,7 @@ class HeadJob(TargetJob[HeadJobConfig]):
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if not is_worker():
+        if not is_rank():
             check_same_target(run.folder, self.target_folder)
 
     def work(self, run: Run) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_SECONDS = 300  # maximum wait for another rank within a forward
-# polling before sleeping: longer than a small product takes, too short to matter
+# seconds of polling before sleeping: longer than a small product, too short to waste a core
 SPIN_SECONDS = 2e-4
 # Sent before reading: two chunks fit into a socket's buffer, so two senders never deadlock.
 CHUNK_BYTES = 1 << 16
@@ -95,7 +95,7 @@ class Sockets:
                 os.sched_yield()  # ranks may share a core, which the other one needs to answer
                 continue
             if count == 0:
-                raise ConnectionResetError(f"rank {rank} closed its end")
+                raise ConnectionResetError(f"rank {rank} closed its link, expected a tensor")
             filled += count
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding import devices as cuda
+from decoding import devices
 from decoding.errors import UserError
 from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
@@ -24,6 +24,7 @@ from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_di
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
 from decoding.models.taps import check_taps
+from decoding.values import check_choice
 
 PARALLEL = ("none", *KINDS)
 
@@ -34,8 +35,7 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
     device: cpu, cuda or cuda:N. Raises UserError if the settings are inconsistent or the machine
     has too few GPUs.
     """
-    if parallel not in PARALLEL:
-        raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
+    check_choice("parallel", parallel, PARALLEL)
     if parallel == "none":
         if processes > 1:
             raise UserError(
@@ -48,15 +48,13 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
             f"parallel={parallel} needs the native backend, found {backend}. Use backend=native or "
             f"parallel=none."
         )
-    cards = cuda.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
+    cards = devices.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
-        found = (
-            f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
-        )
+        found = f"processes={processes}" if processes else f"{cards} GPUs from {device} on"
         raise UserError(
-            f"parallel={parallel} needs processes=N, 2 or more; {found}. Set processes, or use "
-            f"parallel=none."
+            f"parallel={parallel} needs processes=N, 2 or more; found {found}. Set processes, or "
+            f"use parallel=none."
         )
     if device.startswith("cuda") and cards < wanted:
         raise UserError(
@@ -88,30 +86,18 @@ class ParallelTarget:
         """
         config = NativeConfig.from_dict(read_config(folder))
         check_divisible(config, kind, processes, str(folder))
-        self.name, self.backend = (
-            Path(folder).resolve().name,
-            f"native ({kind} over {processes} processes)",
-        )
-        self.num_layers, self.vocab_size, self.hidden_size = (
-            config.num_layers,
-            config.vocab_size,
-            config.hidden_size,
-        )
+        self.name = Path(folder).resolve().name
+        self.backend = f"native ({kind} over {processes} processes)"
+        self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
+        self.hidden_size = config.hidden_size
         self.max_length = max_length or config.max_positions
         self.devices = _devices(device, processes)
         self.device, self.dtype = torch.device(self.devices[0]), str(dtype).removeprefix("torch.")
         self._cuts_head = kind == "tp"
         threads = max(1, torch.get_num_threads() // processes)
         link = link or ("nccl" if self.device.type == "cuda" else "sockets")
-        setup = RankSetup(
-            str(folder),
-            Shard(kind, 0, processes),
-            dtype,
-            self.devices[0],
-            self.max_length,
-            threads,
-            link,
-        )
+        shard, place = Shard(kind, 0, processes), self.devices[0]
+        setup = RankSetup(str(folder), shard, dtype, place, self.max_length, threads, link)
         self.ranks = Ranks(self.name, setup, self.devices)
         with self.ranks.together():
             weights, self.num_parameters = load_part(setup)  # while the others load theirs
@@ -152,37 +138,29 @@ class ParallelTarget:
         check_taps(self, taps)
         self._target.slots.end_of(tokens_BN.shape[1])
 
-    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Commit accepted nodes without waiting for the ranks."""
+    def _on_all_ranks(self, name: str, *arguments: Any) -> None:
+        """Call a method of every rank's target without waiting for the other ranks."""
         with self.ranks.together():
-            self.ranks.call("commit", paths_BL, list(counts_B))
-            self._target.commit(paths_BL, counts_B)
+            self.ranks.call(name, *arguments)
+            getattr(self._target, name)(*arguments)
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        self._on_all_ranks("commit", paths_BL, list(counts_B))
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        with self.ranks.together():
-            self.ranks.call("truncate", list(lengths_B))
-            self._target.truncate(lengths_B)
+        self._on_all_ranks("truncate", list(lengths_B))
 
     def select(self, rows: Sequence[int]) -> None:
-        with self.ranks.together():
-            self.ranks.call("select", list(rows))
-            self._target.select(rows)
+        self._on_all_ranks("select", list(rows))
 
     def keep(self, row: int, name: int) -> None:
-        """Store a copy of a row's cache; every rank stores its part."""
-        with self.ranks.together():
-            self.ranks.call("keep", row, name)
-            self._target.keep(row, name)
+        self._on_all_ranks("keep", row, name)
 
     def begin(self, row: int, name: int, length: int) -> None:
-        with self.ranks.together():
-            self.ranks.call("begin", row, name, length)
-            self._target.begin(row, name, length)
+        self._on_all_ranks("begin", row, name, length)
 
     def forget(self) -> None:
-        with self.ranks.together():
-            self.ranks.call("forget")
-            self._target.forget()
+        self._on_all_ranks("forget")
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return token embeddings (..., C) from rank 0's complete table."""
@@ -209,16 +187,13 @@ def device_for_drafter(target: Any) -> str:
     It is the first free GPU after the target's last, else the first free one before it, else the
     target's device.
     """
-    devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
-    if not devices[0].startswith("cuda"):
-        return devices[0]
-    taken = {_first_card(device) for device in devices}
-    free = [
-        card
-        for card in (*range(max(taken), cuda.count_gpus()), *range(max(taken)))
-        if card not in taken
-    ]
-    return f"cuda:{free[0]}" if free else devices[0]
+    used = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
+    if not used[0].startswith("cuda"):
+        return used[0]
+    taken = {_first_card(device) for device in used}
+    cards = (*range(max(taken), devices.count_gpus()), *range(max(taken)))
+    free = [card for card in cards if card not in taken]
+    return f"cuda:{free[0]}" if free else used[0]
 
 
 def _first_card(device: str) -> int:

@@ -50,9 +50,8 @@ class Ranks:
         self._threads = self._usual_threads = setup.threads
         meeting = "" if setup.link == "sockets" else tempfile.mkdtemp()
         self._end = weakref.finalize(self, _end, self._pipes, self.processes, self._links, meeting)
-        self._mesh = (
-            socket_mesh(self.size) if setup.link == "sockets" else [{} for _ in range(self.size)]
-        )
+        uses_sockets = setup.link == "sockets"
+        self._mesh = socket_mesh(self.size) if uses_sockets else [{} for _ in range(self.size)]
         self.setup = replace(setup, meeting_file=str(Path(meeting, "ranks")))
         for rank in range(1, self.size):
             shard = Shard(self._kind, rank, self.size)
@@ -66,10 +65,9 @@ class Ranks:
         command = [sys.executable, "-c", RANK, str(theirs.fileno())]
         handed = [theirs.fileno(), *numbers.values()]
         # a new session, so that Ctrl-C reaches this process only
-        process = subprocess.Popen(
-            command, pass_fds=handed, env=environment, start_new_session=True
+        self.processes.append(
+            subprocess.Popen(command, pass_fds=handed, env=environment, start_new_session=True)
         )
-        self.processes.append(process)
         theirs.close()
         for one in sockets.values():
             one.close()
@@ -87,9 +85,8 @@ class Ranks:
         # on a GPU a collective would wait forever for a rank that has ended
         if self.setup.link != "sockets":
             for process in self.processes:
-                threading.Thread(
-                    target=_close_after, args=(process, self._links), daemon=True
-                ).start()
+                arguments = (process, self._links)
+                threading.Thread(target=_close_after, args=arguments, daemon=True).start()
         return self._links[0]
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -151,10 +148,8 @@ class Ranks:
                 f"{len(cores)} processor cores. Give the drafter draft_cores=0 to share all cores, "
                 f"or run on more cores."
             )
-        shares = [
-            list(cores)[Shard(self._kind, rank, self.size).span(len(cores))]
-            for rank in range(self.size)
-        ]
+        ranks = [Shard(self._kind, rank, self.size) for rank in range(self.size)]
+        shares = [list(cores)[rank.span(len(cores))] for rank in ranks]
         self._bind(shares, min(self._usual_threads, *map(len, shares)))
         return shares[0]
 

@@ -35,6 +35,8 @@ from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import NativeConfig, Weights
 
 Array = np.ndarray[Any, Any]
+# methods of every rank's target that rank 0 calls by name
+CACHE_METHODS = ("commit", "truncate", "select", "keep", "begin", "forget")
 
 
 class SummedLinear:
@@ -52,9 +54,8 @@ class GatheredLinear:
 
     def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
         self.inner, self.link, self.rank = inner, link, shard.rank
-        spans = [
-            Shard(shard.kind, rank, shard.size).span(num_outputs) for rank in range(shard.size)
-        ]
+        ranks = [Shard(shard.kind, rank, shard.size) for rank in range(shard.size)]
+        spans = [rank.span(num_outputs) for rank in ranks]
         self.sizes = [span.stop - span.start for span in spans]
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -131,10 +132,8 @@ def load_part(setup: RankSetup) -> tuple[Weights, int]:
     state, parameters = read_shard(setup.folder, config, shard)
     place = torch.device(setup.device)
     has_ends = shard.kind == "tp" or shard.rank == 0
-    packed = can_pack(place, setup.dtype)
-    return Weights(
-        local_config(config, shard), state, setup.dtype, place, packed, has_ends
-    ), parameters
+    packed, config = can_pack(place, setup.dtype), local_config(config, shard)
+    return Weights(config, state, setup.dtype, place, packed, has_ends), parameters
 
 
 def join(weights: Weights, setup: RankSetup, name: str, link: Link) -> NativeTarget:
@@ -170,23 +169,20 @@ class _Rank:
         taps: tuple[int, ...],
         with_head: bool,
     ) -> None:
-        parents = (
-            None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
-        )
+        device = self.target.device
+        parents = None if parents_BN is None else torch.from_numpy(parents_BN).to(device)
         if isinstance(self.target, PipelineStage):
-            room_BNC = self._room((*tokens_BN.shape, self.target.hidden_size))
+            room_BNC = self._buffer((*tokens_BN.shape, self.target.hidden_size))
             self.target.through_layers(room_BNC, parents, taps, {})
             return
-        hidden_BNC = self.target.features(
-            torch.from_numpy(tokens_BN).to(self.target.device), parents
-        )
+        hidden_BNC = self.target.features(torch.from_numpy(tokens_BN).to(device), parents)
         if with_head:
             self.target.lm_head(hidden_BNC)
 
     def head(self, shape: Sequence[int]) -> None:
-        self.target.lm_head(self.link.receive(self._room(shape), 0))
+        self.target.lm_head(self.link.receive(self._buffer(shape), 0))
 
-    def _room(self, shape: Sequence[int]) -> Tensor:
+    def _buffer(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(*shape, dtype=self.setup.dtype, device=self.target.device)
 
     def bind(self, cores: Sequence[int], threads: int) -> None:
@@ -214,17 +210,9 @@ def serve(pipe: Connection) -> None:
     link = connect(setup)
     target = join(weights, setup, "", link)
     rank = _Rank(target, setup, link, pipe)
-    does: dict[str, Callable[..., None]] = {
-        "open": rank.open,
-        "run": rank.run,
-        "head": rank.head,
-        "bind": rank.bind,
-        "commit": target.commit,
-        "truncate": target.truncate,
-        "select": target.select,
-        "keep": target.keep,
-        "begin": target.begin,
-        "forget": target.forget,
+    methods: dict[str, Callable[..., None]] = {
+        **{name: getattr(rank, name) for name in ("open", "run", "head", "bind")},
+        **{name: getattr(target, name) for name in CACHE_METHODS},
     }
     try:
         while True:
@@ -232,7 +220,7 @@ def serve(pipe: Connection) -> None:
                 name, arguments = pipe.recv()
             except EOFError:
                 return
-            does[name](*arguments)
+            methods[name](*arguments)
     except OSError as error:
         sys.exit(f"rank {setup.shard.rank} of the target ends: {error}")
     finally:

@@ -57,30 +57,23 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
                 f"layer each. Use fewer processes."
             )
         return
-    for what, count in (
-        ("attention heads", config.num_heads),
-        ("key/value heads", config.num_kv_heads),
-    ):
+    heads, groups = config.num_heads, config.num_kv_heads
+    for what, count in {"attention heads": heads, "key/value heads": groups}.items():
         if count % size:
-            fitting = [
-                n
-                for n in range(2, config.num_kv_heads + 1)
-                if not (config.num_heads % n or config.num_kv_heads % n)
-            ]
-            advice = f"take {' or '.join(map(str, fitting))} processes, or" if fitting else "take"
+            fitting = [n for n in range(2, groups + 1) if heads % n == groups % n == 0]
+            counts = f"{' or '.join(map(str, fitting))} processes, or " if fitting else ""
             raise UserError(
-                f"{where}: {count} {what} cannot be split evenly over {size} processes: {advice} "
-                f"parallel=layers."
+                f"{where}: {count} {what} cannot be split evenly over {size} processes. Use "
+                f"{counts}parallel=layers."
             )
 
 
 def layer_span(config: NativeConfig, shard: Shard) -> range:
     """Return a rank's layers in `layers`, balanced by parameters with the embedding and head."""
     C, D = config.hidden_size, config.head_dim
-    a_layer = (
-        C * D * 2 * (config.num_heads + config.num_kv_heads) + 3 * C * config.intermediate_size
-    )
-    ends = config.vocab_size * C * (1 if config.tied else 2) / a_layer  # in layers
+    attention = 2 * C * D * (config.num_heads + config.num_kv_heads)
+    layer_parameters = attention + 3 * C * config.intermediate_size
+    ends = config.vocab_size * C * (1 if config.tied else 2) / layer_parameters  # in layers
     others = shard.size - 1
     first = round((config.num_layers + ends) / shard.size - ends)
     first = min(max(first, 1), config.num_layers - others)
@@ -135,11 +128,8 @@ def read_shard(
 
     def taken(name: str, shape: list[int]) -> tuple[slice, ...] | None:
         nonlocal parameters
-        if (
-            _LAYER.fullmatch(name)
-            or name in (EMBEDDING, NORM)
-            or (name == HEAD and not config.tied)
-        ):
+        counted = (EMBEDDING, NORM) if config.tied else (EMBEDDING, NORM, HEAD)
+        if _LAYER.fullmatch(name) or name in counted:
             parameters += prod(shape)
         return cut(name, shape, config, shard)
 

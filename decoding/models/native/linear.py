@@ -1,15 +1,12 @@
 """Matrix products and norms of the native backend: oneDNN's packed weights, and plain products.
 
-On CPU, `F.linear` over 5 rows of float32 takes about three times as long as over one row (76
-against 24 microseconds for 384 x 1152 on two AVX-512 cores of AMD), which cancels the gain of
-speculation. oneDNN with a prepacked weight takes 23 for both, and in bfloat16 half of `F.linear`.
-torch.compile uses this op when it freezes a model on CPU.
+On CPU, `F.linear` over 5 rows of float32 takes about three times as long as over one row, which
+cancels the gain of speculation. oneDNN with a prepacked weight takes equally long for both, and in
+bfloat16 half as long as `F.linear`. torch.compile uses this op when it freezes a model on CPU.
 
-On Intel's processors `F.linear` calls MKL, which is faster for small float32 weights: a forward of
-the embedded target takes 1.9 against 3.3 milliseconds over one token and 2.6 against 4.1 over four;
-one of a 24 M model takes 5.7 against 7.4 over one token, the same over four and a tenth more over
-sixteen. For weights of 25 MB and more MKL is a tenth faster over one row and half as fast from four
-rows, so those are packed.
+On Intel's processors `F.linear` calls MKL, which is up to 1.7 times as fast over one row of a small
+float32 weight and equal over four. For weights of 25 MB and more it is only a tenth faster over one
+row and half as fast from four rows, so those are packed.
 
 Shapes: N rows, I input size, O output size.
 """
@@ -91,18 +88,14 @@ def draft_dtype(dtype: str, device: torch.device) -> str:
     if device.type == "cuda":
         native = devices.multiplies_bfloat16()
     else:  # otherwise oneDNN converts, which costs more than it saves; also decided by name
-        native = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split()) and can_pack(
-            device, torch.bfloat16
-        )
+        has_bf16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split())
+        native = has_bf16 and can_pack(device, torch.bfloat16)
     return "bfloat16" if native else "float32"
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:
     """Return a linear layer; `packed`, which needs `can_pack`, selects the fast product."""
-    small = (
-        weight_OI.numel() * weight_OI.element_size() <= SMALL_BYTES
-        and weight_OI.dtype == torch.float32
-    )
+    small = weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES
     if not packed or (small and mkl_is_fast()):
         return PlainLinear(weight_OI.contiguous() if packed else weight_OI, bias_O)
     return PackedLinear(weight_OI.contiguous(), bias_O)

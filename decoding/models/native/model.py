@@ -9,6 +9,7 @@ Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/
 H, D head size, F feed-forward size, T cache slots, L layers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.errors import UserError
-from decoding.models.cache import ForwardPlan, Slots
+from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
+from decoding.values import check_choice
 
 EXECUTIONS = ("eager", "graph", "compiled")  # unrecorded; recorded; recorded with fused layers
 
@@ -40,7 +41,7 @@ class Skips:
         return len(self.attention) + len(self.mlp)
 
 
-class NativeTarget:
+class NativeTarget(CachedTarget):
     """A `Target` over `Weights`, made by `load_target`, or by `from_state` from a state dict."""
 
     def __init__(
@@ -58,32 +59,26 @@ class NativeTarget:
         """
         if execution is None:
             execution = "graph" if devices.runs_ahead(weights.device) else "eager"
-        if execution not in EXECUTIONS:
-            raise UserError(
-                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
-            )
+        check_choice("execution", execution, EXECUTIONS)
         config = weights.config
         self.weights, self.config, self.name, self.execution = weights, config, name, execution
         skips = skips or Skips()
-        # (layer, whether its attention runs, whether its MLP runs), without layers that skip both
-        self._plan = [
-            (i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)
+        # (index in the cache, layer, attention runs, MLP runs), without layers that skip both
+        steps = [
+            (i, layer, i not in skips.attention, i not in skips.mlp)
+            for i, layer in enumerate(weights.layers)
+            if i not in skips.attention or i not in skips.mlp
         ]
-        self._plan = [step for step in self._plan if step[1] or step[2]]
-        self.layer_ids = tuple(step[0] for step in self._plan)
-        self.vocab_size, self.hidden_size, self.num_layers = (
-            config.vocab_size,
-            config.hidden_size,
-            len(self.layer_ids),
-        )
+        self.layer_ids = tuple(step[0] for step in steps)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers = len(self.layer_ids)
         self.max_length = max_length or config.max_positions
         self.dtype, self.device = str(weights.dtype).removeprefix("torch."), weights.device
         self.num_parameters = weights.num_parameters
         self.slots = Slots(weights.dtype, weights.device)
-        self._layers = [(weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
+        self._layers = [step[1:] for step in steps]
         self._static: StaticForward | None = None
         if execution != "eager":
-            steps = [(i, weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
             self._static = StaticForward(weights, steps, compiled=execution == "compiled")
         self._cache_L2BHTD: Tensor | None = None
         self._keys: list[Tensor] = []
@@ -113,24 +108,14 @@ class NativeTarget:
         place = torch.device(device)
         if packed is None:
             packed = can_pack(place, dtype)
-        return cls(
-            Weights(NativeConfig.from_dict(config), state, dtype, place, packed),
-            name,
-            max_length,
-            None,
-            execution,
-        )
+        weights = Weights(NativeConfig.from_dict(config), state, dtype, place, packed)
+        return cls(weights, name, max_length, execution=execution)
 
     @property
     def backend(self) -> str:
         """Name of the backend in results, with the execution unless it is eager on a CPU."""
         plain = self.execution == "eager" and not devices.runs_ahead(self.device)
         return "native" if plain else f"native {self.execution}"
-
-    @property
-    def lengths_B(self) -> list[int]:
-        """Number of committed tokens in the cache, by row."""
-        return self.slots.lengths_B
 
     @property
     def packed(self) -> bool:
@@ -143,28 +128,23 @@ class NativeTarget:
         The cache grows as needed and is reused; masks hide its old content.
         """
         capacity = capacity or self.max_length
-        held = (
-            (0, 0)
-            if self._cache_L2BHTD is None
-            else (self._cache_L2BHTD.shape[2], self._cache_L2BHTD.shape[4])
-        )
-        if held[0] < batch_size or held[1] < capacity:
-            rows, slots = max(held[0], batch_size), max(held[1], capacity)
+        cache = self._cache_L2BHTD
+        rows, slots = (0, 0) if cache is None else (cache.shape[2], cache.shape[4])
+        if rows < batch_size or slots < capacity:
+            rows, slots = max(rows, batch_size), max(slots, capacity)
             # a full bucket or the context, since masked attention needs an even number of slots
             if self._static is not None:
-                slots = bucket(
-                    slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-                )
+                most = math.ceil(max(slots, self.max_length) / SLOT_MULTIPLE) * SLOT_MULTIPLE
+                slots = bucket(slots, most)
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # free the old one first
             with torch.inference_mode(False):
                 # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN.
-                self._cache_L2BHTD = torch.zeros(
-                    shape, dtype=self.weights.dtype, device=self.device
-                )
-                tables = rope_tables(self._frequencies, slots, self.weights.dtype)
-                self._rope = (tables[0].to(self.device), tables[1].to(self.device))
+                dtype = self.weights.dtype
+                self._cache_L2BHTD = torch.zeros(shape, dtype=dtype, device=self.device)
+                cos, sin = rope_tables(self._frequencies, slots, dtype)
+                self._rope = (cos.to(self.device), sin.to(self.device))
             if self._static is not None:
                 self._static.bind(self._cache_L2BHTD, self._rope)
         self._view_rows(batch_size)
@@ -185,8 +165,7 @@ class NativeTarget:
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
             check_taps(self, taps)
             self.slots.end_of(tokens_BN.shape[1])
-            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
-            return out.logits_BNV, out.hidden_BNC
+            return self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
         hidden_BNC, tapped_BNC = self._states(tokens_BN, parents_BN, taps)
         return self.weights.head(hidden_BNC), tapped_BNC
 
@@ -224,18 +203,13 @@ class NativeTarget:
         """
         if 0 in taps:
             states[0] = x_BNC
-        eps = self.config.norm_eps
         plan = self.slots.plan(x_BNC.shape[1], parents_BN)
-        cos, sin = self._rope_rows(plan, x_BNC.shape[1])
-        mask = self._grouped_mask(plan)
+        rope, mask = self._rope_rows(plan, x_BNC.shape[1]), self._grouped_mask(plan)
         for index, (layer, attends, feeds) in enumerate(self._layers):
             if attends:
-                x_BNC = x_BNC + self._attention(
-                    index, layer, rms_norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
-                )
+                x_BNC = x_BNC + self._attention(index, layer, x_BNC, plan, rope, mask)
             if feeds:
-                gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
-                x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
+                x_BNC = x_BNC + layer.feed_forward(self.config, x_BNC)
             if index + 1 in taps:
                 states[index + 1] = x_BNC
         return x_BNC
@@ -262,19 +236,12 @@ class NativeTarget:
         layer: Layer,
         x_BNC: Tensor,
         plan: ForwardPlan,
-        cos: Tensor,
-        sin: Tensor,
+        rope: tuple[Tensor, Tensor],
         mask: Tensor | None,
     ) -> Tensor:
-        config = self.config
-        Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
-        B, N, _ = x_BNC.shape
-        qkv = layer.qkv(x_BNC).view(B, N, Q + 2 * H, D)
-        qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
-        if layer.query_key_norm_QHD is not None:
-            qk = F.rms_norm(qk, (D,), None, config.norm_eps) * layer.query_key_norm_QHD
-        qk = (qk * cos).addcmul_(qk.roll(D // 2, -1), sin)
-        q, k_BNHD = qk[:, :, :Q], qk[:, :, Q:]
+        """Write a layer's keys and values to the cache; return the output of its attention."""
+        q_BNQD, k_BNHD, v_BNHD = layer.project(self.config, x_BNC, *rope)
+        B, N, Q, D = q_BNQD.shape
         keys, values = self._keys[index], self._values[index]
         if plan.start is not None:
             keys.narrow(2, plan.start, N).copy_(k_BNHD.transpose(1, 2))
@@ -284,35 +251,18 @@ class NativeTarget:
             keys[rows, :, plan.slots_BN] = k_BNHD
             values[rows, :, plan.slots_BN] = v_BNHD
         keys, values = keys.narrow(2, 0, plan.end), values.narrow(2, 0, plan.end)
-        if plan.causal or Q == H:
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=plan.causal,
-                enable_gqa=Q != H,
-            )
-            return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
-        # Grouped heads: the G queries that share a key head become more rows of it, so no key is
-        # copied.
-        q = q.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))
-
-    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep accepted nodes (see `Slots.commit`); None is the chain and costs a length update."""
-        self.slots.commit(paths_BL, counts_B, self._move)
+        if not plan.causal:
+            return layer.attend(q_BNQD, keys, values, mask)
+        out = F.scaled_dot_product_attention(
+            q_BNQD.transpose(1, 2), keys, values, is_causal=True, enable_gqa=keys.shape[1] != Q
+        )
+        return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
 
     def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
         assert self._cache_L2BHTD is not None
         cache = self._cache_L2BHTD
         rows = torch.arange(len(src_BL), device=self.device)[:, None]
         cache[:, :, rows, :, dst_BL] = cache[:, :, rows, :, src_BL]
-
-    def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to `lengths_B` tokens."""
-        self.slots.truncate(lengths_B)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows` of the batch, in this order."""
@@ -334,10 +284,6 @@ class NativeTarget:
         self._cache_L2BHTD[:, :, row, :, :length] = self._kept[name][..., :length, :]
         self.slots.lengths_B[row] = length
 
-    def forget(self) -> None:
-        """Drop everything that `keep` stored."""
-        self._kept = {}
-
     def embed(self, ids: Tensor) -> Tensor:
         """Return token embeddings (..., C)."""
         return F.embedding(ids, self.weights.embedding_VC)
@@ -353,13 +299,8 @@ class NativeTarget:
         target's next forward overwrites it. Open this target first; then call the view's `follow`
         after every commit.
         """
-        view = NativeTarget(
-            self.weights,
-            f"{self.name} without {len(skips)} sub-layers",
-            self.max_length,
-            skips,
-            self.execution,
-        )
+        name = f"{self.name} without {len(skips)} sub-layers"
+        view = NativeTarget(self.weights, name, self.max_length, skips, self.execution)
         view.follow(self)
         return view
 
@@ -370,11 +311,8 @@ class NativeTarget:
         """
         if self._cache_L2BHTD is not target._cache_L2BHTD:
             self._cache_L2BHTD, self._rope = target._cache_L2BHTD, target._rope
-            if (
-                self._static is not None
-                and self._cache_L2BHTD is not None
-                and self._rope is not None
-            ):
+            assert self._cache_L2BHTD is not None and self._rope is not None
+            if self._static is not None:
                 self._static.bind(self._cache_L2BHTD, self._rope)
         self.slots.capacity = target.slots.capacity
         self.slots.lengths_B = list(target.lengths_B)

@@ -12,7 +12,6 @@ H, D head size, T slots of a bucket, S slots of the cache, L layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import ancestors
+from decoding.models.cache import visible_slots
 from decoding.models.native.linear import rms_norm
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import join_taps
@@ -40,12 +39,8 @@ def bucket(slots: int, most: int) -> int:
     return min(size, most)
 
 
-@dataclass(slots=True)
-class StepOutput:
-    """The output buffers of a step."""
-
-    logits_BNV: Tensor
-    hidden_BNC: Tensor  # after the final norm, or at the taps
+# logits and hidden states: after the final norm, or at the taps
+StepOutput = tuple[Tensor, Tensor]
 
 
 class StaticForward:
@@ -89,8 +84,8 @@ class StaticForward:
         step.fill(tokens_BN, parents_BN, lengths_B)
         if step.run is None:
             step.run = devices.capture(step.body, self.device, self._memory)
-        out = step.run()
-        return StepOutput(out.logits_BNV.clone(), out.hidden_BNC.clone())
+        logits_BNV, hidden_BNC = step.run()
+        return logits_BNV.clone(), hidden_BNC.clone()
 
 
 class _Step:
@@ -110,8 +105,8 @@ class _Step:
             self.rows_B1 = torch.arange(rows, device=device)[:, None]
             self.offsets_N = torch.arange(tokens, device=device)
             self.columns_T = torch.arange(slots, device=device)
-            self.seen = torch.zeros((), dtype=dtype, device=device)
-            self.hidden = torch.full((), float("-inf"), dtype=dtype, device=device)
+            self.zero = torch.zeros((), dtype=dtype, device=device)
+            self.minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=device)
 
     def fill(self, tokens_BN: Tensor, parents_BN: Tensor | None, lengths_B: Sequence[int]) -> None:
         """Copy a forward's inputs into the step's buffers."""
@@ -134,42 +129,24 @@ class _Step:
         rows = len(self.lengths_B)
         for index, (cached, layer, attends, feeds) in enumerate(owner.layers):
             cache_2BHSD = owner.cache_L2BHSD[cached, :, :rows]
-            x_BNC = owner.layer(
-                config,
-                layer,
-                x_BNC,
-                cache_2BHSD,
-                self.rows_B1,
-                slots_BN,
-                cos,
-                sin,
-                mask,
-                attends,
-                feeds,
-            )
+            where = (cache_2BHSD, self.rows_B1, slots_BN, cos, sin, mask)
+            x_BNC = owner.layer(config, layer, x_BNC, *where, attends, feeds)
             if index + 1 in self.taps:
                 states[index + 1] = x_BNC
         hidden_BNC = rms_norm(x_BNC, owner.weights.norm_C, config.norm_eps)
         logits_BNV = owner.weights.head(hidden_BNC)
         if not self.taps:
-            return StepOutput(logits_BNV, hidden_BNC)
+            return logits_BNV, hidden_BNC
         states[len(owner.layers)] = hidden_BNC
-        return StepOutput(logits_BNV, join_taps(states, self.taps))
+        return logits_BNV, join_taps(states, self.taps)
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (slots_BN, rope positions_BN, additive mask (B, 1, G * N, T)) on the device."""
         config = self.owner.weights.config
-        slots_BN = self.lengths_B[:, None] + self.offsets_N
-        if self.parents_BN is None:
-            positions_BN = slots_BN
-            visible_BNT = self.columns_T <= slots_BN[:, :, None]
-        else:
-            B, N = slots_BN.shape
-            ancestors_BNN = ancestors(self.parents_BN)
-            positions_BN = self.lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
-            visible_BNT = (self.columns_T < self.lengths_B[:, None, None]).repeat(1, N, 1)
-            visible_BNT.scatter_(2, slots_BN[:, None].expand(B, N, N), ancestors_BNN)
-        mask = torch.where(visible_BNT, self.seen, self.hidden)[:, None]
+        positions_BN, slots_BN, visible_BNT = visible_slots(
+            self.lengths_B, self.offsets_N, self.columns_T, self.parents_BN
+        )
+        mask = torch.where(visible_BNT, self.zero, self.minus_infinity)[:, None]
         group = config.num_heads // config.num_kv_heads
         return slots_BN, positions_BN, mask if group == 1 else mask.repeat(1, 1, group, 1)
 
@@ -193,37 +170,10 @@ def decoder_layer(
     share one compiled form.
     """
     if attends:
-        normed_BNC = rms_norm(x_BNC, layer.attention_norm_C, config.norm_eps)
-        x_BNC = x_BNC + _attention(
-            config, layer, normed_BNC, cache_2BHSD, rows_B1, slots_BN, cos, sin, mask
-        )
+        q_BNQD, k_BNHD, v_BNHD = layer.project(config, x_BNC, cos, sin)
+        cache_2BHSD[:, rows_B1, :, slots_BN] = torch.stack((k_BNHD, v_BNHD), 2)
+        keys, values = cache_2BHSD[:, :, :, : mask.shape[-1]]
+        x_BNC = x_BNC + layer.attend(q_BNQD, keys, values, mask)
     if feeds:
-        gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, config.norm_eps)).chunk(2, -1)
-        x_BNC = x_BNC + layer.down(F.silu(gate) * up)
+        x_BNC = x_BNC + layer.feed_forward(config, x_BNC)
     return x_BNC
-
-
-def _attention(
-    config: NativeConfig,
-    layer: Layer,
-    x_BNC: Tensor,
-    cache_2BHSD: Tensor,
-    rows_B1: Tensor,
-    slots_BN: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
-    B, N, _ = x_BNC.shape
-    qkv = layer.qkv(x_BNC).view(B, N, Q + 2 * H, D)
-    qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
-    if layer.query_key_norm_QHD is not None:
-        qk = F.rms_norm(qk, (D,), None, config.norm_eps) * layer.query_key_norm_QHD
-    qk = qk * cos + qk.roll(D // 2, -1) * sin
-    cache_2BHSD[:, rows_B1, :, slots_BN] = torch.stack((qk[:, :, Q:], v_BNHD), 2)
-    keys, values = cache_2BHSD[0, :, :, : mask.shape[-1]], cache_2BHSD[1, :, :, : mask.shape[-1]]
-    # The G queries that share a key head become more rows of it, so no key is copied.
-    q = qk[:, :, :Q].view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-    return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))

@@ -1,6 +1,7 @@
 """The native target's weights: read from a Hugging Face state dict, fused, in one dtype.
 
-Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size.
+Shapes: B rows, N new tokens, T cache slots, V vocabulary, C hidden size, Q query heads, H key/value
+heads, G = Q / H, D head size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.folder import refuse_unsupported_attention
-from decoding.models.native.linear import Linear, make_linear
+from decoding.models.native.linear import Linear, make_linear, rms_norm
 from decoding.models.native.rope import rope_parameters
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -68,7 +70,7 @@ class NativeConfig:
 
 @dataclass(slots=True)
 class Layer:
-    """The weights of one decoder layer, fused."""
+    """One decoder layer with fused weights."""
 
     attention_norm_C: Tensor
     qkv: Linear
@@ -78,6 +80,42 @@ class Layer:
     mlp_norm_C: Tensor
     gate_up: Linear
     down: Linear
+
+    def project(
+        self, config: NativeConfig, x_BNC: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries (B, N, Q, D), keys and values (B, N, H, D), rotated by position.
+
+        cos, sin: (1 or B, N, 1, D).
+        """
+        Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
+        normed_BNC = rms_norm(x_BNC, self.attention_norm_C, config.norm_eps)
+        qkv = self.qkv(normed_BNC).view(*x_BNC.shape[:2], Q + 2 * H, D)
+        qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
+        if self.query_key_norm_QHD is not None:
+            qk = F.rms_norm(qk, (D,), None, config.norm_eps) * self.query_key_norm_QHD
+        qk = (qk * cos).addcmul_(qk.roll(D // 2, -1), sin)
+        return qk[:, :, :Q], qk[:, :, Q:], v_BNHD
+
+    def attend(
+        self, q_BNQD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Return the attention's output (B, N, C).
+
+        mask: additive, (1 or B, 1, G * N, T). The G queries that share a key head become more rows
+        of it, so no key is copied.
+        """
+        B, N, Q, D = q_BNQD.shape
+        H = keys_BHTD.shape[1]
+        q = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+        out = F.scaled_dot_product_attention(q, keys_BHTD, values_BHTD, attn_mask=mask)
+        out = out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4)
+        return self.out(out.reshape(B, N, Q * D))
+
+    def feed_forward(self, config: NativeConfig, x_BNC: Tensor) -> Tensor:
+        """Return the MLP's output (B, N, C)."""
+        gate, up = self.gate_up(rms_norm(x_BNC, self.mlp_norm_C, config.norm_eps)).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up))
 
 
 class Weights:
@@ -130,10 +168,8 @@ class Weights:
     def _layer(self, prefix: str) -> Layer:
         config, head_norms = self.config, None
         if config.family == "qwen3":
-            query, key = (
-                self._take(f"{prefix}self_attn.q_norm.weight"),
-                self._take(f"{prefix}self_attn.k_norm.weight"),
-            )
+            query = self._take(f"{prefix}self_attn.q_norm.weight")
+            key = self._take(f"{prefix}self_attn.k_norm.weight")
             head_norms = torch.cat(
                 (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
             )

@@ -22,9 +22,9 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
     """
     target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
-    if difference := _differing(target, drafter, "drafter") or _differing_text(
-        target, drafter, list(PROBES)
-    ):
+    difference = _describe_differing_ids(target, drafter, "drafter")
+    difference = difference or _describe_differing_text(target, drafter, list(PROBES))
+    if difference:
         raise UserError(f"{where} {difference}. Use a drafter with the target's tokenizer.")
     for role in ("bos_token_id", "eos_token_id"):
         ours, theirs = getattr(target, role), getattr(drafter, role)
@@ -42,20 +42,18 @@ def check_tokenizer_of(
 
     It is compared with the target's tokenizer if there is one, else only with its vocabulary size.
     """
-    highest, holds = (
-        max(tokenizer.get_vocab().values()),
-        read_config(target_folder).get("vocab_size"),
-    )
-    if isinstance(holds, int) and highest >= holds:
+    highest = max(tokenizer.get_vocab().values())
+    vocab_size = read_config(target_folder).get("vocab_size")
+    if isinstance(vocab_size, int) and highest >= vocab_size:
         raise UserError(
-            f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has {holds} "
-            f"tokens. Give the tokenizer that the target was trained with."
+            f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has "
+            f"{vocab_size} tokens. Give the tokenizer that the target was trained with."
         )
     if has_tokenizer(target_folder):
         target = load_tokenizer(target_folder)
-        difference = _differing(target, tokenizer, "given one") or _differing_text(
-            target, tokenizer, probes_of(target)
-        )
+        difference = _describe_differing_ids(
+            target, tokenizer, "given one"
+        ) or _describe_differing_text(target, tokenizer, probes_of(target))
         if difference:
             raise UserError(
                 f"{where} is not that of {target_folder}: they differ {difference}. Omit it to use "
@@ -63,7 +61,9 @@ def check_tokenizer_of(
             )
 
 
-def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> str:
+def _describe_differing_ids(
+    target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str
+) -> str:
     """Describe the ids with different tokens; return an empty string if there are none."""
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, other))
     last = min(max(ours), max(theirs))  # of the ids that both have
@@ -77,7 +77,7 @@ def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, 
     return f"in {len(differing)} of {len(ids)} ids: {shown}" if differing else ""
 
 
-def _differing_text(
+def _describe_differing_text(
     target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, texts: list[str]
 ) -> str:
     """Describe the first text with different ids; return an empty string if there is none."""

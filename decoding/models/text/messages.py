@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.models.text.templates import render
-from decoding.values import is_int, lone_surrogate, quote
+from decoding.values import lone_surrogate, quote
 
 ROLES = ("system", "user", "assistant", "tool")
 Messages = Sequence[Mapping[str, str]]
@@ -98,16 +98,10 @@ def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
     ids = []
     for place, part in enumerate(parts):
         try:
-            token = (
-                part
-                if is_int(part)
-                else None
-                if isinstance(part, bool | float)
-                else operator.index(part)
-            )
+            token = -1 if isinstance(part, bool) else operator.index(part)
         except TypeError:
-            token = None
-        if token is None or not 0 <= token < vocab_size:
+            token = -1
+        if not 0 <= token < vocab_size:
             raise UserError(
                 f"item {place} of the prompt is {quote(part)}, expected only messages, or only "
                 f"token ids, whole numbers from 0 to {vocab_size - 1} (the vocabulary of '{name}')."

@@ -94,19 +94,15 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
     """
     proto, spec = pieces.proto, pieces.proto.normalizer_spec
     vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
-    unknown = next(
-        (token for token, i in vocabulary.items() if i == proto.trainer_spec.unk_id), None
+    token_of = {i: token for token, i in vocabulary.items()}
+    core = models.BPE(
+        vocabulary,
+        _merges(pieces.model),
+        unk_token=token_of.get(proto.trainer_spec.unk_id),
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
     )
-    fallback = proto.trainer_spec.byte_fallback
-    twin = Tokenizer(
-        models.BPE(
-            vocabulary,
-            _merges(pieces.model),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=fallback,
-        )
-    )
+    twin = Tokenizer(core)
     steps: list[Any] = [normalizers.Replace(" ", BLANK)]
     if pieces.blank_before_text and pieces.legacy:
         steps.insert(0, normalizers.Prepend(BLANK))
@@ -167,7 +163,5 @@ def _add_tokens(twin: Tokenizer, added: Added) -> None:
         )
         twin.add_special_tokens([kept]) if token.special else twin.add_tokens([kept])
         if twin.token_to_id(token.content) != i:
-            raise ValueError(
-                f"added token {token.content!r} has id {i}, expected "
-                f"{twin.token_to_id(token.content)}"
-            )
+            expected = twin.token_to_id(token.content)
+            raise ValueError(f"added token {token.content!r} has id {i}, expected {expected}")

@@ -31,12 +31,8 @@ _METHOD = (BuiltinMethodType, MethodType)
 Size = Callable[..., int]
 
 
-class TooMuchError(Exception):
-    """The template's output is too long."""
-
-
 class TooLargeError(Exception):
-    """An operation's result is too large; the message states the result and the limit."""
+    """An error for a result or output that is too large; its message states both and the limit."""
 
 
 @lru_cache(maxsize=128)
@@ -70,15 +66,11 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(left, str | bytes):
                 _check(_size_of_percent(left, right))
         elif isinstance(left, int) and isinstance(right, int):
-            bits = (
-                left.bit_length() + right.bit_length() - 1
-                if operator == "*"
-                else (left.bit_length() * right if abs(left) > 1 else 1)
-            )
+            bits = left.bit_length() * right if abs(left) > 1 else 1
+            if operator == "*":
+                bits = left.bit_length() + right.bit_length() - 1
             if bits > MAX_BITS:
-                raise TooLargeError(
-                    f"a whole number of more than {MAX_BITS:,} bits, expected a smaller one"
-                )
+                raise TooLargeError(f"computes a whole number of more than {MAX_BITS:,} bits")
         elif operator == "*":
             for repeated, count in ((left, right), (right, left)):
                 if isinstance(repeated, _SEQUENCE):
@@ -118,7 +110,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles `~`, which a sandbox does not intercept."""
+    """A compiler that limits `~`, which the sandbox does not intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write(
@@ -131,7 +123,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formats a text field by field, with a limit on each width and on their sum."""
+    """A formatter with limits on the width of each field and on their sum."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
         super().__init__(environment)
@@ -150,7 +142,7 @@ def _join(pieces: Iterable[str]) -> str:
     for piece in pieces:
         size += len(piece)
         if size > MAX_CHARACTERS:
-            raise TooMuchError
+            raise TooLargeError(f"wrote more than {MAX_CHARACTERS:,} characters for one chat")
         kept.append(piece)
     return "".join(kept)
 
@@ -159,8 +151,8 @@ def _check(size: int) -> None:
     """Raise TooLargeError for the size of a text or list beyond the limit."""
     if size > MAX_CHARACTERS:
         raise TooLargeError(
-            f"a text or list of more than {MAX_CHARACTERS:,} characters or items in one operation, "
-            f"expected fewer"
+            f"computes a text or list of more than {MAX_CHARACTERS:,} characters or items in one "
+            f"operation"
         )
 
 
@@ -196,13 +188,9 @@ def _length(value: Any) -> int:
 def _size_of_percent(form: Any, values: Any) -> int:
     """Return an upper bound for the characters that printf-style formatting writes."""
     text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
-    items = (
-        list(values.values())
-        if isinstance(values, Mapping)
-        else values
-        if isinstance(values, tuple)
-        else (values,)
-    )
+    items = values if isinstance(values, tuple) else (values,)
+    if isinstance(values, Mapping):
+        items = tuple(values.values())
     widths = [width for found in _PERCENT.findall(text) for width in found if width]
     size = sum(_number(width) for width in widths if width != "*")
     if "*" in widths:
@@ -211,51 +199,25 @@ def _size_of_percent(form: Any, values: Any) -> int:
     return size + len(text) + text.count("%") * longest
 
 
-def _size_of_indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> int:
-    each = len(width) if isinstance(width, str) else _as_int(width)
-    return _length(s) + each * (len(str(s).splitlines()) + 1)
-
-
-def _size_of_wordwrap(
-    s: Any,
-    width: Any = 79,
-    long: bool = True,
-    wrapstring: str | None = None,
-    hyphens: bool = True,
-    **_: Any,
-) -> int:
-    return _length(s) * (1 + _length(wrapstring or ""))
-
-
 def _size_of_replace(s: Any, old: Any = "", new: Any = "", count: int | None = None) -> int:
     found = s.count(old) if isinstance(s, bytes) else str(s).count(str(old))
     return _length(s) + (found if count is None or count < 0 else min(found, count)) * _length(new)
 
 
-def _size_of_batch(value: Any, linecount: Any = 0, fill_with: Any = None) -> int:
-    return _as_int(linecount) if fill_with is not None else 0
-
-
-def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: Any) -> int:
-    # every line needs an item, and is indented once for each level of the item
-    return (
-        0
-        if indent is None
-        else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _as_int(indent))
-    )
-
-
 def _size_of_round(value: Any, precision: Any = 0, method: str = "common") -> int:
     if abs(_as_int(precision)) > _MOST_DIGITS:
-        raise TooLargeError(
-            f"a number rounded to more than {_MOST_DIGITS:,} digits, expected fewer"
-        )
+        raise TooLargeError(f"computes a number rounded to more than {_MOST_DIGITS:,} digits")
     return 0
 
 
 def _size_of_translate(text: Any, table: Any = None) -> int:
     values = table.values() if isinstance(table, Mapping) else ()
     return len(text) * max((len(value) for value in values if isinstance(value, str)), default=1)
+
+
+def _width_of(indent: Any) -> int:
+    """Return the width of an indent, which is a text or a number of blanks."""
+    return len(indent) if isinstance(indent, str) else _as_int(indent)
 
 
 @pass_eval_context
@@ -286,14 +248,23 @@ def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
 
 
 _FILTERS: dict[str, Size] = {
-    "batch": _size_of_batch,
+    "batch": lambda value, linecount=0, fill_with=None: (
+        0 if fill_with is None else _as_int(linecount)
+    ),
     "center": lambda value, width=80: _as_int(width),
     "format": lambda value, *args, **kwargs: _size_of_percent(str(value), kwargs or args),
-    "indent": _size_of_indent,
+    "indent": lambda s, width=4, *_, **__: (
+        _length(s) + _width_of(width) * (len(str(s).splitlines()) + 1)
+    ),
     "replace": _size_of_replace,
     "round": _size_of_round,
-    "tojson": _size_of_json,
-    "wordwrap": _size_of_wordwrap,
+    # every line needs an item, and is indented once for each level of the item
+    "tojson": lambda value, ensure_ascii=False, indent=None, *_, **__: (
+        _MOST_ITEMS * _width_of(indent)
+    ),
+    "wordwrap": lambda s, width=79, long=True, wrapstring="", *_, **__: (
+        _length(s) * (1 + _length(wrapstring or ""))
+    ),
 }
 _METHODS: dict[str, Size] = {
     **dict.fromkeys(

@@ -19,11 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from decoding.errors import UserError
-from decoding.models.text import template_sandbox
-from decoding.models.text.template_sandbox import TooLargeError, TooMuchError, compile_bounded
+from decoding.models.text.template_sandbox import TooLargeError, compile_bounded
 
 MAX_SECONDS = 5.0  # CPU time of the rendering thread
 _CHECK_SECONDS = 0.25  # between two checks by the watching thread
+
+# raised by a template's code
+_FAILURES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError)
 
 Result = TypeVar("Result")
 
@@ -36,6 +38,9 @@ class _RenderState(threading.local):
 
 class _TooLongError(BaseException):
     """Raised in a thread whose rendering takes too long; `except Exception` does not catch it."""
+
+    def __str__(self) -> str:
+        return f"took more than {MAX_SECONDS:g} seconds for one chat"
 
 
 def render(
@@ -53,42 +58,24 @@ def render(
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     source = tokenizer.get_chat_template() if source is None else source
+
+    def apply() -> Any:
+        _here.rendering = True
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        finally:
+            _here.rendering = False
+
     try:
-
-        def apply() -> Any:
-            _here.rendering = True
-            try:
-                return tokenizer.apply_chat_template(
-                    list(messages),
-                    chat_template=source,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            finally:
-                _here.rendering = False
-
         return str(_watch.run(apply, MAX_SECONDS))
-    except _TooLongError:
-        raise UserError(
-            f"{where} took more than {MAX_SECONDS:g} seconds for one chat, expected fewer. Correct "
-            f"the template."
-        ) from None
-    except TooMuchError:
-        raise UserError(
-            f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, "
-            f"expected fewer. Correct the template."
-        ) from None
-    except TooLargeError as error:
-        raise UserError(f"{where} computes {error}. Correct the template.") from None
-    except (
-        TypeError,
-        AttributeError,
-        KeyError,
-        ArithmeticError,
-        RecursionError,
-        MemoryError,
-        ValueError,
-    ) as error:
+    except (_TooLongError, TooLargeError) as error:
+        raise UserError(f"{where} {error}, expected less. Correct the template.") from None
+    except (*_FAILURES, RecursionError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
             f"{where} fails on this chat ({reason}), expected a text. Correct the template."

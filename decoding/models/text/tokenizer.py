@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.models.folder import own_code_error, read_config, read_json
+from decoding.models.folder import read_config, read_json, untrusted_code_error
 from decoding.models.model_check import check_config
 from decoding.models.text.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
@@ -90,18 +90,14 @@ def _repair_of(
 
     The first time, a repair is reported on standard error.
     """
-    held = {
-        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
-    }
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    held = {file.name: file.read_bytes() for file in files}
     if MODEL not in held and CORE not in held:
         return None, None
-    model_type = (
-        read_config(folder).get("model_type") if (folder / "config.json").is_file() else None
-    )
-    digest = " ".join(
-        f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items()
-    )
-    digest += f" model_type:{model_type}"
+    is_model = (folder / "config.json").is_file()
+    model_type = read_config(folder)["model_type"] if is_model else None
+    hashes = [f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items()]
+    digest = " ".join([*hashes, f"model_type:{model_type}"])
     if digest in _repairs:
         return _repairs[digest], None
     tokenizer = _read(folder, trust_remote_code)
@@ -112,9 +108,7 @@ def _repair_of(
     except ModuleNotFoundError as error:
         if error.name != "sentencepiece":
             raise
-        note = (
-            f"its ids were not compared with {MODEL}, as the package sentencepiece is not installed"
-        )
+        note = f"its ids were not compared with {MODEL}: install sentencepiece for that"
     _repairs[digest] = repair
     if note and os.environ.get("RANK", "0") == "0":
         print(f"note: {folder}: {note}", file=sys.stderr)
@@ -133,7 +127,7 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
     # all types: transformers raises many for damaged files, and tokenizers bare Exceptions
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
-            raise own_code_error(folder) from error
+            raise untrusted_code_error(folder) from error
         _refuse_damaged(folder, trust_remote_code)
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer "

@@ -9,6 +9,7 @@ tokenizer.model, else by its tokenizer.json.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,11 +70,8 @@ class Difference:
 
     def __str__(self) -> str:
         """Describe the text and the ids from the first difference on."""
-        pairs = zip(self.found, self.expected)
-        first = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b),
-            min(len(self.found), len(self.expected)),
-        )
+        pairs = zip_longest(self.found, self.expected)
+        first = next(i for i, (a, b) in enumerate(pairs) if a != b)
         found, expected = (ids[first : first + _SHOWN] for ids in (self.found, self.expected))
         return f"the ids of {self.text!r} from place {first} on are {found}, expected {expected}"
 
@@ -95,12 +93,11 @@ def differences(encode: Encode, reference: Encode, texts: Iterable[str]) -> list
 
 def probes_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the probe texts, and probes with text before and after the special tokens."""
-    added = [
-        token.content
-        for _, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special
-    ]
-    special = list(dict.fromkeys([*filter(None, [tokenizer.eos_token]), *added]))[:_MOST_SPECIAL]
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    special = [token.content for _, token in added if token.special]
+    if tokenizer.eos_token:
+        special = list(dict.fromkeys([tokenizer.eos_token, *special]))
+    special = special[:_MOST_SPECIAL]
     return [*PROBES, *(form.format(token) for token in special for form in _AROUND_SPECIAL)]
 
 
@@ -136,38 +133,31 @@ def find_repair(
     from decoding.models.text.sentence_pieces import SentencePieces
 
     try:
-        references = [
-            SentencePieces(held[MODEL], added, convention, prefix) for convention in conventions
-        ]
+        references = [SentencePieces(held[MODEL], added, flag, prefix) for flag in conventions]
     except ValueError as error:
         raise UserError(
             f"{folder / MODEL}: is not a SentencePiece model ({error}). Copy it again, or remove "
             f"it if the model has a tokenizer of another kind."
         ) from error
     texts = probes_of(tokenizer)
-    found = [
-        (differences(encoder(tokenizer), reference.encode, texts), reference)
-        for reference in references
-    ]
+    ours = encoder(tokenizer)
+    found = [(differences(ours, each.encode, texts), each) for each in references]
     wrong, reference = min(found, key=lambda pair: len(pair[0]))
     bos, eos = _ends(tokenizer, settings) if rebuilt else ("", "")
     if rebuilt:
-        ends = cast(
-            list[int], tokenizer.convert_tokens_to_ids([token for token in (bos, eos) if token])
-        )
-        wrong += differences(
-            lambda text: cast(list[int], tokenizer(text)["input_ids"]), lambda _: ends, [""]
-        )
+        ends = cast(list[int], tokenizer.convert_tokens_to_ids([*filter(None, (bos, eos))]))
+        framed = cast(list[int], tokenizer("")["input_ids"])
+        wrong += differences(lambda _: framed, lambda _: ends, [""])
     if not wrong:
         return None
     _check_same_pieces(folder, tokenizer, reference, wrong[0])
     twin = _twin(folder, reference, texts, wrong[0])
-    twin.post_processor = (
-        _frame(tokenizer, bos, eos) if rebuilt else tokenizer.backend_tokenizer.post_processor
-    )
     kept = settings | {"legacy": reference.legacy}
     if rebuilt:
+        twin.post_processor = _frame(tokenizer, bos, eos)
         kept |= {"add_bos_token": bool(bos), "add_eos_token": bool(eos)}
+    else:
+        twin.post_processor = tokenizer.backend_tokenizer.post_processor
     return Repair(twin.to_str(), _settings(tokenizer, kept), _note(wrong[0], MODEL))
 
 
@@ -233,10 +223,8 @@ def _ends(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> tuple
 
 def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors.TemplateProcessing:
     """Return the post-processor that adds the tokens of beginning and end."""
-    ids = [
-        (token, tokenizer.convert_tokens_to_ids(token))
-        for token in dict.fromkeys(filter(None, (bos, eos)))
-    ]
+    tokens = [token for token in dict.fromkeys((bos, eos)) if token]
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens]
     return processors.TemplateProcessing(
         single=[*filter(None, (bos, "$A:0", eos))],
         pair=[*filter(None, (bos, "$A:0", eos, bos and f"{bos}:1", "$B:1", eos and f"{eos}:1"))],
@@ -247,10 +235,8 @@ def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors
 def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> str:
     """Return the folder's tokenizer_config.json with a class that loads tokenizer.json as it is."""
     kept = {key: value for key, value in settings.items() if key not in _REBUILDING}
-    named = {
-        role: getattr(tokenizer, role)
-        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
-    }
+    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+    named = {role: getattr(tokenizer, role) for role in roles}
     plain = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,

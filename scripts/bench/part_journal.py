@@ -1,7 +1,8 @@
-"""Journal of finished parts of a long benchmark, and differences paired over seeds.
+"""Journal of the finished parts of a long benchmark, and differences paired over seeds.
 
 A part is one student or one evaluation. A call with the same settings continues after the finished
-parts. Options that choose which parts run are no settings, so pieces may run one by one.
+parts. Options that only choose which parts run do not count as settings, so the parts may run in
+separate calls.
 """
 
 import hashlib
@@ -21,15 +22,15 @@ from jobs.config import plain
 from jobs.files import write_text
 from jobs.run_folder import git_revision
 
-# options that change no result
+# options that change no figure
 _NO_SETTINGS = ("work", "name", "cache_mb")
 
 
-class Kept:
-    """Figures of finished parts in WORK/<hash of the settings>/parts.jsonl."""
+class PartJournal:
+    """Journal of finished parts and their figures, WORK/<hash of the settings>/parts.jsonl."""
 
     def __init__(self, work: str, chosen: Any, parts: Collection[str]) -> None:
-        """Open the journal. parts: names of the options that choose which parts run."""
+        """Open the journal. parts: names of the options that only choose which parts run."""
         left_out = (*parts, *_NO_SETTINGS)
         settings = {key: value for key, value in plain(chosen).items() if key not in left_out}
         text = json.dumps(settings, sort_keys=True)
@@ -39,20 +40,20 @@ class Kept:
         self._path = self.folder / "parts.jsonl"
         if known := len(self.all()):
             hint = f"{self._path} (delete it to measure again)"
-            print(f"{known} parts were measured before: {hint}", file=sys.stderr)
+            print(f"{known} parts are already measured: {hint}", file=sys.stderr)
         others = [revision for revision in self.revisions() if revision != git_revision()]
         if others:
-            print(f"note: some of them on other code: {', '.join(others)}", file=sys.stderr)
+            print(f"note: some with other code: {', '.join(others)}", file=sys.stderr)
 
     def _records(self) -> list[dict[str, Any]]:
         return read_journal(self._path) if self._path.is_file() else []
 
     def all(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return (part, figures) of every finished part, earlier calls included."""
+        """Return (part, figures) of every finished part, in the order of measurement."""
         return [(record["part"], record["figures"]) for record in self._records()]
 
     def revisions(self) -> list[str]:
-        """Return the git revisions that the finished parts were measured on."""
+        """Return the git revisions of the code that measured the finished parts."""
         return sorted({str(record["git_revision"]) for record in self._records()})
 
     def figures(
@@ -62,7 +63,7 @@ class Kept:
         *given: Any,
         **named: Any,
     ) -> dict[str, Any]:
-        """Return a part's kept figures, or measure and keep them."""
+        """Return the figures of a part from the journal, or measure them and add them to it."""
         for known, figures in self.all():
             if known == part:
                 return figures
@@ -79,9 +80,9 @@ Difference = dict[str, float | int | None]
 
 
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
-    """Return the mean difference over common seeds, with Student's 95 % interval.
+    """Return the mean difference over the common seeds, with Student's 95 % interval.
 
-    One seed has no interval.
+    low and high are None for one seed.
     """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     mean = statistics.mean(differences) if differences else None
