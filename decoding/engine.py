@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.costs.measure import measure_costs, widths_to_time
 from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
@@ -27,7 +27,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.schedules.by_name import weighs_costs
+from decoding.schedules.by_name import decides_by_cost
 from decoding.values import check_value, quote
 
 
@@ -177,7 +177,7 @@ def with_costs(
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
         return settings
-    if not weighs_costs(drafter.capabilities, settings.schedule, settings.stopping):
+    if not decides_by_cost(drafter.capabilities, settings.schedule, settings.stopping):
         return settings
     rule = settings.verify if settings.temperature else "greedy"
     use = f"{settings.schedule}, {rule}, {batch_size}"
@@ -188,7 +188,7 @@ def with_costs(
                 drafter,
                 prompt or [0],
                 settings,
-                widths=weighed_widths(
+                widths=widths_to_time(
                     drafter, min(settings.num_draft_tokens, settings.max_new_tokens)
                 ),
                 batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""The protocols of decoding (Target, Drafter, Stopping) and the data that they exchange in a round.
+"""Protocols of decoding (Target, Drafter, Stopping) and the data that they exchange in a round.
 
 A round drafts, runs one target forward, verifies and commits:
 
@@ -9,8 +9,8 @@ A round drafts, runs one target forward, verifies and commits:
     drafter.observe(observation)
     drafter.rollback(target.lengths)
 
-A row's *sequence* is its prompt and the tokens emitted so far. No cache holds its last token, the
-*tip*, yet: the round's target forward runs over the tip and the drafted tokens.
+A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is not in
+the caches: the round's target forward runs over the tip and the drafted tokens.
 
 Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size, P
 nodes with children, K candidates.
@@ -25,8 +25,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# parent of a padding node, where only the device knows how many nodes a row has
+# parent of a padding node, if the host does not read the number of nodes
 NO_NODE = -2
+
+Tokens = Sequence[Sequence[int]]  # token ids of every row
 
 Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, with one wait
 
@@ -43,24 +45,22 @@ class Warper(Protocol):
 
     def probs(self, logits_RV: Tensor) -> Tensor:
         """Return the warped probabilities (R, V)."""
-        ...
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
         """Return unnormalised warped probabilities of each row's K highest logits."""
-        ...
 
 
 class Chooser(Protocol):
-    """Token choice of a round, for drafters and for verification rules alike.
+    """Token choice of a round, shared by drafters and verification rules.
 
-    Both therefore use the same warpers and the same keyed noise
-    (decoding/sampling/token_chooser.py). Depth 0 is the first drafted token.
+    Both use the same warpers and the same keyed noise (decoding/sampling/token_chooser.py). Depth 0
+    is the first drafted token.
     """
 
     rule: str  # "greedy", "token", "block", "coupled" or "typical"
     vocab_size: int
     device: torch.device
-    # settings and current round, from which another process can build an equal chooser
+    # settings and arguments of `begin`, from which another process builds an equal chooser
     spec: tuple[Any, str, int, int]
     begun: tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
@@ -68,126 +68,113 @@ class Chooser(Protocol):
     def warper(self) -> Warper: ...
     @property
     def processors(self) -> Any:
-        """Logits processors of this call (decoding/sampling/logits_processors.py), if any."""
-        ...
+        """Logits processors (decoding/sampling/logits_processors.py), or None."""
 
     @property
     def tests_q(self) -> bool:
-        """Whether the rule tests sampled tokens by p / q, so that proposals must carry q."""
-        ...
+        """Whether the rule tests sampled tokens by p / q, so proposals must carry q."""
 
     @property
     def depths(self) -> int:
-        """Number of depths that have shared noise in this round."""
-        ...
+        """Number of depths with shared noise in this round."""
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return the uniform keyed by seed, request, round, position, purpose and node."""
-        ...
 
     def draft_key(self, row: int, depth: int) -> int:
         """Return the key (seed, request, round, position) of a drafter's noise."""
-        ...
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return a drafter's next token (B,) of each row, and its q (B, V) if the rule tests q."""
-        ...
-
-    def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return `count` distinct children (B, P, count) of each node, and q if it is tested."""
-        ...
+        """Return each row's next draft token (B,), and q (B, V) if the rule tests it."""
 
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Sample `count` distinct tokens from q at each node; return them and their probabilities.
+        """Sample `count` distinct tokens from q at each node; return tokens and probabilities.
 
         The nodes are numbered from `first`.
         """
-        ...
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
-        """Return log probabilities (B, P, V) by which a drafter ranks the nodes' next tokens."""
-        ...
+        """Return log probabilities (B, P, V) that rank the children of each node."""
 
     def race(
         self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
     ) -> Tensor:
         """Return the tokens (B, N) that the shared noise selects at these depths."""
-        ...
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Measured milliseconds of a round's parts, which policies and planners weigh.
+    """Measured milliseconds of a round's parts, by which policies and planners decide.
 
     The *frontier* of a draft step is the number of nodes that it continues from: 1 in a chain, the
     beams of a beam search, the expanded nodes of a tree.
     """
 
-    # of a draft step with its samples and tree nodes; where the frontier matters, of the widest
+    # one draft step at the widest frontier, its samples and tree nodes included
     t_draft_ms: float
-    # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    # a target forward over n = 1, 2, ... new tokens; extrapolated through the last two
     t_target_ms: tuple[float, ...]
     overhead_ms: float = 0.0  # the rest of a round that drafts
-    plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
-    # Rows of the batch that was timed. One row's draft makes the round of all its rows more
-    # expensive, so rows of a batch decide together before the round, from what they have seen.
+    plain_overhead_ms: float | None = None  # the rest of a round that does not; None: the same
+    # Rows of the timed batch. One row's draft lengthens the round of all rows, so the rows of a
+    # batch decide together before the round, by past rounds.
     rows: int = 1
-    # (frontier, milliseconds of a step), narrowest first, linear in between; empty: all alike
+    # (frontier, milliseconds of a step) in increasing order, linear in between; empty if all steps
+    # cost the same
     t_draft_by_frontier_ms: tuple[tuple[int, float], ...] = ()
-    # with which `overhead_ms` was measured; None: the planner's choice by these costs
+    # frontier at which `overhead_ms` was measured; None: the planner's choice by these costs
     frontier: int | None = None
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
-        """Read what `dataclasses.asdict` gave, by way of JSON."""
+        """Return the costs from the JSON form of `dataclasses.asdict`."""
         steps = tuple((frontier, ms) for frontier, ms in entry.get("t_draft_by_frontier_ms", ()))
         values = {"t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_frontier_ms": steps}
         return cls(**{**entry, **values})
 
     @property
     def plain_ms(self) -> float:
-        """A round that does not draft."""
-        return self.target_ms(1) + (
-            self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
-        )
+        """Milliseconds of a round that does not draft."""
+        rest_ms = self.plain_overhead_ms
+        return self.target_ms(1) + (self.overhead_ms if rest_ms is None else rest_ms)
 
     def step_ms(self, frontier: float) -> float:
         """Return the milliseconds of a draft step with this (mean) frontier."""
         known = self.t_draft_by_frontier_ms
         if not known:
             return self.t_draft_ms
-        # In Python: it is asked several times a round, and numpy takes longer over one number than
-        # over a thousand.
+        # for a single number Python is faster than numpy
         for (fewer, less_ms), (more, more_ms) in pairwise(known):
             if frontier < more:
                 return less_ms + (more_ms - less_ms) * max(frontier - fewer, 0) / (more - fewer)
         return known[-1][1]
 
     def steps_ms(self, steps: int, frontier: int | None = None) -> float:
-        """Return the milliseconds of several draft steps: the first from the tip alone, the others
-        with this frontier (None: the widest).
+        """Return the milliseconds of draft steps, the first from the tip alone.
+
+        frontier: that of the other steps; None is the widest.
         """
         return self.step_ms(1) + (steps - 1) * (
             self.t_draft_ms if frontier is None else self.step_ms(frontier)
         )
 
     def with_slower_steps(self, ms: float) -> "RoundCosts":
-        """Return these costs with `ms` more a draft step."""
+        """Return costs with `ms` milliseconds more per draft step."""
         steps = tuple((frontier, step_ms + ms) for frontier, step_ms in self.t_draft_by_frontier_ms)
         return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_frontier_ms=steps)
 
     def round_ms(self, steps: int, nodes: int) -> float:
-        """A round of so many draft steps that has so many nodes verified."""
+        """Return the milliseconds of a round with these numbers of draft steps and nodes."""
         return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
 
     def drafted_ms(self, draft_ms: float, nodes: int) -> float:
-        """A round whose draft took so long, and that has so many nodes verified."""
+        """Return the milliseconds of a round whose draft takes `draft_ms`."""
         return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
 
     def target_ms(self, n: int) -> float:
-        """t_target(n)."""
+        """Return t_target(n) in milliseconds."""
         known = self.t_target_ms
         if n <= len(known):
             return known[n - 1]
@@ -197,39 +184,42 @@ class RoundCosts:
 
 @dataclass(frozen=True, slots=True)
 class TokenConfidence:
-    """Confidence of a sampled token: its probability, and the entropy in nats if it is needed."""
+    """Probability of a sampled token, and the entropy of its distribution in nats if needed."""
 
     confidence: float
     entropy: float = math.nan
 
 
 class Stopping(Protocol):
-    """A policy that ends the drafting of its row before the budget is spent."""
+    """Policy that may end a row's draft before its budget is spent."""
 
-    # Policies that read are *eager* on a GPU: each drafted token waits for the device. "nothing",
-    # "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+    # input of `more`: "nothing", "confidence" or "entropy"; for the latter two, every drafted token
+    # waits for the device
     reads: str
 
     def limit(self, budget: int) -> int:
-        """The most tokens to draft in the round that begins, at most `budget`."""
-        ...
+        """Begin a round; return its maximum draft length, at most `budget`."""
 
-    def more(self, depth: int, sign: TokenConfidence | None) -> bool:
-        """After `depth` drawn tokens, the last with this sign: draft another?"""
-        ...
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        """Return whether to draft another token after `depth` tokens, of which `token` is the last.
+
+        token: None if the policy reads nothing.
+        """
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a verified round."""
-        ...
+        """End a round with these numbers of drafted and accepted tokens."""
+
+
+Policies = Sequence[Stopping]  # one for every row
 
 
 @dataclass(frozen=True, slots=True)
 class TopRows:
-    """The distributions over few candidates that a tree's tokens were sampled from.
+    """Distributions over few candidates, from which a tree's tokens were sampled.
 
     Row 0 holds the distribution of the tip's children, row n + 1 that of node n's; rows of nodes
-    without children may be missing at the end. Siblings are ordered as they were sampled, without
-    replacement.
+    without children may be missing at the end. Siblings are in the order in which they were
+    sampled, without replacement.
 
     With a tail, the last candidate represents all tokens outside the other candidates: its
     probability is their sum, and its id is the token that was sampled from them.
@@ -250,26 +240,20 @@ class TopRows:
 class Proposal:
     """The tokens that a drafter proposes in one round: a chain or a tree."""
 
-    # rows with fewer than N tokens are padded on the right
-    tokens_BN: Tensor
-    # drafted tokens of each row; nodes past this count are not verified
-    counts_B: list[int]
+    tokens_BN: Tensor  # padded on the right
+    counts_B: list[int]  # drafted tokens of each row; nodes past this count are not verified
     # index of each node's parent, -1 for the tip, NO_NODE for padding; parents precede their
     # children. None: a chain.
     parents_BN: Tensor | None = None
     # distributions that the tokens were sampled from; None: point masses (greedy, coupled, n-gram)
     q_BNV: Tensor | None = None
-    # forwards of the draft model
-    steps: int = 0
-    # replaces q_BNV for a tree whose children were sampled from few candidates
-    q_top: TopRows | None = None
-    # the largest number of children of a node, for a tree with q_BNV
-    siblings: int = 0
-    # Maps the target's logits (B, N + 1, V) to tensors that the drafter reads back together with
+    steps: int = 0  # forwards of the draft model
+    q_top: TopRows | None = None  # replaces q_BNV if children were sampled from few candidates
+    siblings: int = 0  # maximum number of children of a node, for a tree with q_BNV
+    # Maps the target's logits (B, N + 1, V) to tensors that are copied to the host together with
     # the outcome; they arrive in `Observation.readback`.
     readback: Callable[[Tensor], Sequence[Tensor]] | None = None
-    # sum of the frontiers of all steps; 0: one node a step
-    frontiers: int = 0
+    frontiers: int = 0  # sum of the frontiers of all steps; 0: one node a step
 
     def counted(self) -> "Proposal | None":
         """Drop the nodes past every row's count; return None if no row has a drafted token.
@@ -286,95 +270,72 @@ class Proposal:
         return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
 
     def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
-        """Count each row's drafted tokens in a tree, excluding padding.
-
-        parents: `parents_BN` as lists.
-        """
+        """Return each row's number of drafted tokens without padding. parents: as lists."""
         pairs = zip(parents, self.counts_B, strict=True)
         return [sum(parent != NO_NODE for parent in row[:count]) for row, count in pairs]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The verdict on one round's proposal."""
+    """The result of verifying one round's proposal."""
 
-    # tokens gained by each row: the accepted ones, then one chosen by the target
-    tokens_B: list[list[int]]
-    # indices of the accepted nodes; None: the first `accepted` nodes of a chain
-    paths_B: list[list[int]] | None
+    tokens_B: list[list[int]]  # emitted: the accepted tokens, then one chosen by the target
+    paths_B: list[list[int]] | None  # accepted nodes; None: the first `accepted_B` of a chain
     accepted_B: list[int]
-    # tested tokens along the path: the accepted ones and the rejected one, if any
-    tested_B: list[int]
-    # drafted tokens, if the proposal's counts include padding; None: the proposal's counts
-    drafted_B: list[int] | None = None
+    tested_B: list[int]  # the accepted tokens and the rejected one, if any
+    drafted_B: list[int] | None = None  # None: the proposal's counts, which have no padding
 
 
 @dataclass(slots=True)
 class Observation:
-    """The data that a drafter may learn from after a round."""
+    """The data that a drafter receives after a round."""
 
     outcome: Outcome
-    # at the tip and the drafted tokens, (B, N + 1, V)
-    logits_BNV: Tensor
-    # at the same nodes; with `Capabilities.taps` the tapped states, concatenated
-    hidden_BNC: Tensor
-    # the tensors of `Proposal.readback`, as lists
-    readback: list[Any] = field(default_factory=list)
+    logits_BNV: Tensor  # of the tip and the drafted tokens, (B, N + 1, V)
+    hidden_BNC: Tensor  # at the same nodes; with `Capabilities.taps`, the tapped states
+    readback: list[Any] = field(default_factory=list)  # tensors of `Proposal.readback`, as lists
 
 
 class FrontierPlanner(Protocol):
-    """Choose how many nodes each draft step continues from, by measured costs."""
+    """Choice of the number of nodes that each draft step continues from, by measured costs."""
 
     def best_frontier(self, costs: RoundCosts) -> int:
         """Return the frontier with the most expected tokens per millisecond."""
-        ...
 
     def expected_rate(self, costs: RoundCosts) -> float:
         """Return the expected tokens per millisecond with the frontier of these costs."""
-        ...
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The abilities and needs of a drafter, by which the loop chooses its inputs and schedule."""
+    """Abilities and needs of a drafter, which determine its inputs and schedules."""
 
-    # "chain" or "tree"
-    shape: str = "chain"
-    # proposals carry the probabilities that the tokens were sampled from
-    has_q: bool = False
-    # reads the target's hidden states
-    needs_hidden: bool = False
-    # layers whose hidden states replace the one after the final norm, concatenated along the
-    # channels (see `Target.forward`)
-    taps: tuple[int, ...] = ()
-    # needs only the last hidden state of a prompt: `open` may be given that column alone
-    last_hidden: bool = False
-    # can draft while the target verifies
-    can_overlap: bool = False
-    # shapes its proposals by the measured costs of a round
-    needs_costs: bool = False
-    # what t_draft measures: one drafted "token", or a "round" (trees, one-pass drafters)
-    steps: str = "token"
-    # chains: the stopping policy decides after every token; if false, it only limits the length
-    # before a round
+    shape: str = "chain"  # or "tree"
+    has_q: bool = False  # proposals carry the probabilities that the tokens were sampled from
+    needs_hidden: bool = False  # reads the target's hidden states
+    taps: tuple[int, ...] = ()  # layers of these states, see `Target.forward`; (): the final norm
+    last_hidden: bool = False  # of a prompt only the last hidden state is needed
+    can_overlap: bool = False  # can draft while the target verifies
+    needs_costs: bool = False  # sizes its proposals by the measured costs of a round
+    steps: str = "token"  # unit of t_draft: a drafted "token" or a "round" (one-pass drafters)
+    # chains: whether stopping policies decide after every token, and not just before a round
     stops_by_token: bool = True
     # frontiers at which a draft step is timed, in increasing order; one if all steps cost the same
     frontiers: tuple[int, ...] = (1,)
-    # chooses among the frontiers by measured costs
-    frontier_planner: FrontierPlanner | None = None
+    frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
 
     def __post_init__(self) -> None:
         if self.taps and not self.needs_hidden:
             raise ValueError(
-                f"taps is {self.taps} without needs_hidden, but taps are hidden states. Set "
+                f"taps is {self.taps} but needs_hidden is False; taps are hidden states. Set "
                 f"needs_hidden=True."
             )
 
 
 class Target(Protocol):
-    """A causal LM with a KV cache whose rows have different lengths.
+    """A causal LM with a KV cache whose rows have separate lengths.
 
-    `forward` commits nothing; `commit` then keeps the tip and the accepted nodes.
+    `forward` changes no row's committed tokens; `commit` then keeps the tip and the accepted nodes.
     """
 
     @property
@@ -396,25 +357,22 @@ class Target(Protocol):
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in a row, prompt and output together."""
-        ...
 
     @property
     def lengths_B(self) -> list[int]:
         """Number of committed tokens in the cache, by row."""
-        ...
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows of `capacity` cache slots each (default: max_length)."""
-        ...
 
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """Return (logits_BNV, hidden_BNC) of new tokens after each row's committed ones.
 
-        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
-        tip, and always less than n; None is a chain. Rows with fewer tokens are padded on the
-        right with any id, and commit fewer.
+        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the last
+        committed token, and always less than n; None is a chain. Rows with fewer tokens are padded
+        on the right with any id, and commit fewer.
 
         hidden_BNC is the state after the final norm. With taps it is (B, N, len(taps) * C): the
         hidden states at these layers, concatenated in this order. Layers are numbered as in
@@ -422,54 +380,44 @@ class Target(Protocol):
         layers, and k = num_layers the state after the final norm. Raises UserError for a layer
         that does not exist or is named twice.
         """
-        ...
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, for prefill."""
-        ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward.
 
-        paths_BL: None means the chain 0, 1, 2, ...
+        paths_BL: None is the chain 0, 1, 2, ...
         """
-        ...
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """Roll rows back to at most these numbers of tokens."""
-        ...
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
-        ...
 
     def keep(self, row: int, name: int) -> None:
-        """Store a copy of a row's committed cache under a name, for `begin` to restore."""
-        ...
+        """Store a copy of a row's committed cache under a name."""
 
     def begin(self, row: int, name: int, length: int) -> None:
         """Fill an empty row with the first `length` tokens that `keep` stored under this name."""
-        ...
 
     def forget(self) -> None:
-        """Drop everything that `keep` stored."""
-        ...
+        """Drop all caches that `keep` stored."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return token embeddings (..., C)."""
-        ...
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
-        ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the rows of the running batch; the target verifies them.
+    """Proposer of tokens for the rows of a running batch.
 
-    Called in this order: `prepare` and `open` once; then in each round `propose`, `observe`,
+    The order of calls is: `prepare` and `open` once; then in each round `propose`, `observe`,
     `rollback`, and `select` if rows have finished. `resume` replaces `open` in a conversation.
     """
 
@@ -484,22 +432,17 @@ class Drafter(Protocol):
 
     def width(self, gamma: int) -> int:
         """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""
-        ...
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target that verifies the drafts, and the measured costs of a round, if any."""
-        ...
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Start rows with these prompts; no sequence will exceed `capacity` tokens.
 
         prefill_hidden_BNC: the target's hidden states of all prompt tokens except the last, if
         `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: the
         last of these states of each prompt.
         """
-        ...
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Continue the single row of `open` with a new prompt.
@@ -509,46 +452,35 @@ class Drafter(Protocol):
         (at least one), up to the prompt's second-to-last token. They cover all new tokens, unless
         `capabilities.last_hidden`.
         """
-        ...
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft at most budgets_B[b] tokens for row b; its stopping policy may end the draft."""
-        ...
 
     def observe(self, observation: Observation) -> None:
-        """Learn from the verified round.
+        """Use the results of a round, in which other drafters may have proposed for some rows.
 
-        Rows without tokens from this drafter may contain tokens from another one
-        (decoding/drafters/with_lookup.py).
+        See decoding/drafters/with_lookup.py.
         """
-        ...
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Drop cached tokens past these lengths, which count committed tokens without the tip."""
-        ...
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        ...
 
     def time_step(self, frontier: int = 1) -> None:
-        """Do the work of one draft step, for timing after `open`, without changing any state.
+        """Do the work of one draft step for timing, without a change of state.
 
-        frontier: one of `Capabilities.frontiers`. A step is defined by `Capabilities.steps`.
+        frontier: one of `Capabilities.frontiers`. `Capabilities.steps` defines a step.
         """
-        ...
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Return a boolean (B, N, N) that is true at [n, m] if node n is m or descends from it.
+    """Return a boolean (B, N, N) that is true at [n, m] if node n is m or a descendant of m.
 
-    The parent relation is squared repeatedly. Rows of padding are undefined.
+    It squares the parent relation repeatedly. Rows of padding are undefined.
     """
     B, N = parents_BN.shape
     device = parents_BN.device

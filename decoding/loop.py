@@ -17,7 +17,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
-from decoding.schedules.by_name import SCHEDULES, batch_type, usual_stopping
+from decoding.schedules.by_name import SCHEDULES, batch_type, default_stopping
 from decoding.stopping.policies import make_stopping
 from decoding.values import check_choice, is_int, quote
 from decoding.verification.rules import check_rule
@@ -71,7 +71,7 @@ def build_batch(
     keys = [noise.key(settings.seed, request) for request in ids]
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
-        policy = usual_stopping(drafter.capabilities, settings.schedule)
+        policy = default_stopping(drafter.capabilities, settings.schedule)
     per_token = not devices.runs_ahead(target.device)
     stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decoding.costs.prediction import Costs, best_gamma
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.self_speculation import FILE, write_skips
 from decoding.errors import UserError
@@ -75,12 +76,10 @@ class SubLayerCosts:
         The speedup is E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), where E(gamma) is the
         expected number of tokens per round. Overhead is not counted.
         """
-        found = []
-        for gamma in range(1, _LONGEST_DRAFT + 1):
-            tokens = sum(acceptance**k for k in range(gamma + 1))
-            spent = gamma * self.draft_ms(skips) + self.t_target_ms[gamma + 1]
-            found.append((tokens * self.t_target_ms[1] / spent, gamma))
-        return max(found)
+        t_1 = self.t_target_ms[1]
+        V = {n: self.t_target_ms[n] / t_1 for n in range(1, _LONGEST_DRAFT + 2)}
+        gamma, speedup = best_gamma([acceptance], Costs(self.draft_ms(skips) / t_1, V))
+        return speedup, gamma
 
 
 @dataclass(frozen=True)

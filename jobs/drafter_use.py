@@ -9,7 +9,7 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
-from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, usual_stopping
+from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
 from decoding.values import check_choice, check_value, whole_number
 
@@ -94,7 +94,8 @@ class DrafterUse:
 
     def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
         """Return a copy with the drafter's default stopping policy where none is given."""
-        return replace(self, stopping=self.stopping or usual_stopping(capabilities, self.schedule))
+        stopping = self.stopping or default_stopping(capabilities, self.schedule)
+        return replace(self, stopping=stopping)
 
 
 USE = tuple(field.name for field in fields(DrafterUse))

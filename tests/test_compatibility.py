@@ -48,8 +48,52 @@ RENAMED = {
     "plain-picked": "plain-top_k",
     "hot_top_p-drawn": "hot_top_p-sampled",
     "hot_top_p-picked": "hot_top_p-top_k",
+    "test_law_4_a_perfect_drafter_gains_its_closed_form": (
+        "test_law_4_a_perfect_drafter_has_its_closed_form"
+    ),
+    "test_choosing_among_drawn_children_breaks_law_3": (
+        "test_law_3_rejects_a_choice_among_sampled_children"
+    ),
+    "test_law_5_the_same_whatever_was_decoded_before": "test_law_5_earlier_requests_change_nothing",
+    "by_what_was_drawn": "choose_by_sampled_tokens",
+    "best_of_the_finished_tree": "keep_the_best_of_a_finished_tree",
     "pass_whole_tails": "accept_tails_untested",
     "draw_refused_ones_from_p": "sample_rejected_tails_from_p",
+    "test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target": (
+        "test_law_3_holds_for_a_drafter_with_another_vocabulary_size"
+    ),
+    "test_law_3_of_trees_where_the_host_runs_ahead": (
+        "test_law_3_holds_for_trees_if_the_host_runs_ahead"
+    ),
+    "test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round": (
+        "test_law_3_holds_if_a_batch_decides_before_the_round"
+    ),
+    "test_numbers_that_a_control_broke_are_the_ones_that_are_drawn": (
+        "test_batched_requests_use_the_noise_that_a_control_replaced"
+    ),
+    "test_a_perfect_drafter_gains_its_closed_form": "test_a_perfect_drafter_has_its_closed_form",
+    "test_a_drafter_that_is_never_right_changes_nothing": (
+        "test_an_adversarial_drafter_changes_nothing"
+    ),
+    "test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is": (
+        "test_an_adversarial_drafter_changes_no_sample"
+    ),
+    "test_a_perfect_model_is_right_at_least_once_a_round": (
+        "test_a_perfect_model_has_an_accepted_token_a_round"
+    ),
+    "test_law_3_rejects_the_uniform_that_the_published_code_uses_twice": (
+        "test_law_3_rejects_the_reused_uniform_of_the_published_code"
+    ),
+    "test_law_3_rejects_a_choice_that_drops_what_was_drafted": (
+        "test_law_3_rejects_dropping_a_sampled_chunk"
+    ),
+    "test_law_3_of_a_target_that_drafts_for_itself": "test_law_3_holds_for_self_speculation",
+    "test_law_3_rejects_changes_that_leave_the_drafted_tokens_out": (
+        "test_law_3_rejects_processors_without_drafted_tokens"
+    ),
+    "test_law_3_rejects_an_assumed_span_that_is_left_out": (
+        "test_law_3_rejects_processors_without_assumed_tokens"
+    ),
 }
 
 

@@ -1,8 +1,7 @@
 """Measured limits of the machine: the speed of plain memory reads and of a matrix product.
 
-A forward must read its weights and compute its products (decoding/costs/roofline.py), so its time
-can be compared with these limits. Only the fastest round of a measurement counts, since other
-processes slow the rest.
+The bytes and operations of a forward (decoding/costs/roofline.py) are compared with these limits.
+Only the fastest round of a measurement counts, since other processes slow the others.
 """
 
 import time
@@ -14,19 +13,18 @@ import torch
 
 from decoding import devices
 
-SLOW_YARDSTICK = "yardstick read slowly: not valid"  # for a share above 1, which is impossible
+# the text for a share above 1, which is impossible
+SLOW_YARDSTICK = "yardstick read slowly: not valid"
 MOST_BYTES = 1 << 28  # size of a reader: larger than caches, small compared with a large model
 SECONDS = 0.5  # for each measurement
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The fastest reads and products that were measured on this machine."""
+    """The speed of the fastest plain read and matrix product on this machine."""
 
-    # of plain reading
     bytes_a_second: float
-    # of a plain product; a multiplication and an addition count as two
-    operations_a_second: float
+    operations_a_second: float  # a multiplication and an addition count as two
 
 
 @torch.inference_mode()
@@ -35,8 +33,8 @@ def measure_limits(
 ) -> Limits:
     """Return the limits of a forward that reads `size_bytes` of weights, in about two seconds.
 
-    The limits are those of the fastest plain reader of the same number of bytes, and of a matrix
-    product. Weights that fit into the processor's cache are read from it, as are the reader's.
+    The reader reads the same number of bytes, so both find them in the processor's cache or
+    neither does.
     """
     plain = readers(min(size_bytes, MOST_BYTES), dtype, device)
     reading = max(held * _best(action, device, seconds) for action, held in plain.values())
@@ -56,7 +54,7 @@ def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
 def readers(
     size_bytes: int, dtype: torch.dtype, device: str
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return by name actions that only read `size_bytes` of memory, with the bytes they move."""
+    """Return actions by name that only read `size_bytes` of memory, with the bytes they move."""
     columns = 4096
     matrix = torch.ones(
         max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device

@@ -1,4 +1,4 @@
-"""Measure what a round costs on this machine: its parts, and the rest of a round."""
+"""Measure the costs of a round on this machine: its parts, and the rest of its time."""
 
 import math
 import time
@@ -9,43 +9,41 @@ from statistics import median
 from typing import TypeVar
 
 from decoding.costs.timing import rising, time_parts
-from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import WALL
 
-# The least that a draft step costs, as a share of its time when timed alone.
-CHEAPEST = 0.25
-# The most that a round may cost less than its parts, in target steps.
-SPARED = 0.25
-EVERY = 16  # drafted tokens up to which every width is timed
+CHEAPEST = 0.25  # minimum cost of a draft step, as a share of its time when timed alone
+SPARED = 0.25  # maximum time that a round saves over its parts, in target steps
+EVERY = 16  # draft length up to which every width is timed
 DEEP = RoundCosts(0.01, (1.0,))  # costs by which a planner always drafts to its limit
-LEAST_WINDOWS = 3  # so that the median ignores a bad one
+LEAST_WINDOWS = 3  # minimum at which the median ignores one outlier
 
 Window = TypeVar("Window")
 
 
-def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
-    """Give target and drafter the cores that they have while they decode, for timing.
+def bind_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
+    """Bind target and drafter to the cores on which they decode, for timing.
 
-    A drafter that works at the same time as the target leaves it the other cores.
+    Only a drafter that overlaps with the target has separate cores.
     """
     if schedule in WALL and isinstance(drafter, RemoteChain):
-        return lanes(drafter, target)
+        return separate_cores(drafter, target)
     return nullcontext()
 
 
-def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
-    """Return the numbers of new tokens at which the target is timed for a drafter's decisions.
+def widths_to_time(drafter: Drafter, deepest: int) -> list[int]:
+    """Return the numbers of new tokens at which to time the target for a drafter's decisions.
 
-    They are all widths of a usual chain, and some of longer or wider drafts.
+    They are all widths of a chain of at most `EVERY` tokens, and some of longer or wider drafts.
     """
     widest = max(deepest, drafter.width(deepest) if drafter.capabilities.needs_costs else 0) + 1
-    some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
-    every = min(deepest, EVERY) + 1
-    return sorted({*range(1, every + 1), *(n for n in some if every < n < widest), widest})
+    sparse = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
+    dense = min(deepest, EVERY) + 1
+    return sorted({*range(1, dense + 1), *(n for n in sparse if dense < n < widest), widest})
 
 
 def measure_costs(
@@ -64,11 +62,11 @@ def measure_costs(
 ) -> RoundCosts:
     """Return the costs of a round under these settings, from several windows of time.
 
-    There are `windows` of them, or as many as `seconds` allow, but at least three: the speed of a
-    machine changes from second to second, and one bad window would decide everything. Each window
-    times the parts (`repeats` of each, in turn) and then serial generations of `tokens` tokens at
-    fixed length: at the full draft length, at one token and without a draft. Their rounds take
-    longer than their parts by the rest (`with_rest`). `settled` combines the windows.
+    There are `windows` of them, or as many as `seconds` allow, but at least three, as the speed of
+    a machine changes from second to second. Each window times the parts (`repeats` of each, in
+    turn) and then serial generations of `tokens` tokens: at the full draft length, at one token and
+    without a draft. The rest of a round is the difference between its time and its parts
+    (`add_rest`). `combine_windows` combines the windows.
     """
     brief = replace(
         settings,
@@ -104,53 +102,53 @@ def measure_costs(
         plain = generation(None, 1)
         shallow = generation(drafter, 1) if settings.schedule == "serial" else None
         deep = generation(drafter, brief.num_draft_tokens)
-        return with_rest(costs, drafter, deep, shallow, plain)
+        return add_rest(costs, drafter, deep, shallow, plain)
 
-    with own_cores(target, drafter, settings.schedule):
+    with bind_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
         planner = drafter.capabilities.frontier_planner
         if planner is None:
-            return settled(_collect(window, windows, seconds))
-        # The planner chooses by the parts alone. The rest of a round may decide otherwise, so a
-        # frontier of one node is measured too, in turn.
+            return combine_windows(_collect(window, windows, seconds))
+        # The planner chooses by the parts alone. With the rest of a round another choice may be
+        # better, so a frontier of one node is also measured.
         frontiers = sorted({1, planner.best_frontier(timed())})
         found = _collect(lambda: [window(frontier) for frontier in frontiers], windows, seconds)
         return max(
-            (settled(of) for of in zip(*found, strict=True)),
+            (combine_windows(of) for of in zip(*found, strict=True)),
             key=lambda costs: planner.expected_rate(costs) * costs.target_ms(1),
         )
 
 
 def _collect(window: Callable[[], Window], most: int, seconds: float) -> list[Window]:
-    """Return windows measured one after another, until there are `most` or the time is over."""
+    """Measure windows one after another, until there are `most` or the time is over."""
     ends, found = time.perf_counter() + seconds, [window() for _ in range(min(most, LEAST_WINDOWS))]
     while len(found) < most and time.perf_counter() < ends:
         found.append(window())
     return found
 
 
-def with_rest(
+def add_rest(
     costs: RoundCosts,
     drafter: Drafter,
     deep: Generation,
     shallow: Generation | None,
     plain: Generation,
 ) -> RoundCosts:
-    """Return the costs of the parts with the rest that rounds of serial generations took.
+    """Return the costs of the parts with the rest of the rounds of serial generations.
 
-    What `deep` rounds have more of it than `shallow` ones is charged to their additional steps.
-    Where lanes overlap there is no shallow generation: part of the difference belongs to
-    verification, and a drafter's lane that is estimated too slow gets chunks that are too short.
-    A draft step of a worker costs its time in the deep generation by the worker's own clock, which
-    includes its samples; the message there and back is part of the rest, once a round.
+    The additional rest of `deep` rounds over `shallow` ones is charged to their additional steps.
+    Overlapped schedules have no shallow generation: part of the difference belongs to verification,
+    and overestimated draft steps would give chunks that are too short. A worker's draft step costs
+    its time in the deep generation by the worker's clock, sampling included; the messages belong to
+    the rest of a round.
     """
     if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
     rest_ms = _rest_ms(costs, deep)
     # A smaller difference in steps would measure noise.
     if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:
-        # It may be negative, as noise has both signs, and as consecutive steps find more of the
-        # drafter's weights in the caches than the timed ones did.
+        # Noise can make it negative, and so can consecutive steps, which find more of the
+        # drafter's weights in the caches than the timed steps.
         step_ms = (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow))
         step_ms = max(step_ms, (CHEAPEST - 1) * costs.step_ms(1))
         rest_ms -= step_ms * _steps(deep)
@@ -159,22 +157,22 @@ def with_rest(
 
 
 def _steps(done: Generation) -> float:
-    """Return the draft steps of a mean round."""
+    """Return the mean number of draft steps a round."""
     return done.draft_steps / done.rounds
 
 
 def _rest_ms(costs: RoundCosts, done: Generation) -> float:
-    """Return the time of a mean round that its parts do not explain."""
+    """Return the mean milliseconds of a round beyond its parts."""
     verified = costs.target_ms(1 + round(done.verified / done.rounds))
     draft_ms = _steps(done) * costs.step_ms(done.draft_frontiers / max(1, done.draft_steps))
     return 1000 * done.decode_seconds / done.rounds - draft_ms - verified
 
 
-def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
-    """Return costs that combine several windows.
+def combine_windows(windows: Sequence[RoundCosts]) -> RoundCosts:
+    """Combine the costs of several windows.
 
-    They are the medians of the ratios that do not depend on the machine's speed (c, V(n), the rest
-    over t_target(1)), times the median of t_target(1).
+    They are medians of ratios that do not depend on the machine's speed (c, V(n), the rest over
+    t_target(1)), times the median of t_target(1).
     """
     pace_ms = median(window.t_target_ms[0] for window in windows)
 
@@ -188,7 +186,7 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
 
     steps = middles([ms for _, ms in window.t_draft_by_frontier_ms] for window in windows)
     frontiers = [frontier for frontier, _ in windows[0].t_draft_by_frontier_ms]
-    least = -SPARED * pace_ms  # negative where the parts were overestimated: whole rounds count
+    least = -SPARED * pace_ms  # below 0, since the parts may be overestimated
     return RoundCosts(
         steps[-1] if steps else middle(*(window.t_draft_ms for window in windows)),
         middles(window.t_target_ms for window in windows),

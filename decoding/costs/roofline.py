@@ -18,23 +18,21 @@ from decoding.models.native.weights import NativeConfig
 class ForwardBudget:
     """The bytes and operations of one forward."""
 
-    # all matrices, but only the rows of the embedding table that are looked up
-    weight_bytes: int
-    # keys and values read
-    cache_bytes: int
-    # a multiplication and an addition count as two
-    operations: int
+    weight_bytes: int  # of all matrices, but only of the embeddings of the new tokens
+    cache_bytes: int  # keys and values read
+    operations: int  # a multiplication and an addition count as two
 
     @property
     def bytes_read(self) -> int:
+        """Bytes of weights, keys and values."""
         return self.weight_bytes + self.cache_bytes
 
     def seconds(self, bytes_a_second: float, operations_a_second: float) -> float:
-        """Return the minimum time: the longer of reading and computing, which overlap."""
+        """Return the minimum time: the longer of memory reads and products, which overlap."""
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
     def times(self, forwards: float) -> "ForwardBudget":
-        """Return the budget of this number of forwards, which may be a fraction."""
+        """Return the budget of `forwards` forwards, possibly a fraction."""
         return ForwardBudget(
             round(forwards * self.weight_bytes),
             round(forwards * self.cache_bytes),
@@ -71,8 +69,8 @@ def forward_budget(
 ) -> ForwardBudget:
     """Return the budget of a forward over `new_tokens` a row after `context` committed tokens.
 
-    Tokens and rows may be means over several forwards. skipped: number of attention and MLP
-    sub-layers that are left out.
+    Tokens and rows may be means over several forwards. skipped: numbers of skipped attention and
+    MLP sub-layers.
     """
     C, D = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * D, config.num_kv_heads * D

@@ -1,10 +1,11 @@
 """Time the parts of a round, back to back in one process at the shapes of real decoding.
 
-The results are medians after a warm-up. Widths and draft steps take turns, so that other processes
-disturb them equally. Several draft steps are timed in a row, as a chain takes them: the first one
-finds the target's weights in the caches, the others the drafter's.
+The results are medians after a warm-up. Widths and draft steps take turns, so other processes
+disturb them equally. Draft steps are timed several in a row, as in a chain: the first one finds the
+target's weights in the caches, the others the drafter's.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -39,25 +40,23 @@ class Parts:
     def costs(self) -> RoundCosts:
         """The costs for `stopping="cost_ratio"` and drafters, linear between timed widths.
 
-        A forward over more tokens takes no less time, nor does a step with a wider frontier. Where
-        the clock disagrees, isotonic regression averages the neighbors: a choice of lengths and
-        widths would otherwise follow the noise.
+        Isotonic regression keeps the time of a forward from decreasing with its tokens, and that
+        of a draft step with its frontier. Otherwise the choice of lengths would follow the noise.
         """
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
         every = np.interp(range(1, timed[-1] + 1), timed, smooth)
-        by_frontier = self.t_draft_by_frontier_ms
-        steps = tuple(
-            zip(sorted(by_frontier), rising([by_frontier[n] for n in sorted(by_frontier)]))
-        )
-        widest = steps[-1][1] if steps else self.t_draft_ms or 0.0
+        frontiers = sorted(self.t_draft_by_frontier_ms)
+        steps_ms = rising([self.t_draft_by_frontier_ms[n] for n in frontiers])
+        widest_ms = steps_ms[-1] if steps_ms else self.t_draft_ms or 0.0
+        steps = tuple(zip(frontiers, steps_ms))
         return RoundCosts(
-            widest, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
+            widest_ms, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
         )
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the rising sequence nearest to `values` in least squares.
+    """Return the nondecreasing sequence nearest to `values` in least squares.
 
     The algorithm is pool adjacent violators (Ayer et al. 1955).
     """
@@ -85,7 +84,7 @@ def time_parts(
     """Time a draft step and target forwards over `widths` new tokens.
 
     context: the number of committed tokens, by default the prompt's length. The prompt is repeated
-    or cut to fill it, in every row.
+    or truncated to this length in every row.
     """
     with Claim(target, drafter) as claim:
         claim.take()
@@ -97,15 +96,16 @@ def time_parts(
         inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
         seconds: dict[int, list[float]] = {n: [] for n in sizes}
         draft_seconds: dict[int, list[float]] = {n: [] for n in step_kinds}
-        for turn in range(warmup + repeats):
-            # A different frontier comes first each time, as it follows a wide forward.
-            for frontier in rotated(step_kinds, turn):
+        order = deque(step_kinds)
+        for _ in range(warmup + repeats):
+            for frontier in order:
                 assert drafter is not None
-                # Every frontier should find the same share of the target's weights in the caches.
+                # every frontier should find the same target weights in the caches
                 if len(step_kinds) > 1:
                     target.forward(inputs[1], None, taps)
                 devices.synchronize(target.device)
                 draft_seconds[frontier].append(_step_seconds(drafter, frontier, target.device))
+            order.rotate(-1)  # the first frontier follows a wide forward
             for n in sizes:
                 devices.synchronize(target.device)
                 began = perf_counter()
@@ -125,9 +125,9 @@ def time_parts(
 def _open(
     target: Target, drafter: Drafter | None, prompts_B: list[list[int]], room: int
 ) -> list[int]:
-    """Read the prompts without their last tokens; return the frontiers to time, none undrafted.
+    """Read the prompts without their last tokens; return the frontiers to time.
 
-    room: cache slots for what is not committed.
+    room: cache slots for uncommitted tokens.
     """
     capacity = len(prompts_B[0]) - 1 + room
     target.open(len(prompts_B), capacity)
@@ -143,16 +143,10 @@ def _open(
     return list(needs.frontiers)
 
 
-def rotated(values: list[int], by: int) -> list[int]:
-    """Return the values rotated to the left."""
-    first = by % len(values) if values else 0
-    return values[first:] + values[:first]
-
-
 def _step_seconds(drafter: Drafter, frontier: int, device: torch.device) -> float:
-    """Return the mean seconds of draft steps in a row.
+    """Return the mean seconds of several draft steps in a row.
 
-    A worker times its own steps: its message is part of the rest of a round.
+    A worker times its steps itself, since messages belong to the rest of a round.
     """
     steps = STEPS_IN_A_ROW if drafter.capabilities.steps == "token" else 1
     if isinstance(drafter, RemoteChain):

@@ -110,7 +110,7 @@ def check_folder(target_folder: str | Path, folder: str | Path) -> None:
 def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     """Return the class and options of a name, a folder or {"use": either, option: value}.
 
-    Nothing is loaded. Raises UserError for another value, an unknown option or a missing one.
+    It loads no weights. Raises UserError for another value, and for an unknown or missing option.
     """
     given = dict(asked) if isinstance(asked, Mapping) else {"use": asked}
     use = given.pop("use", None)
@@ -130,7 +130,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     refuse_unknown(f"drafter '{use}'", kind, given, options_of(kind) or set())
     if entry.needs and not options.get(entry.needs):
         raise UserError(
-            f"drafter '{use}' has no {entry.needs}, which is required: give a mapping, "
+            f"drafter '{use}' has no {entry.needs}, which is required. Give a mapping, "
             f"{{'use': '{name}', '{entry.needs}': ...}}."
         )
     if "folder" in options:

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.interfaces import (
     Capabilities,
     Chooser,
-    Observation,
+    Policies,
     Proposal,
-    RoundCosts,
-    Stopping,
     Target,
     TokenConfidence,
+    Tokens,
 )
 from decoding.models.folder import load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
@@ -32,7 +32,7 @@ from decoding.models.prefill import prefill
 from decoding.verification.nodes import at_nodes
 
 
-class ChainDrafter:
+class ChainDrafter(StatelessDrafter):
     """A causal LM that proposes chains. Hydra: `_target_: decoding.drafters.chain.ChainDrafter`."""
 
     capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
@@ -51,8 +51,8 @@ class ChainDrafter:
     ) -> None:
         """Load a model folder, or use a `model` in memory.
 
-        backend: None selects native for the families that it supports and hf for the others; hf
-        replaces an execution that it lacks by eager. execution: see `load_target`.
+        backend: None selects native for the families that it supports, and hf for others. The hf
+        backend replaces an execution that it lacks with eager. execution: see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -75,16 +75,7 @@ class ChainDrafter:
         self.num_layers, self.num_parameters = model.num_layers, model.num_parameters
         self._capacity = 0
 
-    def width(self, gamma: int) -> int:
-        """Return gamma, the length of the chain."""
-        return gamma
-
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: a chain drafter depends on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Read all prompt tokens except the last."""
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
@@ -110,11 +101,7 @@ class ChainDrafter:
         return tokens_BN.to(self.model.device)
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row; rows past this model's context get none."""
         counts_B = self._within_context(sequences_B, budgets_B)
@@ -123,13 +110,12 @@ class ChainDrafter:
         logits_BV = self._catch_up(sequences_B, counts_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
-        changes = (
-            chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
-        )
+        processors = chooser.processors
+        process = processors.drafting(sequences_B) if processors is not None else None
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
-            if changes is not None:
-                fitted_BV = changes(fitted_BV)
+            if process is not None:
+                fitted_BV = process(fitted_BV)
             tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:
@@ -137,35 +123,28 @@ class ChainDrafter:
             counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
             if max(counts_B) <= len(tokens):
                 break
-            if changes is not None:
-                changes.add(tokens_B)
+            if process is not None:
+                process.add(tokens_B)
             logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
-        return Proposal(
-            torch.stack(tokens, 1),
-            counts_B,
-            None,
-            torch.stack(rows_q, 1) if rows_q else None,
-            len(tokens),
-        )
+        q_BNV = torch.stack(rows_q, 1) if rows_q else None
+        return Proposal(torch.stack(tokens, 1), counts_B, None, q_BNV, len(tokens))
 
-    def _within_context(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]
-    ) -> list[int]:
+    def _within_context(self, sequences_B: Tokens, budgets_B: Sequence[int]) -> list[int]:
         return [
             max(0, min(b, self.model.max_length + 1 - len(s)))
             for s, b in zip(sequences_B, budgets_B, strict=True)
         ]
 
-    def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
+    def _catch_up(self, sequences_B: Tokens, counts_B: Sequence[int]) -> Tensor:
         """Read the unseen tokens; return logits_BV after the last one of each row that drafts."""
         lengths_B = self.model.lengths_B
         unseen_B = [
             list(s[length:]) if count else []
             for s, length, count in zip(sequences_B, lengths_B, counts_B)
         ]
-        # After rounds without a draft, a row may have so much to read that the padding of the
-        # longest row would not fit into the cache; then it reads in parts.
+        # After rounds without a draft, a row may have to read so many tokens that the padding of
+        # the other rows would not fit into the cache. It then reads them in parts.
         while max(len(unseen) for unseen in unseen_B) > (
             room := self._capacity - max(self.model.lengths_B)
         ):
@@ -190,9 +169,6 @@ class ChainDrafter:
             logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
         return logits_BV.to(chooser.device)
 
-    def observe(self, observation: Observation) -> None:
-        """Ignore the outcome: a chain drafter learns nothing."""
-
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Keep the tokens that the target kept."""
         self.model.truncate(lengths_B)
@@ -203,34 +179,36 @@ class ChainDrafter:
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over one token a row without committing it."""
-        self.model.forward(
-            torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)
-        )
+        self._time_forward(1)
+
+    def _time_forward(self, nodes: int) -> None:
+        B, device = len(self.model.lengths_B), self.model.device
+        self.model.forward(torch.zeros(B, nodes, dtype=torch.long, device=device))
 
 
 def _counts_after(
-    stopping_B: Sequence[Stopping],
+    stopping_B: Policies,
     depth: int,
     tokens_B: Tensor,
     q_BV: Tensor | None,
     logits_BV: Tensor,
     counts_B: list[int],
 ) -> list[int]:
-    """Return the rows' counts after their stopping policies' decisions at `depth`.
+    """Return the rows' draft lengths after their stopping policies' decisions at `depth`.
 
     A row that stops keeps its sampled tokens.
     """
-    signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
+    confidences_B = token_confidences(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
     return [
-        depth if count > depth and not policy.more(depth, sign) else count
-        for policy, sign, count in zip(stopping_B, signs_B, counts_B, strict=True)
+        depth if count > depth and not policy.more(depth, token) else count
+        for policy, token, count in zip(stopping_B, confidences_B, counts_B, strict=True)
     ]
 
 
-def signs(
+def token_confidences(
     reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
 ) -> list[TokenConfidence] | list[None]:
-    """Return what the policies read of sampled tokens, by q or else by the model's softmax."""
+    """Return the inputs of stopping policies, by q or else by the model's softmax."""
     if reads == "nothing":
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV

@@ -21,16 +21,9 @@ import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Observation,
-    Proposal,
-    RoundCosts,
-    Stopping,
-    Target,
-)
+from decoding.interfaces import Capabilities, Chooser, Observation, Policies, Proposal, Tokens
 
 Phrase = tuple[int, ...]
 
@@ -121,16 +114,15 @@ class GuessWindow:
         self.rows = [*self.rows[1:], list(next_tokens)]
 
 
-class Lookahead:
+class Lookahead(StatelessDrafter):
     """A drafter of the target's guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
 
-    ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
+    ngram: length of a phrase with its first token (the paper's level). columns: width of the
     window. candidates: maximum number of phrases that are stored for a token and verified in a
     round. from_text: also store the phrases of the prompt and the output.
     """
 
     capabilities = Capabilities(shape="tree", steps="round")
-    num_layers = num_parameters = 0
 
     def __init__(
         self,
@@ -145,33 +137,22 @@ class Lookahead:
                 f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; "
                 f"expected at least 2, 1 and 1. Increase the one below its minimum."
             )
-        self.ngram, self.columns, self.candidates, self.from_text, self.name = (
-            ngram,
-            columns,
-            candidates,
-            from_text,
-            name,
-        )
+        self.ngram, self.columns, self.candidates = ngram, columns, candidates
+        self.from_text, self.name = from_text, name
         self.pools: list[PhrasePool] = []
         self._windows: list[GuessWindow] = []
-        self._filed: list[int] = []
-        # nodes of the last row of this round's windows
-        self._ends: list[list[int]] = []
+        self._stored: list[int] = []  # positions up to which the text is in the pools
+        self._ends: list[list[int]] = []  # nodes of the last row of this round's windows
 
     def width(self, gamma: int) -> int:
         """Return the number of tokens of the candidates, at most gamma each, and the window."""
         return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
 
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: the pools depend on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Fill the windows with the prompts' tokens, and start empty pools."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
         self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
-        self._filed = [0] * len(prompts_B)
+        self._stored = [0] * len(prompts_B)
         self._ends = [[] for _ in prompts_B]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
@@ -179,11 +160,7 @@ class Lookahead:
         self.open([prompt], None, len(prompt))
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Propose the pool's phrases after each tip, then the windows, which are not counted."""
         trees, counts_B = [], []
@@ -191,8 +168,8 @@ class Lookahead:
             # A row without a budget is left unchanged, so that its pool does not depend on the
             # other rows of the batch.
             if self.from_text and budget:
-                self.pools[row].read(sequence, self._filed[row], self.ngram - 1)
-                self._filed[row] = max(0, len(sequence) - self.ngram + 1)
+                self.pools[row].read(sequence, self._stored[row], self.ngram - 1)
+                self._stored[row] = max(0, len(sequence) - self.ngram + 1)
             tree = TreeBuilder()
             for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
                 tree.add(phrase[:budget])
@@ -208,19 +185,15 @@ class Lookahead:
         (choices_BN,) = observation.readback or ([],)
         for row, ends in enumerate(self._ends):
             if ends:  # empty if the round had no window, since no row drafted
-                self._windows[row].advance(
-                    [choices_BN[row][end + 1] for end in ends], self.pools[row]
-                )
+                next_tokens = [choices_BN[row][end + 1] for end in ends]
+                self._windows[row].advance(next_tokens, self.pools[row])
             self._ends[row] = []
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep everything: pools hold emitted tokens and guesses."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.pools = [self.pools[row] for row in rows]
         self._windows = [self._windows[row] for row in rows]
-        self._filed = [self._filed[row] for row in rows]
+        self._stored = [self._stored[row] for row in rows]
         self._ends = [self._ends[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:

@@ -29,8 +29,9 @@ from decoding.interfaces import (
     Chooser,
     Observation,
     Outcome,
+    Policies,
     Proposal,
-    Stopping,
+    Tokens,
     ancestors,
 )
 from decoding.sampling.readback import DeviceReadback
@@ -41,11 +42,9 @@ from decoding.verification.follow import follow
 class DraftedRow:
     """A row's draft in the proposed tree."""
 
-    # nodes of the chain, and their tokens
-    chain: list[int]
-    tokens: list[int]
-    # nodes and tokens of each attached phrase, and the uncut phrase
-    suffixes: list[tuple[list[int], list[int], Phrase]]
+    chain: list[int]  # nodes of the chain
+    tokens: list[int]  # their tokens
+    suffixes: list[tuple[list[int], list[int], Phrase]]  # nodes and tokens of phrases, all tokens
 
 
 class Ouroboros(ChainDrafter):
@@ -85,9 +84,7 @@ class Ouroboros(ChainDrafter):
         """Return the number of tokens of the chain and of the attached phrases."""
         return gamma + self.suffixes * min(self.phrase_length, gamma)
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Open the model with room for the window, and empty pools."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase_length))
         self.inner.open(prompts_B, None, capacity)
@@ -100,11 +97,7 @@ class Ouroboros(ChainDrafter):
         self._drafted = [None]
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain with phrases at its end for each row within this model's context."""
         depths_B = self._within_context(sequences_B, budgets_B)
@@ -128,7 +121,7 @@ class Ouroboros(ChainDrafter):
         return proposal
 
     def _draft(
-        self, sequences_B: Sequence[Sequence[int]], wanted_B: Sequence[int], chooser: Chooser
+        self, sequences_B: Tokens, wanted_B: Sequence[int], chooser: Chooser
     ) -> tuple[list[list[int]], int]:
         """Return each row's next tokens by lookahead decoding, and the number of forwards."""
         logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)
@@ -137,13 +130,10 @@ class Ouroboros(ChainDrafter):
         drafted_B = [[first[0]] if wanted else [] for first, wanted in zip(first_B, wanted_B)]
         steps = 1
         while any(len(drafted) < wanted for drafted, wanted in zip(drafted_B, wanted_B)):
-            contexts_B = [
-                [*sequence, *drafted] for sequence, drafted in zip(sequences_B, drafted_B)
-            ]
-            left_B = [wanted - len(drafted) for drafted, wanted in zip(drafted_B, wanted_B)]
-            outcome = self._inner_round(
-                contexts_B, left_B, [len(drafted) for drafted in drafted_B], chooser
-            )
+            contexts_B = [[*text, *drafted] for text, drafted in zip(sequences_B, drafted_B)]
+            done_B = [len(drafted) for drafted in drafted_B]
+            left_B = [wanted - done for wanted, done in zip(wanted_B, done_B)]
+            outcome = self._inner_round(contexts_B, left_B, done_B, chooser)
             for drafted, new, left in zip(drafted_B, outcome.tokens_B, left_B):
                 drafted += new[:left] if left else []
             steps += 1
@@ -166,18 +156,15 @@ class Ouroboros(ChainDrafter):
         logits_BNV = self._fit(self.model.forward(known_BN, below_BN)[0], chooser)
         counted = proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        depths_BN = (
-            ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
-        )
+        done_B1 = devices.tensor(done_B, device)[:, None]
+        depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + done_B1
         readback = DeviceReadback(*argmax_tokens(logits_BNV))
         outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, readback)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
-        paths_BL = (
-            None
-            if outcome.paths_B is None
-            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
-        )
-        self.model.commit(paths_BL, kept_B)
+        paths_B = outcome.paths_B
+        if paths_B is not None:
+            paths_B = [[0, *(node + 1 for node in path)] for path in paths_B]
+        self.model.commit(paths_B, kept_B)
         self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, readback.drafter_values()))
         return outcome
 
@@ -186,9 +173,8 @@ class Ouroboros(ChainDrafter):
         """Return the model's token after each node: its argmax, or its choice by shared noise."""
         if chooser.rule != "coupled":
             return logits_BNV.argmax(-1)
-        return chooser.race(
-            logits_BNV, 0, depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
-        )
+        depths_BN = depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
+        return chooser.race(logits_BNV, 0, depths_BN)
 
     def observe(self, observation: Observation) -> None:
         """Store the target's tokens for the rejected part of the chain and for each phrase."""
@@ -199,15 +185,11 @@ class Ouroboros(ChainDrafter):
             chosen, pool = choices_BN[row], self.inner.pools[row]
             accepted = min(observation.outcome.accepted_B[row], len(drafted.chain))
             if accepted < len(drafted.chain):
-                corrections = [
-                    chosen[0 if n == 0 else drafted.chain[n - 1] + 1]
-                    for n in range(accepted, len(drafted.chain) + 1)
-                ]
+                nodes = [-1, *drafted.chain][accepted:]
+                corrections = [chosen[node + 1] for node in nodes]
                 # the last phrases of a short draft are prefixes
-                for at in range(len(corrections) - 1):
-                    pool.add(
-                        corrections[at], tuple(corrections[at + 1 : at + 1 + self.phrase_length])
-                    )
+                for at, first in enumerate(corrections[:-1], 1):
+                    pool.add(first, tuple(corrections[at : at + self.phrase_length]))
             for nodes, tokens, phrase in drafted.suffixes:
                 corrected = [chosen[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
@@ -224,9 +206,4 @@ class Ouroboros(ChainDrafter):
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one forward over a token, the window and a candidate without committing."""
-        width = 1 + self.inner.width(self.phrase_length)
-        self.model.forward(
-            torch.zeros(
-                len(self.model.lengths_B), width, dtype=torch.long, device=self.model.device
-            )
-        )
+        self._time_forward(1 + self.inner.width(self.phrase_length))

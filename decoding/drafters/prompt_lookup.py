@@ -1,4 +1,4 @@
-"""Lookup: find the last tokens earlier in the prompt or output, and propose what followed them.
+"""Lookup: find the last tokens earlier in the prompt or output, and propose their continuation.
 
 Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
 and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. Their
@@ -14,17 +14,10 @@ import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Observation,
-    Proposal,
-    RoundCosts,
-    Stopping,
-    Target,
-)
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Tokens
 from decoding.stopping.base import cut
 
 
@@ -73,15 +66,13 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
     return Proposal(devices.tensor(padded, chooser.device, torch.long), counts_B)
 
 
-class Lookup:
-    """A drafter that copies what followed the same suffix earlier in the row.
+class Lookup(StatelessDrafter):
+    """A drafter that copies the continuation of an earlier occurrence of the suffix.
 
     make_index: creates the index that finds the suffix.
     """
 
     capabilities = Capabilities(shape="chain", has_q=False, steps="round")
-    num_layers = 0
-    num_parameters = 0
 
     def __init__(self, name: str, make_index: Callable[[], Index]) -> None:
         self.name = name
@@ -89,16 +80,7 @@ class Lookup:
         self._indices: list[Index] = []
         self._opened: list[list[int]] = []
 
-    def width(self, gamma: int) -> int:
-        """Return gamma, the length of the chain."""
-        return gamma
-
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: a lookup depends on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Index the prompts."""
         self._opened = [list(prompt) for prompt in prompts_B]
         self._indices = [self._make_index() for _ in prompts_B]
@@ -110,13 +92,9 @@ class Lookup:
         self.open([prompt], None, len(prompt))
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Propose what followed the longest matching suffix.
+        """Propose the continuation of each row's longest earlier suffix.
 
         A match that reaches the end of the sequence is continued periodically.
         """
@@ -127,12 +105,6 @@ class Lookup:
             )
         ]
         return point_masses(drafted_B, chooser)
-
-    def observe(self, observation: Observation) -> None:
-        """Ignore the outcome: the index grows from the sequences."""
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep the index, which holds emitted tokens only."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

@@ -20,18 +20,12 @@ AUTO = "auto"  # a drafter's dtype: see decoding.models.native.linear.draft_dtyp
 class DrafterEntry:
     """One kind of drafter."""
 
-    # dotted name of the class
-    kind: str
-    # name of the required option
-    needs: str = ""
-    # model_type in config.json of the heads that it loads
-    model_type: str = ""
-    # a key of config.json that identifies its heads without a model_type
-    mark: str = ""
-    # dotted name of the head's training kind (training/heads/kind.py)
-    trained: str = ""
-    # defaults that differ from the class's
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # dotted name of the class
+    needs: str = ""  # name of the required option
+    model_type: str = ""  # of the heads that it loads, in config.json
+    mark: str = ""  # a key of config.json that identifies heads without a model_type
+    trained: str = ""  # dotted name of the head's training kind (training/heads/kind.py)
+    options: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the class
 
 
 DRAFTERS = {

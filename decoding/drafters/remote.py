@@ -1,9 +1,9 @@
 """A chain drafter in a separate process, so that it can draft while the target verifies.
 
-The worker holds the model and answers over a socket pair; tokens and counts are sent as lists, and
-q, if the rule tests it, as bytes. No random number is sent, since noise is a function of its key.
+The worker holds the model and answers over a socket pair. It sends q as an array if the rule tests
+it, and no random numbers, since noise is a function of its key.
 With `draft_cores` the worker is bound to some processor cores and the target's process to the
-others (`lanes`), one thread a core, since processes that share cores slow each other down.
+others (`separate_cores`), one thread a core, since processes that share cores slow each other down.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -19,26 +19,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.drafters.base import StatelessDrafter
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Observation,
-    Proposal,
-    RoundCosts,
-    Stopping,
-    Target,
-)
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Target, Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class RemoteChain:
+class RemoteChain(StatelessDrafter):
     """A ChainDrafter in a worker process. Hydra: `_target_: decoding.drafters.remote.RemoteChain`.
 
     draft_cores: processor cores of the worker, the last of this process's; 0 binds nothing. The
@@ -57,7 +49,7 @@ class RemoteChain:
                 f"{len(available)} cores to the target. Give draft_cores=0 to share all cores, or "
                 f"run on more cores."
             )
-        self.own_cores = available[:-draft_cores] if draft_cores else []
+        self.target_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "decoding.drafters.remote_process", str(theirs.fileno())]
@@ -73,26 +65,16 @@ class RemoteChain:
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
-        self._answers_due = False  # whether the answer to `begin` is still unread
+        self._answer_due = False  # whether the answer to `begin` is unread
         self._send((str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
-        # seconds of the last proposal, by the worker's clock
-        self.worker_seconds = 0.0
-        # of all proposals since `open`
-        self._chain_seconds, self._chain_steps = 0.0, 0
+        # by the worker's clock: seconds of the last proposal, and of all since `open`
+        self.worker_seconds = self._chain_seconds = 0.0
+        self._chain_steps = 0
 
-    def width(self, gamma: int) -> int:
-        """Return gamma, the length of the chain."""
-        return gamma
-
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore both: a chain drafter depends on neither."""
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Make the worker read all prompt tokens except the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
@@ -104,17 +86,13 @@ class RemoteChain:
         self._call("resume", list(prompt), kept)
 
     def _drop_answer(self) -> None:
-        if self._answers_due:  # left by a decode that failed between `begin` and `finish`
+        if self._answer_due:  # a decode failed between `begin` and `finish`
             self.enough()
-            self._answers_due = False
+            self._answer_due = False
             self._receive()
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row and wait for it."""
         self.begin(sequences_B, budgets_B, stopping_B, chooser)
@@ -122,9 +100,9 @@ class RemoteChain:
 
     def begin(
         self,
-        sequences_B: Sequence[Sequence[int]],
+        sequences_B: Tokens,
         budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
+        stopping_B: Policies,
         chooser: Chooser,
         least: int | None = None,
     ) -> None:
@@ -138,18 +116,11 @@ class RemoteChain:
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
-        asked = (
-            sequences_B,
-            list(budgets_B),
-            list(stopping_B),
-            chooser.spec,
-            chooser.begun,
-            penalty,
-            least,
-        )
-        self._send(("propose", asked))
-        self._answers_due = True
-        self._device, self._asked_B = chooser.device, stopping_B
+        begun, policies_B = chooser.begun, list(stopping_B)
+        request = (sequences_B, list(budgets_B), policies_B, chooser.spec, begun, penalty, least)
+        self._send(("propose", request))
+        self._answer_due = True
+        self._device, self._policies_B = chooser.device, stopping_B
 
     def enough(self) -> None:
         """Make the worker end its current chain."""
@@ -158,24 +129,15 @@ class RemoteChain:
     def finish(self) -> Proposal:
         """Return the chains that `begin` started."""
         answer = self._receive()
-        self._answers_due = False
-        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
-        self._chain_seconds, self._chain_steps = (
-            self._chain_seconds + self.worker_seconds,
-            self._chain_steps + steps,
-        )
-        for policy, returned in zip(self._asked_B, policies_B, strict=True):
+        self._answer_due = False
+        tokens, counts_B, steps, q, policies_B, self.worker_seconds = answer
+        self._chain_seconds += self.worker_seconds
+        self._chain_steps += steps
+        for policy, returned in zip(self._policies_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
         tokens_BN = devices.tensor(tokens, self._device, torch.long).view(len(counts_B), -1)
-        if q_bytes is None:
-            return Proposal(tokens_BN, counts_B, steps=steps)
-        q_BNV = devices.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(
-            *tokens_BN.shape, -1
-        )
+        q_BNV = None if q is None else devices.tensor(q, self._device)
         return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
-
-    def observe(self, observation: Observation) -> None:
-        """Ignore the outcome: a chain drafter learns nothing."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Keep the tokens that the target kept."""
@@ -192,7 +154,7 @@ class RemoteChain:
     def time_steps(self, count: int) -> float:
         """Return the seconds of several forwards by the worker's clock, excluding messages.
 
-        A chain needs one message, whatever its length.
+        A chain of any length needs one message.
         """
         return float(self._call("time_steps", count))
 
@@ -245,20 +207,20 @@ class MultiProcessTarget(Protocol):
 
 
 @contextmanager
-def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
+def separate_cores(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     """Bind this process to the cores that the worker does not use, one thread a core.
 
     The binding ends with the `with` block. The processes of a parallel target share these cores.
     Raises UserError if there are fewer cores than processes.
     """
-    if not drafter.own_cores:
+    if not drafter.target_cores:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     ranks = target.ranks if isinstance(target, MultiProcessTarget) else None
-    own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
-    os.sched_setaffinity(0, own_cores)
-    torch.set_num_threads(min(threads, len(own_cores)))
+    target_cores = drafter.target_cores if ranks is None else ranks.bind(drafter.target_cores)
+    os.sched_setaffinity(0, target_cores)
+    torch.set_num_threads(min(threads, len(target_cores)))
     try:
         yield
     finally:

@@ -27,32 +27,20 @@ class _UntilMessage(Fixed):
     def __init__(self, least: int, pipe: Connection) -> None:
         self._least, self._pipe = least, pipe
 
-    def more(self, depth: int, sign: TokenConfidence | None) -> bool:
+    def more(self, depth: int, token: TokenConfidence | None) -> bool:
+        """Return whether the chain is too short or no message has arrived."""
         return depth < self._least or not self._pipe.poll()
 
 
 class _Worker:
-    """The requests that the worker process answers, by method."""
+    """The model of the worker process, and its answers to requests."""
 
     def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
         self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
         self._choosers: dict[Any, TokenChooser] = {}
 
-    def about(self) -> dict[str, Any]:
-        drafter = self.drafter
-        return {
-            "name": drafter.name,
-            "num_layers": drafter.num_layers,
-            "num_parameters": drafter.num_parameters,
-        }
-
-    def open(self, prompts_B: list[list[int]], capacity: int) -> None:
-        self.drafter.open(prompts_B, None, capacity)
-
-    def resume(self, prompt: list[int], kept: int) -> None:
-        self.drafter.resume(prompt, kept, None)
-
     def time_steps(self, count: int) -> float:
+        """Return the seconds of `count` forwards over one token."""
         began = perf_counter()
         for _ in range(count):
             self.drafter.time_step()
@@ -69,6 +57,7 @@ class _Worker:
         repetition_penalty: float,
         least: int | None,
     ) -> Any:
+        """Draft chains for `RemoteChain.begin`; return what `RemoteChain.finish` reads."""
         began = perf_counter()
         key = (spec, repetition_penalty)
         if key not in self._choosers:
@@ -84,17 +73,8 @@ class _Worker:
         )
         chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
-        q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
-        seconds = perf_counter() - began
-        return (
-            chunk.tokens_BN.tolist(),
-            chunk.counts_B,
-            chunk.steps,
-            q_bytes,
-            dtype,
-            stopping_B,
-            seconds,
-        )
+        tokens, seconds = chunk.tokens_BN.tolist(), perf_counter() - began
+        return tokens, chunk.counts_B, chunk.steps, q, stopping_B, seconds
 
 
 @torch.inference_mode()
@@ -109,15 +89,17 @@ def serve(pipe: Connection) -> None:
     except UserError as error:
         pipe.send(("error", str(error)))
         return
-    pipe.send(("value", worker.about()))
+    drafter = worker.drafter
+    about = {key: getattr(drafter, key) for key in ("name", "num_layers", "num_parameters")}
+    pipe.send(("value", about))
     silent: dict[str, Callable[..., Any]] = {
-        "rollback": worker.drafter.rollback,
-        "select": worker.drafter.select,
+        "rollback": drafter.rollback,
+        "select": drafter.select,
+        "enough": lambda: None,  # arrived after its chain was complete
     }
-    silent["enough"] = lambda: None  # arrived after its chain was complete
     answers: dict[str, Callable[..., Any]] = {
-        "open": worker.open,
-        "resume": worker.resume,
+        "open": lambda prompts_B, capacity: drafter.open(prompts_B, None, capacity),
+        "resume": lambda prompt, kept: drafter.resume(prompt, kept, None),
         "propose": worker.propose,
         "time_steps": worker.time_steps,
     }

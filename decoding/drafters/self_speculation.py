@@ -17,7 +17,15 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Chooser, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Policies,
+    Proposal,
+    RoundCosts,
+    Target,
+    Tokens,
+)
 from decoding.models.native.model import NativeTarget, Skips
 
 FILE = "skips.json"
@@ -27,8 +35,7 @@ class SelfSpeculation(ChainDrafter):
     """The target with skipped sub-layers.
 
     Hydra: `_target_: decoding.drafters.self_speculation.SelfSpeculation`. skips: a skips.json or
-    its folder; otherwise give `attention` and `mlp`, the layers (from 0) whose sub-layer is
-    skipped.
+    its folder. Without it, `attention` and `mlp` are the layers (from 0) with a skipped sub-layer.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True)
@@ -74,9 +81,7 @@ class SelfSpeculation(ChainDrafter):
             self._target, self._view = target, None
         self.num_layers = target.num_layers - len(self.skips) // 2
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Share the cache of the target, which has read the prompts."""
         assert self._target is not None, "prepare() comes before open()"
         self._capacity = capacity
@@ -95,11 +100,7 @@ class SelfSpeculation(ChainDrafter):
         self._follow()
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row after the target's committed tokens."""
         self._follow()
@@ -130,7 +131,7 @@ def read_skips(path: str | Path) -> Skips:
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
-    """Write a skip set and information about it."""
+    """Write a skip set, with the fields of `about`."""
     path.write_text(
         json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
         encoding="utf-8",

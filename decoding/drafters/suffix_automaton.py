@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class SuffixAutomaton:
-    """An index of where the longest matching suffix of a sequence was last followed by a token.
+    """An index of the last earlier occurrence of a sequence's longest repeated suffix.
 
     Each state represents a set of substrings that end at the same positions; its suffix link leads
     to the longest of their suffixes that also ends elsewhere.
@@ -18,16 +18,12 @@ class SuffixAutomaton:
         self.min_match = min_match
         self._next: list[dict[int, int]] = [{}]
         # of each state: suffix link, length of the longest substring, position of its last token
-        self._link, self._length, self._end = (
-            [-1],
-            [0],
-            [-1],
-        )
-        self._last = 0  # the state of the whole sequence
+        self._link, self._length, self._end = [-1], [0], [-1]
+        self._last = 0  # the state of the complete sequence
         # state and length of the longest suffix that occurred before
         self._state = self.matched = 0
         self._follows: int | None = None
-        self._read = 0
+        self._read = 0  # tokens in the index
 
     def find(self, sequence: Sequence[int]) -> int | None:
         """Return the position after the longest suffix's earlier occurrence.
@@ -50,7 +46,7 @@ class SuffixAutomaton:
             self._state, self.matched = self._next[self._state][token], self.matched + 1
 
     def _record_match(self, position: int) -> None:
-        """Record what followed the match, and that it now ends here too."""
+        """Store the position after the match's earlier occurrence, and its new end."""
         while self._state and self.matched <= self._length[self._link[self._state]]:
             self._state = self._link[self._state]  # the state of the match was split
         self._follows = self._end[self._state] + 1 if self._state else None
@@ -70,7 +66,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, at: int, token: int) -> int:
-        """Return the state of (longest substring of `at`) + token, split off if it is shared."""
+        """Return the state of (longest substring of `at`) + token; split it off if it is shared."""
         old = self._next[at][token]
         if self._length[old] == self._length[at] + 1:
             return old

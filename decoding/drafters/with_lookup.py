@@ -26,10 +26,11 @@ from decoding.interfaces import (
     Chooser,
     Drafter,
     Observation,
+    Policies,
     Proposal,
     RoundCosts,
-    Stopping,
     Target,
+    Tokens,
     TopRows,
 )
 from decoding.stopping.base import cut
@@ -67,9 +68,7 @@ class LookupFirst:
         """Prepare the drafter."""
         self.drafter.prepare(target, costs)
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Open the drafter and index the prompts."""
         self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
@@ -80,11 +79,7 @@ class LookupFirst:
         self._indices = [SuffixAutomaton(self.min_match)]
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Propose copied tokens for rows with a match, and the drafter's tokens for the others."""
         copied_B = [
@@ -143,21 +138,17 @@ def check_lookup_before(kind: type) -> None:
 
     Lookup needs a model that drafts while the target waits.
     """
-    why = ""
-    if issubclass(kind, (Lookup, LookupFirst)):
-        why = "already looks up by itself"
-    elif issubclass(kind, Lookahead):
-        why = "has no draft model"
-    elif issubclass(kind, RemoteChain):
-        why = (
-            "drafts while the target verifies, and the lookup cannot be rolled back when a chunk "
-            "is discarded"
-        )
-    if why:
-        raise UserError(
-            f"lookup= needs a model that drafts in turn with the target, but {kind.__name__} "
-            f"{why}. Omit lookup=."
-        )
+    reasons: dict[tuple[type, ...], str] = {
+        (Lookup, LookupFirst): "already looks up by itself",
+        (Lookahead,): "has no draft model",
+        (RemoteChain,): "drafts while the target verifies, and a lookup cannot be rolled back",
+    }
+    for kinds, reason in reasons.items():
+        if issubclass(kind, kinds):
+            raise UserError(
+                f"lookup= needs a model that drafts in turn with the target, but {kind.__name__} "
+                f"{reason}. Omit lookup=."
+            )
 
 
 def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
@@ -166,55 +157,49 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
     Copied tokens are point masses.
     """
     width = max(drafted.tokens_BN.shape[1], copied.tokens_BN.shape[1])
-    sides_BN = [
-        F.pad(side.tokens_BN, (0, width - side.tokens_BN.shape[1])) for side in (drafted, copied)
-    ]
     is_copied_B1 = devices.tensor(copied.counts_B, chooser.device)[:, None] > 0
-    merged = Proposal(
-        torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
-        [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)],
-        steps=drafted.steps,
-        frontiers=drafted.frontiers,
-        siblings=drafted.siblings,
-        readback=drafted.readback,
+    tokens_BN = torch.where(
+        is_copied_B1, _widen(copied.tokens_BN, width), _widen(drafted.tokens_BN, width)
     )
+    counts_B = [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)]
+    merged = replace(drafted, tokens_BN=tokens_BN, counts_B=counts_B)
     if drafted.parents_BN is not None:
-        parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)
         assert copied.parents_BN is not None
-        chain_BN = F.pad(copied.parents_BN, (0, width - copied.parents_BN.shape[1]), value=-1)
+        chain_BN, parents_BN = _widen(copied.parents_BN, width), _widen(drafted.parents_BN, width)
         merged.parents_BN = torch.where(is_copied_B1, chain_BN, parents_BN)
+    is_copied_B11 = is_copied_B1[:, :, None]
     if drafted.q_BNV is not None:
-        q_BNV = F.pad(drafted.q_BNV, (0, 0, 0, width - drafted.q_BNV.shape[1]))
-        masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, merged.tokens_BN[:, :, None], 1.0)
-        merged.q_BNV = torch.where(is_copied_B1[:, :, None], masses_BNV, q_BNV)
+        q_BNV = _widen(drafted.q_BNV, width)
+        masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, tokens_BN[:, :, None], 1.0)
+        merged.q_BNV = torch.where(is_copied_B11, masses_BNV, q_BNV)
     if drafted.q_top is not None:
-        merged.q_top = _with_masses(
-            drafted.q_top, merged.tokens_BN, is_copied_B1[:, :, None], chooser.vocab_size
-        )
+        merged.q_top = _with_masses(drafted.q_top, tokens_BN, is_copied_B11, chooser.vocab_size)
     return merged
 
 
+def _widen(values: Tensor, width: int) -> Tensor:
+    """Pad the second dimension with zeros, which no row counts."""
+    after = [0, 0] * (values.dim() - 2)
+    return F.pad(values, [*after, 0, max(width - values.shape[1], 0)])
+
+
 def _with_masses(
-    drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int
+    sampled: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int
 ) -> TopRows:
-    """Return `drawn` with point masses in the rows of copied chains.
+    """Return `sampled` with point masses in the rows of copied chains.
 
     Node n of a chain is the only child of the node before it, and row n holds its distribution.
     """
-    _, P, K = drawn.ids_BPK.shape
-    N = tokens_BN.shape[1]
-    ids_BPK, probs_BPK = (
-        F.pad(part, (0, 0, 0, max(N - P, 0))) for part in (drawn.ids_BPK, drawn.probs_BPK)
-    )
-    tokens_BP = F.pad(tokens_BN, (0, max(P - N, 0)))
+    P, K = max(sampled.ids_BPK.shape[1], tokens_BN.shape[1]), sampled.ids_BPK.shape[2]
+    ids_BPK, probs_BPK = _widen(sampled.ids_BPK, P), _widen(sampled.probs_BPK, P)
     # the ids of a row must be distinct; those after the token have probability 0
     others_K = torch.arange(K, device=tokens_BN.device)
-    mass_BPK = torch.zeros_like(probs_BPK)
-    mass_BPK[:, :, 0] = 1.0
+    copied_BPK = (_widen(tokens_BN, P)[:, :, None] + others_K) % vocab_size
+    masses_BPK = (others_K == 0).to(probs_BPK.dtype).expand_as(probs_BPK)
     # the tail of a copied row has no weight
-    tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))
+    tail_BPV = None if sampled.tail_BPV is None else _widen(sampled.tail_BPV, P)
     return TopRows(
-        torch.where(is_copied_B11, (tokens_BP[:, :, None] + others_K) % vocab_size, ids_BPK),
-        torch.where(is_copied_B11, mass_BPK, probs_BPK),
+        torch.where(is_copied_B11, copied_BPK, ids_BPK),
+        torch.where(is_copied_B11, masses_BPK, probs_BPK),
         tail_BPV,
     )

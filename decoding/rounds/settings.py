@@ -36,8 +36,8 @@ class Settings:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     # The policy (decoding.stopping.policies.NAMES) that may end a draft before num_draft_tokens.
-    # None is the drafter's usual policy (decoding.schedules.by_name.usual_stopping) if `costs` are
-    # given, and "fixed" otherwise.
+    # None: with `costs` the drafter's default (decoding.schedules.by_name.default_stopping), else
+    # "fixed".
     stopping: str | None = None
     # threshold of the policies that have one; None takes the policy's default
     stopping_threshold: float | None = None

@@ -126,19 +126,6 @@ class TokenChooser:
         # NaN has no weight and would sample past the vocabulary; the round rejects NaN later.
         return draw(probs_BV, uniforms_B).clamp_(max=probs_BV.shape[-1] - 1), probs_BV
 
-    def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return `count` distinct children (B, P, count) of each node, and q (B, P, V) if tested.
-
-        They are sampled without replacement. Greedy decoding takes the top-k tokens, and shared
-        noise the tokens with the highest p / E.
-        """
-        if self.rule in ("greedy", *LOSSY):
-            return logits_BPV.topk(count, dim=-1).indices, None
-        if self.rule == "coupled":
-            return self._race_at(logits_BPV, depth).topk(count, dim=-1).indices, None
-        probs_BPV = self.warper.probs(logits_BPV)
-        return self.draw_children(probs_BPV, count, depth)[0], probs_BPV
-
     def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
         """Return the keys (B, P) of (seed, request, round, position, node) for nodes' children."""
         rows = range(len(self._round_keys_B))

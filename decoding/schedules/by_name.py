@@ -21,15 +21,15 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
-NON_LEARNING = ("fixed", "confidence")  # policies that learn nothing from a round
+NON_LEARNING = ("fixed", "confidence")  # policies without state
 
 
-def usual_stopping(capabilities: Capabilities, schedule: str) -> str:
-    """Return the stopping policy for a drafter when the settings name none.
+def default_stopping(capabilities: Capabilities, schedule: str) -> str:
+    """Return the default stopping policy of a drafter.
 
-    It is `cost_ratio` for tokens that are sampled one by one from a known distribution, else
-    `fixed`: trees and lookups are proposed at once, and an overlapped schedule chooses the length
-    of its chunks.
+    It is `cost_ratio` for tokens that are sampled one by one from a known distribution. Otherwise
+    it is `fixed`: trees and lookups are proposed at once, and overlapped schedules choose the
+    length of their chunks.
     """
     return "cost_ratio" if token_by_token(capabilities) and schedule == "serial" else "fixed"
 
@@ -44,12 +44,12 @@ def token_by_token(capabilities: Capabilities) -> bool:
     )
 
 
-def weighs_costs(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
-    """Return whether the drafter or its policy decides by measured costs.
+def decides_by_cost(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
+    """Return whether the drafter, its policy or its schedule decides by measured costs.
 
-    stopping: None is the usual policy.
+    stopping: None is the default policy.
     """
-    policy = stopping or usual_stopping(capabilities, schedule)
+    policy = stopping or default_stopping(capabilities, schedule)
     return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
 
 
@@ -71,9 +71,8 @@ def batch_type(
         )
     if not drafter.capabilities.can_overlap:
         raise UserError(
-            f"schedule '{schedule}' needs a drafter that can overlap: a chain drafter whose model "
-            f"runs in parallel with the target and can drop a discarded chunk from its cache. "
-            f"'{drafter.name}' cannot. Use schedule=serial."
+            f"schedule '{schedule}' needs a chain drafter that runs in parallel with the target, "
+            f"found '{drafter.name}'. Use schedule=serial."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
         raise UserError(
@@ -87,8 +86,8 @@ def batch_type(
         )
     if stopping not in NON_LEARNING:
         raise UserError(
-            f"schedule '{schedule}' drafts a chunk before the previous one is verified, so "
-            f"stopping '{stopping}' cannot learn from it. Use {' or '.join(NON_LEARNING)}."
+            f"schedule '{schedule}' drafts before the previous chunk is verified, so stopping "
+            f"cannot be '{stopping}', which learns from rounds. Use {' or '.join(NON_LEARNING)}."
         )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(

@@ -8,10 +8,10 @@ new chunk; otherwise the chunk's first token replaces the bonus token. There are
 without pre-verify a new chunk is assumed completely and tested in the next round; without post-
 verify nothing is drafted while assumed tokens are tested.
 
-The clock is VIRTUAL: the two lanes (draft, target) run one after the other, each on the whole
-machine, and a round counts the longer lane plus the work that cannot overlap. Tokens and acceptance
-are real; the time is that of two such machines. On a GPU a round waits for the end of each lane, to
-time it, and once for the outcome and the new chunk's tokens.
+The clock is VIRTUAL: the two lanes (draft, target) run one after the other on the complete machine,
+and a round counts the longer lane plus the work that cannot overlap. Tokens and acceptance are
+real; the time is that of two such machines. On a GPU a round waits for the end of each lane, for
+its time, and once for the outcome and the new chunk's tokens.
 
 Unlike the published code, this version is exact: no two tests or drafts share a uniform, every
 token is tested, and a stop token inside the span ends the row.
@@ -34,12 +34,11 @@ from decoding.sampling.readback import DeviceReadback
 
 @dataclass(slots=True)
 class Lane:
-    """The tokens that a row assumes: drafted after its tip, not tested yet, and their q."""
+    """The assumed tokens of a row: drafted after its tip and not tested yet."""
 
     tokens: list[int] = field(default_factory=list)
     q_AV: Tensor | None = None
-    # rounds of the schedule, including those without a target forward
-    turns: int = 0
+    turns: int = 0  # rounds of the schedule, including those without a target forward
 
 
 @dataclass(slots=True)
@@ -52,14 +51,11 @@ class LaneSeconds:
 
 
 class Pearl(Batch):
-    """The rows of a batch under PEARL's schedule, with a virtual clock."""
+    """The rows of a batch on PEARL's schedule, with a virtual clock."""
 
-    pre_verify = True
-    post_verify = True
-    # whether the schedule runs only one prompt at a time
-    one_row = False
-    # tokens of the next chunk; None: gamma
-    chunk: int | None = None
+    pre_verify = post_verify = True
+    one_row = False  # whether the schedule runs one prompt at a time
+    chunk: int | None = None  # length of the next chunk; None: gamma
 
     def width(self) -> int:
         """Return the maximum number of assumed tokens plus a full chunk."""
@@ -74,6 +70,7 @@ class Pearl(Batch):
         """Run both lanes in turn, verify, and count the longer lane's seconds."""
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
+        chunk = chunk if chunk is not None and max(chunk.counts_B) else None
         steps = chunk.steps if chunk is not None else 0
         # a drafter at the end of its context proposes no tokens to assume
         if forward is None and chunk is None:
@@ -119,11 +116,7 @@ class Pearl(Batch):
         drafted_at = perf_counter()
         forward = self._verify_lane(fresh=request is not None)
         draft, target = drafted_at - began, perf_counter() - drafted_at
-        return (
-            chunk if chunk is not None and max(chunk.counts_B) else None,
-            forward,
-            LaneSeconds(draft, target, max(draft, target)),
-        )
+        return chunk, forward, LaneSeconds(draft, target, max(draft, target))
 
     @staticmethod
     def _kept(sequence: list[int], lane: Lane) -> int:
@@ -135,9 +128,8 @@ class Pearl(Batch):
 
         The chunk follows the assumed tokens.
         """
-        contexts_B = [
-            row.sequence + lane.tokens for row, lane in zip(self.rows, self.lanes, strict=True)
-        ]
+        pairs = zip(self.rows, self.lanes, strict=True)
+        contexts_B = [row.sequence + lane.tokens for row, lane in pairs]
         turns_B = [lane.turns for lane in self.lanes]
         for lane in self.lanes:
             lane.turns += 1
@@ -175,9 +167,7 @@ class Pearl(Batch):
         """
         fresh_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
         firsts = [count > 0 for count in fresh_B]
-        counts_B = [
-            len(lane.tokens) + first for lane, first in zip(self.lanes, firsts, strict=True)
-        ]
+        counts_B = [len(lane.tokens) + first for lane, first in zip(self.lanes, firsts)]
         width = max(counts_B)
         # The new chunk is still on the device, where its first token is inserted.
         padded = [lane.tokens + [0] * (width + 1 - len(lane.tokens)) for lane in self.lanes]
@@ -185,15 +175,12 @@ class Pearl(Batch):
         if chunk is not None:
             # rows without a new chunk write to the unused last column
             places = [
-                [len(lane.tokens) if first else width]
-                for lane, first in zip(self.lanes, firsts, strict=True)
+                [len(lane.tokens) if first else width] for lane, first in zip(self.lanes, firsts)
             ]
-            tokens_BX.scatter_(
-                1, devices.tensor(places, self.target.device), chunk.tokens_BN[:, :1]
-            )
-        return Proposal(
-            tokens_BX[:, :width], counts_B, None, self._window_q(chunk, firsts, width)
-        ), firsts
+            places_B1 = devices.tensor(places, self.target.device)
+            tokens_BX.scatter_(1, places_B1, chunk.tokens_BN[:, :1])
+        q_BNV = self._window_q(chunk, firsts, width)
+        return Proposal(tokens_BX[:, :width], counts_B, None, q_BNV), firsts
 
     def _window_q(self, chunk: Proposal | None, firsts: list[bool], width: int) -> Tensor | None:
         """Return the distributions (B, width, V) that the window's tokens were sampled from.
@@ -245,13 +232,12 @@ class Pearl(Batch):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))
             passed = accepted == window.counts_B[b]
+            tokens_B.append(outcome.tokens_B[b])
+            lane.tokens, lane.q_AV = [], None
             # There are no logits after a new chunk's first token, so there is no bonus token;
             # the rest of the chunk is assumed instead.
-            tokens_B.append(
-                outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b]
-            )
-            lane.tokens, lane.q_AV = [], None
             if passed and firsts[b] and chunk is not None:
+                tokens_B[b] = tokens_B[b][:-1]
                 lane.tokens = chunk_B[b][1 : chunk.counts_B[b]]
                 lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, 1 : chunk.counts_B[b]]
         self.target.commit(None, kept_B)
@@ -278,9 +264,8 @@ class Pearl(Batch):
             generation.draft_steps += steps
             generation.draft_frontiers += steps
             if generation.rounds == 1 and not generation.first_token_seconds:
-                generation.first_token_seconds = (
-                    generation.prefill_seconds + generation.decode_seconds
-                )
+                seconds = generation.prefill_seconds + generation.decode_seconds
+                generation.first_token_seconds = seconds
 
 
 class PearlWithoutPre(Pearl):

@@ -1,24 +1,23 @@
-"""PEARL+: for each request and cycle, the schedule with the most expected tokens per millisecond.
+"""PEARL+: run each cycle on the schedule with the most expected tokens per millisecond.
 
-PEARL (Liu et al. 2025, arXiv 2408.11850) spends a whole target forward on one token in pre-verify,
-and fixes its chunk. That loses to serial decoding where the drafter is fast or often wrong. Here
-every cycle (from one empty draft to the next) begins with a choice, by closed forms of the
-request's own acceptance so far and of the measured costs:
+PEARL (Liu et al. 2025, arXiv 2408.11850) spends a complete target forward on one token in
+pre-verify, and its chunks have a fixed length. It loses to serial decoding if the drafter is fast
+or inaccurate. Here every cycle, from one empty draft to the next, begins with a choice by closed
+forms of the request's acceptance rates and the measured costs:
 
-- serial: draft, then verify, nothing at the same time;
+- serial: draft, then verify, without overlap;
 - pearl: pre-verify and post-verify;
-- eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is
-  drafted.
+- eager: draft a chunk instead of a pre-verify, then verify it while the next one is drafted.
 
-The draft length is part of the choice: where the lanes overlap, the best one keeps the drafter
-busy until the target is done. It is chosen for every chunk, the schedule for every cycle. A choice
-depends on verified tokens and on the clock, never on unverified drafts, so all rules keep their
-laws. With given costs and on the virtual clock it depends on the tokens alone, and the same seed
-gives the same text under every rule.
+The schedule is chosen for every cycle, the draft length for every chunk: with overlap, the best
+length keeps the drafter busy until the target is done. A choice depends on verified tokens and the
+clock, never on unverified drafts, so all rules keep their laws. With given costs on the virtual
+clock it depends on tokens alone, and the same seed gives the same text under every rule.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from time import perf_counter
 
 from decoding.interfaces import Drafter, RoundCosts, Target
@@ -28,31 +27,34 @@ from decoding.schedules.pearl import LaneSeconds, Pearl
 from decoding.schedules.pearl_wall import PearlWall
 from decoding.stopping.planner import DecayedRate
 
-HIGHEST = 0.995  # acceptance in the closed forms, whose cycles never end at 1
+# Limits of acceptance in the closed forms: at 1 a cycle never ends.
+LOWEST, HIGHEST = 0.01, 0.995
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Chances that a drafted token is accepted.
+    """Acceptance rates by the token before.
 
-    Acceptance comes in runs, so a single number would underestimate long chunks.
+    Acceptance is correlated, so a single rate would underestimate long chunks.
     """
 
     first: float  # after a token of the target
-    next: float  # after an accepted one
+    next: float  # after an accepted token
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, its draft length and their expected rate."""
+    """A schedule and its draft length, with the expected tokens per millisecond."""
 
     mode: str  # serial, pearl or eager
     gamma: int
-    rate: float  # tokens a millisecond
+    rate: float
 
 
-def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
-    """Return the tokens per millisecond of E(gamma) / (gamma t_draft + t_target(gamma + 1))."""
+def serial_rate(
+    chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float = 0.0, rest_ms: float = 0.0
+) -> float:
+    """Return the tokens per millisecond of serial rounds, which do not overlap."""
     tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
     return tokens / costs.round_ms(gamma, gamma)
 
@@ -62,8 +64,8 @@ def pearl_rate(
 ) -> float:
     """Return the tokens per millisecond of PEARL's cycle.
 
-    It has 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds.
-    rest_ms: the time of a round of two lanes that is in neither lane.
+    It has 1 / first pre-verify rounds of one token and 1 / (1 - next^gamma) post-verify rounds.
+    overlap: the hidden share of the shorter lane. rest_ms: the time of a round outside both lanes.
     """
     before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
     tokens = before + 1 / (1 - chance.next)
@@ -76,8 +78,8 @@ def eager_rate(
 ) -> float:
     """Return the tokens per millisecond of the eager cycle.
 
-    A chunk is drafted alone, a round tests it and the next chunk's first token, and post-verify
-    rounds follow.
+    A chunk is drafted alone; a round tests it and the next chunk's first token; post-verify rounds
+    follow.
     """
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
@@ -92,44 +94,46 @@ def eager_rate(
     return tokens / (spent + (1 + later) * rest_ms)
 
 
-@lru_cache(maxsize=4096)
-def choose(
-    first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
-) -> dict[str, Choice]:
-    """Return the best draft length of each schedule at these chances.
-
-    Results are cached, so the arguments should be rounded.
-    """
-    chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
-    best = {}
-    for mode, rate in (
-        ("serial", partial(serial_rate, chance, costs=costs)),
-        ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
-        ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
-    ):
-        best[mode] = max(
-            (Choice(mode, g, rate(g)) for g in range(1, longest + 1)),
-            key=lambda choice: choice.rate,
-        )
-    return best
-
-
-def _coarse(share: float) -> float:
-    """Return a share rounded to 1/40, so that choices are found in the cache."""
-    return round(40 * share) / 40
-
-
 def _lanes(drafted: int, width: int, costs: RoundCosts, overlap: float) -> float:
     """Return the milliseconds of both lanes: their sum less the hidden share of the shorter one."""
     draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
     return draft_ms + target_ms - overlap * min(draft_ms, target_ms)
 
 
+RATES: dict[str, Callable[[Acceptance, int, RoundCosts, float, float], float]] = {
+    "serial": serial_rate,
+    "pearl": pearl_rate,
+    "eager": eager_rate,
+}
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> dict[str, Choice]:
+    """Return the best draft length of each schedule at these acceptance rates.
+
+    Results are cached, so the arguments should be rounded.
+    """
+    chance = Acceptance(*(min(max(rate, LOWEST), HIGHEST) for rate in (first, next_)))
+    best = {}
+    for mode, rate in RATES.items():
+        rates = {g: rate(chance, g, costs, overlap, rest_ms) for g in range(1, longest + 1)}
+        gamma = max(rates, key=rates.__getitem__)
+        best[mode] = Choice(mode, gamma, rates[gamma])
+    return best
+
+
+def _coarse(share: float) -> float:
+    """Round a share to 1/40, which lets `choose` find it in its cache."""
+    return round(40 * share) / 40
+
+
 class PearlPlus(Pearl):
-    """One row under the fastest schedule, on a virtual clock."""
+    """One row on the fastest schedule, with a virtual clock."""
 
     one_row = True
-    overlap = 1.0  # the virtual clock's
+    overlap = 1.0  # of the virtual clock
 
     def __init__(
         self,
@@ -140,25 +144,28 @@ class PearlPlus(Pearl):
         on_tokens: OnTokens | None,
     ) -> None:
         super().__init__(target, drafter, rows, settings, on_tokens)
-        assert settings.costs is not None, "decoding.schedules.by_name asks for them"
+        assert settings.costs is not None, "decoding.schedules.by_name checks them"
         self._costs = settings.costs
         self.overall, self.first, self.next = DecayedRate(), DecayedRate(), DecayedRate()
-        self.chosen: list[Choice] = []  # of all cycles
-        self._deciding = 0.0  # seconds of this round
+        self.chosen: list[Choice] = []  # by cycle
+        self._deciding = 0.0  # seconds of this round's choice
 
     def _round(self) -> None:
-        """Choose at the start of a cycle, then run a round of PEARL with its states on or off."""
+        """Choose a schedule if a cycle begins, then run a round of it."""
         began = perf_counter()
-        choices = self._choices()
+        overall = self.overall.value
+        first, next_ = (_coarse(rate.value_with(overall)) for rate in (self.first, self.next))
+        overlap, rest_ms = _coarse(self._measured_overlap()), self._rest_ms()
+        choices = choose(first, next_, self.gamma, self._costs, overlap, rest_ms)
         self._deciding = perf_counter() - began
         if not self.lanes[0].tokens:
             choice = max(choices.values(), key=lambda choice: choice.rate)
             self.chosen.append(choice)
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
             self._fresh = True
-        # A cycle keeps its schedule, but each chunk has the best length of the moment: a run of
+        # A cycle keeps its schedule, but each chunk has the best length at that time: a run of
         # accepted tokens lengthens them.
-        self._ask_for(choices[self.chosen[-1].mode].gamma)
+        self._set_length(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
         accepted, tested = generation.accepted, generation.tested
         super()._round()
@@ -174,49 +181,36 @@ class PearlPlus(Pearl):
             return
         firsts = int(self._fresh)
         self._fresh = False
-        # All decay: what a choice no longer tests returns to its prior, and is tried again.
+        # All rates decay, so a rate that is no longer tested returns to its prior and is retried.
         self.overall.update(accepted, tested)
         self.first.update(min(accepted, firsts), firsts)
         self.next.update(accepted - min(accepted, firsts), tested - firsts)
 
-    def _ask_for(self, gamma: int) -> None:
+    def _set_length(self, gamma: int) -> None:
         """Set the length of the next chunk."""
         self.chunk = gamma
-
-    def _choices(self) -> dict[str, Choice]:
-        """Return the best draft length of each schedule for this request."""
-        overall = self.overall.value
-        first, next_ = (_coarse(rate.value_with(overall)) for rate in (self.first, self.next))
-        return choose(
-            first,
-            next_,
-            self.gamma,
-            self._costs,
-            _coarse(self._measured_overlap()),
-            self._rest_ms(),
-        )
 
     def _measured_overlap(self) -> float:
         return self.overlap
 
     def _rest_ms(self) -> float:
-        """Return the time of a round of two lanes that is in neither lane."""
+        """Return the time of a round outside both lanes."""
         return max(0.0, self._costs.overhead_ms)
 
 
 class PearlPlusWall(PearlPlus, PearlWall):
     """PEARL+ with the drafter in a worker; the overlap and the rest of a round are measured.
 
-    The rest of a serial round does not measure the rest of one with two lanes: it includes the
-    message to the worker and back, which overlapping lanes hide.
+    The rest of a serial round differs from that of a round with two lanes: it includes the message
+    to the worker and back, which overlapping lanes hide.
 
-    A chunk that is drafted while the target verifies continues past its best length until the
-    target is done, as these tokens are free. Chunks then end by the clock, which does not change
-    greedy and coupled outputs. Token verification keeps the chosen length, and with it the same
-    text for the same seed and choices.
+    A chunk that is drafted during verification continues past its best length until the target is
+    done, since these tokens are free. Chunks then end by the clock, which does not change greedy
+    and coupled outputs. Token verification keeps the chosen length, so the same seed and choices
+    give the same text.
 
-    A worker and a target with separate cores keep them in serial cycles too: changing threads costs
-    more than such a cycle gains.
+    A worker and a target with separate cores keep them in serial cycles: changing the number of
+    threads costs more than such a cycle gains.
     """
 
     overlap = 0.9  # until it is measured
@@ -227,28 +221,28 @@ class PearlPlusWall(PearlPlus, PearlWall):
     def _rest_ms(self) -> float:
         if not self._verifying:
             return super()._rest_ms()
-        # In steps of the target, so that the machine's pace drops out.
-        return self._costs.target_ms(1) * _coarse(self._beside / self._verifying)
+        # in units of target steps, which cancels the machine's speed
+        return self._costs.target_ms(1) * _coarse(self._rest / self._verifying)
 
-    def _ask_for(self, gamma: int) -> None:
-        """Ask for at least gamma tokens, and for more while the target is busy anyway."""
+    def _set_length(self, gamma: int) -> None:
+        """Set the length of the next chunk, as a minimum while the target is busy."""
         overlaps = self.post_verify and (self.pre_verify or bool(self.lanes[0].tokens))
         continues = overlaps and self.chooser.rule in ("greedy", "coupled")
         self.chunk, self.least = (None, gamma) if continues else (gamma, None)
 
     def open(self) -> None:
-        """Open as PEARL does, and reset what is measured."""
-        # seconds of lanes that ran at the same time, and of the shorter lanes
+        """Open as PEARL does, and reset the measurements."""
+        # seconds during which both lanes ran, and seconds of the shorter lanes
         self._hidden = self._shorter = 0.0
-        # of rounds with two lanes: seconds beside them, and in the target's lane
-        self._beside = self._verifying = 0.0
+        # of rounds with two lanes: seconds outside both, and in the target's lane
+        self._rest = self._verifying = 0.0
         super().open()
 
     def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
-        """Charge a round as PEARL+ does; rounds with two lanes measure the overlap and the rest."""
+        """Charge a round as PEARL+ does; measure the overlap and the rest with two lanes."""
         super()._charge(rows, steps, took, rest)
         if took.draft > 0 and took.target > 0:
             self._hidden += took.draft + took.target - took.both
             self._shorter += min(took.draft, took.target)
-            self._beside += rest + self._deciding
+            self._rest += rest + self._deciding
             self._verifying += took.target

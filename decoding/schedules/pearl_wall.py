@@ -1,11 +1,8 @@
-"""PEARL on two workers: the drafter's process drafts while this one verifies, and the clock is the
-wall's.
+"""PEARL with the drafter in a worker process, on the wall clock.
 
-The same schedule as decoding/schedules/pearl.py, token for token. What the lanes take from each
-other (memory bandwidth, cores, the way between them) is in the time, and how much they really
-overlap is in the
-counts: `draft_seconds` of the worker, `target_seconds` here and `lanes_seconds` of both together
-give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
+Tokens are those of decoding/schedules/pearl.py. The time includes what the lanes cost each other
+(memory bandwidth, cores, messages). `draft_seconds` of the worker, `target_seconds` and
+`lanes_seconds` of both give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
 
 Shapes: as in decoding/schedules/pearl.py.
 """
@@ -15,31 +12,32 @@ from time import perf_counter
 
 from torch import Tensor
 
-from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.interfaces import Proposal
 from decoding.schedules.pearl import LaneSeconds, Pearl
 
 
 class PearlWall(Pearl):
-    """The rows of a batch under PEARL's schedule, with a drafter in a worker."""
+    """The rows of a batch on PEARL's schedule, with the drafter in a worker."""
 
-    # Tokens after which the drafter goes on until the target is done; None: the chunk is as asked.
+    # tokens of a chunk after which the drafter continues until the target is done; None: the chunk
+    # ends at its length
     least: int | None = None
 
     def open(self) -> None:
-        """As on the virtual clock, bound to this process's own cores until `close`."""
+        """Prefill, and bind this process to its cores until `close`."""
         assert isinstance(self.drafter, RemoteChain)
-        with ExitStack() as bound:  # unbound again where the prefill fails
-            bound.enter_context(lanes(self.drafter, self.target))
+        with ExitStack() as bound:  # ends the binding if the prefill fails
+            bound.enter_context(separate_cores(self.drafter, self.target))
             super().open()
             self._bound = bound.pop_all()
 
     def close(self) -> None:
-        """Give the cores back."""
+        """End the binding to cores."""
         self._bound.close()
 
     def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, LaneSeconds]:
-        """Ask for the chunk, verify, then wait for the chunk."""
+        """Request the chunk, verify, then wait for the chunk."""
         assert isinstance(self.drafter, RemoteChain)
         began = perf_counter()
         request = self._request()
@@ -52,17 +50,17 @@ class PearlWall(Pearl):
         chunk = self.drafter.finish() if request is not None else None
         draft = self.drafter.worker_seconds if request is not None else 0.0
         took = LaneSeconds(draft, target, perf_counter() - began)
-        return chunk if chunk is not None and max(chunk.counts_B) else None, forward, took
+        return chunk, forward, took
 
 
 class PearlWallWithoutPre(PearlWall):
-    """The first ablation: a fresh chunk is assumed whole."""
+    """The ablation without pre-verify: a new chunk is assumed completely."""
 
     pre_verify = False
     one_row = True
 
 
 class PearlWallWithoutPost(PearlWall):
-    """The second ablation: nothing is drafted while assumed tokens are tested."""
+    """The ablation without post-verify: nothing is drafted while assumed tokens are tested."""
 
     post_verify = False

@@ -1,27 +1,27 @@
-"""Stopping policies: each request has one, which is called after every sampled token.
+"""The simplest stopping policy, and rules for all of them.
 
-The policies are in decoding/stopping/policies.py, the decisions by cost in planner.py. A sampled
-token is kept and tested. Dropping it because of its confidence would bias the output (Leviathan et
-al. 2023 need x ~ q given everything that earlier tests read); stopping after it does not. A policy
-keeps the state of its request alone, so a row's output depends neither on its neighbors nor on
-earlier requests.
+Each request has a policy, which is called after every sampled token. The token is kept and tested
+in any case: to drop it by its confidence would bias the output, since the test needs x ~ q given
+everything that earlier tests read (Leviathan et al. 2023). To stop after it does not. A policy's
+state belongs to its request, so a row's output depends neither on its neighbors nor on earlier
+requests.
 """
 
 import math
 
 from decoding.interfaces import Stopping, TokenConfidence
 
-# For a token that was looked up and not sampled from a distribution.
+# The confidence of a token that was copied from the text and not sampled.
 UNKNOWN = TokenConfidence(confidence=0.5, entropy=math.log(2))
 
 
 def cut(drafted: list[int], policy: "Stopping") -> list[int]:
-    """Return the beginning of a looked-up continuation that a policy keeps."""
+    """Return the first tokens of a copied continuation, up to where the policy stops."""
     for depth in range(1, len(drafted)):
         if not policy.more(depth, UNKNOWN):
             return drafted[:depth]
     if drafted:
-        policy.more(len(drafted), UNKNOWN)  # policies count the last token too
+        policy.more(len(drafted), UNKNOWN)  # some policies count tokens here
     return drafted
 
 

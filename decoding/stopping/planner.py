@@ -1,42 +1,43 @@
-"""The planner of rounds: whether a request drafts, how long a chain is, and how a tree grows.
+"""Planners of a request's rounds: whether to draft, and the size of the chain or tree.
 
 Every decision compares tokens with milliseconds. The costs of a round are measured, and the chances
-of acceptance are estimated from the rounds of the request itself, so the output of a row depends
-neither on its neighbors nor on earlier requests. There are two kinds of decisions:
+of acceptance are estimated from the request's past rounds, so the output of a row depends neither
+on its neighbors nor on earlier requests. There are two kinds of decisions:
 
 - Before a round, the planner maximizes the expected tokens per millisecond of the round
   (`best_prefix`), with the mean chances of past rounds.
-- While a round drafts, a further draft step or node pays if it is expected to gain more tokens than
-  the request gains in the same time: optimal stopping of a renewal-reward process. For trees it is
+- During a round, another draft step or node pays if its expected tokens exceed those that the
+  request gains in the same time: optimal stopping of a renewal-reward process. For trees it is
   OPT-Tree with costs (Wang et al. 2024, arXiv 2406.17276).
 
-No decision reads a sampled token before the chance that this token is tested has been settled.
+A decision to test a token never depends on the token itself.
 
 Shapes: L levels, W nodes of a level.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from decoding.interfaces import RoundCosts
 
-# The neutral start of every estimate: an acceptance rate that is usual for trained drafters, with
-# the weight of a few tests, so that a request replaces it within its first rounds.
+# Every estimate starts at an acceptance rate that is usual for trained drafters. Its weight is that
+# of a few tests, so the first rounds of a request replace it.
 PRIOR = 0.7
 WEIGHT = 6.0
-DECAY = 0.99  # of what was observed, at every update
+DECAY = 0.99  # weight of the observations so far, at every update
 RETRY_EVERY = 16  # rounds between the retries of a batch
 
 Chance = TypeVar("Chance", float, Tensor)
 
 
 class DecayedRate:
-    """Ratio of two running sums that forget old rounds, with a prior that stays."""
+    """Ratio of two decaying sums and a prior that does not decay."""
 
     def __init__(self, prior: float = PRIOR, weight: float = WEIGHT) -> None:
-        """prior: the ratio before any update. weight: the denominator that the prior counts as."""
+        """Start at the ratio `prior`, which counts as a denominator of `weight`."""
         self.prior, self.weight = prior, weight
         self._gained = self._spent = 0.0
 
@@ -50,7 +51,7 @@ class DecayedRate:
         return (self.weight * prior + self._gained) / (self.weight + self._spent)
 
     def update(self, gained: float, spent: float) -> None:
-        """Add a round. An update by zeros brings the estimate closer to its prior."""
+        """Add a round. Zeros bring the estimate closer to its prior."""
         self._gained = self._gained * DECAY + gained
         self._spent = self._spent * DECAY + spent
 
@@ -58,9 +59,9 @@ class DecayedRate:
 class Backoff:
     """Rule that pauses drafting while it does not pay.
 
-    A single row resumes as soon as its estimates, which return to their priors, promise a gain. The
-    rows of a batch resume in the same rounds, because one row's draft makes the round of all rows
-    longer.
+    During a pause the estimates return to their priors; a single row resumes as soon as they
+    promise a gain. The rows of a batch resume in the same rounds, because the draft of one row
+    lengthens the round of all.
     """
 
     def __init__(self, rows: int) -> None:
@@ -77,25 +78,25 @@ class Backoff:
 def chance_of(probability: Chance) -> Chance:
     """Return the chance that a token is accepted, given its probability under the drafter.
 
-    It is the neutral start before any test: a token that the drafter is sure of is accepted, and
-    one that it is unsure of half as often as usual. Estimates of the request then correct it.
+    It is a prior, linear in the probability: 1 for a certain token, and half of PRIOR for an
+    improbable one. Estimates of the request correct it.
     """
     return probability * (1 - PRIOR / 2) + PRIOR / 2
 
 
-def sibling_chance(place: int) -> float:
-    """Return the chance that a later sibling is accepted, once those before it were rejected.
+def sibling_chance(place: Chance) -> Chance:
+    """Return the chance that a sibling is accepted after those before it were rejected.
 
-    place: 1 for the second sibling, 2 for the third. What the first one leaves is shared out.
+    place: 1 for the second sibling, 2 for the third.
     """
     return (1 - PRIOR) / (place + 1)
 
 
 def best_prefix(chances: Iterable[float], round_ms: Callable[[int], float]) -> tuple[int, float]:
-    """Return how many first nodes give the most expected tokens per millisecond, and that rate.
+    """Return the number of first nodes with the most expected tokens per millisecond, and the rate.
 
-    chances: for each node, the chance that it is accepted. round_ms: the time of a round in which
-    this many nodes are verified. Of equal rates the smaller number wins.
+    chances: each node's chance of acceptance. round_ms: the time of a round by the number of
+    verified nodes. Of equal rates the smaller number wins.
     """
     tokens, best, most = 1.0, 0, 1 / round_ms(0)
     for count, chance in enumerate(chances, 1):
@@ -107,11 +108,11 @@ def best_prefix(chances: Iterable[float], round_ms: Callable[[int], float]) -> t
 
 
 class RoundPlanner:
-    """Decisions of one request, by its costs and its past rounds."""
+    """Decisions for one request by its costs and its past rounds."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
-        self.acceptance = DecayedRate()  # of draft steps: accepted over tested
+        self.acceptance = DecayedRate()  # accepted over tested draft steps
         # Drafting is tried at first unless it loses even with an accepted token in every round.
         first_ms = costs.round_ms(1, 1)
         self._drafting_rate = DecayedRate(2 / first_ms, WEIGHT * first_ms)
@@ -119,7 +120,7 @@ class RoundPlanner:
 
     @property
     def rate(self) -> float:
-        """Tokens per millisecond of this request, with drafts or without, whichever is more."""
+        """Tokens per millisecond of this request, with or without drafts: the higher of the two."""
         return max(self._drafting_rate.value, 1 / self.costs.plain_ms)
 
     def drafts(self) -> bool:
@@ -137,10 +138,10 @@ class RoundPlanner:
         return length if self._backoff.drafts(length > 0) else 0
 
     def step_gain(self, reached: float, frontier: int, nodes: int) -> float:
-        """Return the tokens that another draft step gains beyond those that its time is worth.
+        """Return the expected tokens of another draft step less the tokens gained in its time.
 
-        reached: the chance that one of the nodes that the step starts from is accepted. frontier:
-        their number. nodes: the nodes that are verified without this step.
+        frontier: the number of nodes that the step starts from. reached: the chance that one of
+        them is accepted. nodes: the number of nodes that are verified without this step.
         """
         verify_ms = self.costs.target_ms(nodes + 2) - self.costs.target_ms(nodes + 1)
         more_ms = self.costs.step_ms(frontier) + verify_ms
@@ -149,8 +150,8 @@ class RoundPlanner:
     def learn_round(self, steps: int, accepted: int, ms: float) -> None:
         """Update the estimates by a round of `steps` draft steps that took `ms` milliseconds.
 
-        In a round without a draft they come closer to their priors, whatever was accepted: another
-        drafter may have proposed it.
+        A round without a draft brings them closer to their priors; accepted tokens of another
+        drafter do not count.
         """
         if not steps:
             accepted, ms = 0, 0.0
@@ -159,31 +160,26 @@ class RoundPlanner:
 
 
 class StepPlanner(RoundPlanner):
-    """Decisions that are made after each draft step, by the chances of the nodes so far.
+    """Decisions after each draft step, by the chances of the round's nodes.
 
-    A chance is the drafter's estimate, scaled by how often earlier estimates came true.
+    The drafter's estimates are multiplied by `trust`: accepted tokens over the sum of the estimates
+    of past rounds.
     """
 
     reads = True  # the chances of a step are read on the host
 
     def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
-        """most: the largest number of nodes to verify."""
+        """Plan trees of at most `most` nodes."""
         super().__init__(costs)
-        self.most = most
-        self._trust = DecayedRate(1.0)  # accepted tokens over the sum of estimated chances
-        self.depth = 0  # draft steps of this round at most
+        self.most, self.trust = most, DecayedRate(1.0)
+        self.depth = 0  # maximum number of draft steps of this round
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = self.nodes = 0  # of this round: steps taken, nodes verified
+        self.steps = self.nodes = 0  # steps taken and nodes verified in this round
         self.frontier = 1  # nodes that the next step starts from, the likeliest; 0 ends the draft
         self._chances: list[float] = []
         self._draft_ms = 0.0
-
-    @property
-    def trust(self) -> float:
-        """Accepted tokens over the sum of estimated chances."""
-        return self._trust.value
 
     @property
     def continues(self) -> bool:
@@ -191,13 +187,13 @@ class StepPlanner(RoundPlanner):
         return self.frontier > 0 and self.steps < self.depth
 
     def begin(self, budget: int) -> int:
-        """Begin a round and return how many steps it has at most; 0 if drafting does not pay."""
+        """Begin a round; return its maximum number of steps, 0 if drafting does not pay."""
         self._clear()
         self.depth = budget if self.drafts() else 0
         return self.depth
 
     def add(self, chances_W: Sequence[float]) -> None:
-        """Add the nodes of a step with their chances; a draft that has ended ignores them."""
+        """Add a step by the chances of its nodes. Does nothing if the draft has ended."""
         if not self.continues:
             return
         self._take_step()
@@ -205,18 +201,18 @@ class StepPlanner(RoundPlanner):
         self.settle(self._chances)
 
     def settle(self, chances_M: Sequence[float]) -> int:
-        """Return how many of all these nodes are verified, the likeliest first.
+        """Return the number of nodes to verify, the likeliest of all these.
 
-        A parent is never less likely than its child, so paths stay complete.
+        A parent is at least as likely as its child, so paths stay complete.
         """
         self._chances = sorted(chances_M, reverse=True)
         self.nodes = self._count_that_pays(self._chances[: self.most], 0)
         return self.nodes
 
     def admit(self, chances_W: Sequence[float]) -> int:
-        """Return how many children a step samples, the likeliest first; all of them are verified.
+        """Return the number of children that a step samples, the likeliest; all are verified.
 
-        chances_W: of each child that could be sampled, estimated before it is.
+        chances_W: of each possible child, estimated before it is sampled.
         """
         if not self.continues:
             return 0
@@ -231,16 +227,16 @@ class StepPlanner(RoundPlanner):
         return count
 
     def start_from(self, chances_W: Sequence[float]) -> int:
-        """Return how many of these nodes the next step starts from, the likeliest first.
+        """Return the number of nodes that the next step starts from, the likeliest of these.
 
-        With 0 the draft ends. The chances may depend on sampled tokens, which carry no information
-        about the tokens of their own children.
+        0 ends the draft. The chances may depend on the nodes' tokens, which carry no information
+        about the tokens of their children.
         """
         if not self.continues:
             return 0
         best, reached, self.frontier = 0.0, 0.0, 0
         for count, chance in enumerate(sorted(chances_W, reverse=True), 1):
-            reached += self.trust * chance
+            reached += self.trust.value * chance
             gain = self.step_gain(reached, count, self.nodes)
             if gain > best:
                 best, self.frontier = gain, count
@@ -250,7 +246,7 @@ class StepPlanner(RoundPlanner):
         """End the round and update the estimates."""
         drafted = self.steps > 0
         expected = sum(sorted(self._chances, reverse=True)[: self.nodes])
-        self._trust.update(accepted * drafted, expected)
+        self.trust.update(accepted * drafted, expected)
         self.learn_round(self.steps, accepted, self.costs.drafted_ms(self._draft_ms, self.nodes))
         self._clear()
 
@@ -259,14 +255,14 @@ class StepPlanner(RoundPlanner):
         self._draft_ms += self.costs.step_ms(self.frontier)
 
     def _count_that_pays(self, chances: Sequence[float], verified: int) -> int:
-        """Return how many first nodes gain most, after `verified` others.
+        """Return the number of first nodes with the largest gain, after `verified` others.
 
-        The draft is already paid for, so at least one node is verified in all.
+        The draft steps are already taken, so a round verifies at least one node.
         """
         without_ms, tokens, rate = self.costs.target_ms(verified + 1), 0.0, self.rate
         best, count = 0.0 if verified else float("-inf"), 0
         for number, chance in enumerate(chances, 1):
-            tokens += self.trust * chance
+            tokens += self.trust.value * chance
             gain = tokens - rate * (self.costs.target_ms(verified + number + 1) - without_ms)
             if gain > best:
                 best, count = gain, number
@@ -274,12 +270,12 @@ class StepPlanner(RoundPlanner):
 
 
 class AheadPlanner(RoundPlanner):
-    """Decisions that are made before a round, by the chances that past rounds reported.
+    """Decisions before a round, by the mean chances of past rounds.
 
-    For devices that the host runs ahead of, where reading a step is a wait, and for batches, whose
-    rounds are as wide as their widest tree. The chances are read after the round, with the accepted
-    lengths. Of each level the mean chance of each rank is kept, given that the level before was
-    reached. A level without rounds is expected to branch as the first one does.
+    It serves devices that the host runs ahead of, where reading a step is a wait, and batches,
+    whose rounds are as wide as their widest tree. The chances are read after the round, together
+    with the outcome. For each level and rank it keeps the mean chance, given that the level before
+    is accepted. A level that was never drafted is expected to branch like the first one.
     """
 
     reads = False
@@ -292,14 +288,15 @@ class AheadPlanner(RoundPlanner):
         branching: int | None = None,
         frontiers: Sequence[int] = (),
     ) -> None:
-        """width: W. most: nodes of a tree, None for all. branching: children of a node, None for W.
+        """Plan trees of at most `most` nodes, in levels of W = `width`.
 
-        frontiers: the numbers of nodes that steps may start from; by default all.
+        branching: children of a node, None for W. frontiers: the numbers of nodes that steps may
+        start from, empty for W.
         """
         super().__init__(costs)
         self.width, self.most, self.branching = width, most, branching or width
         self._frontiers = tuple(frontiers) or (width,)
-        self._trust = DecayedRate(1.0)
+        self.trust = DecayedRate(1.0)  # accepted tokens over the sum of expected chances
         self._shares_LW: list[list[DecayedRate]] = []
         self._first = [PRIOR * (1 - PRIOR) ** rank for rank in range(width)]
         self.frontier = self._frontiers[-1]  # of every step but the first
@@ -308,18 +305,18 @@ class AheadPlanner(RoundPlanner):
 
     @property
     def depth(self) -> int:
-        """The number of steps of this round."""
+        """Number of steps of this round."""
         return len(self.levels)
 
     steps = depth
 
     @property
     def nodes(self) -> int:
-        """The number of nodes to verify."""
+        """Number of nodes to verify."""
         return sum(self.levels)
 
     def begin(self, budget: int) -> int:
-        """Begin a round and return how many steps it has; 0 if drafting does not pay."""
+        """Begin a round; return its number of steps, 0 if drafting does not pay."""
         best, self.levels, self._taken = 1 / self.costs.plain_ms, [], 0
         for frontier in self._frontiers:
             chances_LW = self.expected_chances(budget, frontier)
@@ -327,12 +324,13 @@ class AheadPlanner(RoundPlanner):
                 draft_ms = self.costs.steps_ms(depth, frontier)
                 ranked = self._ranked(chances_LW[:depth])
                 count, rate = best_prefix(
-                    (self._trust.value * chance for chance, _ in ranked),
-                    lambda nodes, draft_ms=draft_ms: self.costs.drafted_ms(draft_ms, nodes),  # type: ignore[misc]
+                    (self.trust.value * chance for chance, _ in ranked),
+                    partial(self.costs.drafted_ms, draft_ms),
                 )
                 if count and rate > best:
                     best, self.frontier = rate, frontier
-                    self.levels = _by_level([level for _, level in ranked[:count]])
+                    levels = [level for _, level in ranked[:count]]
+                    self.levels = [levels.count(level) for level in range(max(levels) + 1)]
         if not self._backoff.drafts(bool(self.levels)):
             self.levels = []
         return self.depth
@@ -341,18 +339,18 @@ class AheadPlanner(RoundPlanner):
         """Ignore the chances, which are unknown until the round is over."""
 
     def admit(self, chances_W: Sequence[float]) -> int:
-        """Return how many children the current step samples."""
+        """Return the number of children that the current step samples."""
         return self.levels[self._taken] if self._taken < self.depth else 0
 
     def start_from(self, chances_W: Sequence[float]) -> int:
-        """Return how many nodes the next step starts from; 0 ends the draft."""
+        """Return the number of nodes that the next step starts from; 0 ends the draft."""
         self._taken += 1
         return self.frontier if self._taken < self.depth else 0
 
     def learn(self, answer: Any, accepted: int) -> None:
         """End the round and update the estimates.
 
-        answer: for each level drafted the chances of its nodes, likeliest first; W or fewer.
+        answer: the chances of the likeliest nodes of each level, at most W, in descending order.
         """
         reached, expected = 1.0, 0.0
         for level, rates_W in enumerate(self._shares_LW):
@@ -362,16 +360,11 @@ class AheadPlanner(RoundPlanner):
                 rate.update(known[rank] if rank < len(known) else 0.0, reached * drafted)
             expected += sum(known[: self.levels[level]]) if drafted else 0.0
             reached = sum(known[: self.frontier])
-        self._trust.update(accepted * bool(self.levels), expected)
+        self.trust.update(accepted * bool(self.levels), expected)
         self.levels = []
 
-    @property
-    def trust(self) -> float:
-        """Accepted tokens over the sum of estimated chances."""
-        return self._trust.value
-
     def expected_chances(self, depth: int, frontier: int) -> list[list[float]]:
-        """Return the expected chances by level and rank if steps start from `frontier` nodes."""
+        """Return the chances by level and rank if steps start from `frontier` nodes."""
         while len(self._shares_LW) < depth:
             self._shares_LW.append([DecayedRate() for _ in range(self.width)])
         levels: list[list[float]] = []
@@ -384,7 +377,7 @@ class AheadPlanner(RoundPlanner):
             ]
             levels.append(chances)
             above, reached = chances[:frontier], sum(chances[:frontier])
-            # a level without rounds: each node has the children that the first level has
+            # in a level without rounds each node branches like the tip
             children = (node * child for node in above for child in levels[0])
             expected = sorted(children, reverse=True)[: self.width]
         return levels
@@ -397,8 +390,3 @@ class AheadPlanner(RoundPlanner):
             for chance in chances_W[: self.branching ** (level + 1)]
         ]
         return sorted(nodes, key=lambda node: (-node[0], node[1]))[: self.most]
-
-
-def _by_level(levels: Sequence[int]) -> list[int]:
-    """Return the number of nodes of each level."""
-    return [levels.count(level) for level in range(max(levels, default=-1) + 1)]

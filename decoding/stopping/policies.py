@@ -1,7 +1,7 @@
-"""The stopping policies by name.
+"""Stopping policies by name: thresholds, Thompson sampling and `cost_ratio`.
 
-They are fixed and adaptive thresholds, Thompson sampling, and `cost_ratio`, which compares a
-token's expected gain with its cost. decoding/stopping/base.py describes what a policy may do.
+decoding/stopping/base.py gives the rules for policies, decoding/stopping/planner.py the decisions
+by cost.
 """
 
 import math
@@ -31,9 +31,9 @@ class Confidence(Fixed):
 
 
 class Assisted(Confidence):
-    """Policy of Hugging Face's assisted generation, with its confidence threshold in the round.
+    """Policy of Hugging Face's assisted generation: an adaptive length limit and a threshold.
 
-    The draft length starts at 5, grows by two after a round in which all tokens are accepted, and
+    The limit starts at 5. It grows by two after a round in which all tokens are accepted, and
     shrinks by one after any other.
     """
 
@@ -49,55 +49,38 @@ class Assisted(Confidence):
             self.length = self.length + 2 if accepted == drafted else max(1, self.length - 1)
 
 
-class _OnlineThreshold:
-    """Threshold that moves until a share `goal` of the drafted tokens is accepted.
+class AdaptiveConfidence(Confidence):
+    """Draft & Verify's policy: a confidence threshold that adapts to the acceptance rate.
 
-    Source: Zhang et al. 2024, Draft & Verify (arXiv 2309.08168), section 3.3; AdaEDL uses it too.
+    The threshold moves until 90 % of the drafted tokens are accepted. Source: Zhang et al. 2024
+    (arXiv 2309.08168), section 3.3.
     """
 
-    def __init__(self, start: float, goal: float = 0.9, step: float = 0.01) -> None:
-        self.value, self.goal, self.step = start, goal, step
-        self.rate = goal
-
-    def update(self, drafted: int, accepted: int, capped: bool) -> None:
-        if not drafted:
-            return
-        self.rate = 0.5 * self.rate + 0.5 * accepted / drafted
-        if self.rate < self.goal:
-            wanted = self.value + self.step
-        elif capped:
-            wanted = self.value
-        else:
-            wanted = self.value - self.step
-        self.value = min(1.0, max(0.0, 0.9 * self.value + 0.1 * wanted))
-
-
-class AdaptiveConfidence(Fixed):
-    """Draft & Verify's policy (arXiv 2309.08168): an adaptive confidence threshold."""
-
-    reads = "confidence"
+    GOAL, STEP = 0.9, 0.01
 
     def __init__(self, threshold: float = 0.6) -> None:
-        self.online = _OnlineThreshold(threshold)
-        self._budget = 0
+        super().__init__(threshold)
+        self._rate, self._budget = self.GOAL, 0
 
     def limit(self, budget: int) -> int:
         self._budget = budget
         return budget
 
-    def more(self, depth: int, token: TokenConfidence | None) -> bool:
-        assert token is not None
-        return token.confidence >= self.online.value
-
     def update(self, drafted: int, accepted: int) -> None:
-        self.online.update(drafted, accepted, capped=drafted == self._budget)
+        if not drafted:
+            return
+        self._rate = 0.5 * self._rate + 0.5 * accepted / drafted
+        # a draft that reached the budget gives no reason for a lower threshold
+        lower = 0.0 if drafted == self._budget else self.STEP
+        step = self.STEP if self._rate < self.GOAL else -lower
+        self.threshold = min(1.0, max(0.0, self.threshold + 0.1 * step))
 
 
 class Entropy(AdaptiveConfidence):
-    """AdaEDL (arXiv 2410.18351): stop once a bound of the acceptance falls below a threshold.
+    """AdaEDL (arXiv 2410.18351): stop once a lower bound of the acceptance is below a threshold.
 
-    The lower bound, 1 - sqrt(0.2 H(q)), is that of the token just sampled. This token is kept: its
-    draft step is already paid for, and verifying it costs little.
+    The bound, 1 - sqrt(0.2 H(q)), is that of the last token. This token is kept: its draft step is
+    already taken, and verifying it costs little. The threshold adapts as in Draft & Verify.
     """
 
     reads = "entropy"
@@ -108,18 +91,18 @@ class Entropy(AdaptiveConfidence):
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
         assert token is not None
-        return 1 - math.sqrt(self.FACTOR * max(token.entropy, 0.0)) >= self.online.value
+        return 1 - math.sqrt(self.FACTOR * max(token.entropy, 0.0)) >= self.threshold
 
 
 class Thompson(Fixed):
     """EESD's policy (arXiv 2406.03853): Thompson sampling.
 
-    Before each token but the first it samples an acceptance rate from its Beta posterior and
-    continues with that chance. The paper also asks before the first token; here, as under every
-    policy without costs, a round drafts at least one.
+    Before each token but the first it samples an acceptance rate from its Beta posterior, and
+    continues with this probability. The paper also does so before the first token; here a round
+    without costs drafts at least one.
     """
 
-    DISCOUNT = 0.99  # of old rounds
+    DISCOUNT = 0.99  # weight of old rounds, at every update
 
     def __init__(self, key: int) -> None:
         self._random = random.Random(key)
@@ -133,26 +116,45 @@ class Thompson(Fixed):
         self.rejected = 1.0 + (self.rejected - 1.0) * self.DISCOUNT + (accepted < drafted)
 
 
-class CostRatio(Fixed):
-    """Our policy: draft the next token while its expected gain exceeds its cost.
+class CostRatioByRound(Fixed):
+    """Cost ratio before the round: the best draft length by the acceptance rate of past rounds.
 
-    The gain is the chance that the token is accepted: the product of the acceptance rates of the
-    tokens so far, estimated for each tenth of confidence, and that of a draft step. The cost is its
-    time (decoding/stopping/planner.py).
+    It serves devices that the host runs ahead of, where reading a confidence is a wait, and
+    batches, whose rounds are as long as their longest draft.
+    """
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self.planner = RoundPlanner(costs)
+
+    def limit(self, budget: int) -> int:
+        """Return the draft length with the most expected tokens per millisecond."""
+        return self.planner.chain_length(budget)
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Update the acceptance rate and the tokens per millisecond."""
+        self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
+
+
+class CostRatio(CostRatioByRound):
+    """Cost ratio by token: continue while the next token's expected gain exceeds its cost.
+
+    The gain is the token's chance of acceptance: the product of the acceptance rates of the tokens
+    so far, estimated by tenths of confidence, and that of a draft step. The cost is the tokens that
+    the request gains in its time (decoding/stopping/planner.py).
     """
 
     reads = "confidence"
     TENTHS = 10
 
     def __init__(self, costs: RoundCosts) -> None:
-        self.planner = RoundPlanner(costs)
+        super().__init__(costs)
         middles = [(tenth + 0.5) / self.TENTHS for tenth in range(self.TENTHS)]
         self._by_tenth = [DecayedRate(chance_of(middle)) for middle in middles]
         self._sampled: list[DecayedRate] = []  # the estimates of this round's tokens
         self._survival = 1.0
 
     def limit(self, budget: int) -> int:
-        """Return the budget, or 0 where drafting does not pay."""
+        """Return the budget, or 0 if drafting does not pay."""
         self._sampled, self._survival = [], 1.0
         return budget if self.planner.drafts() else 0
 
@@ -165,33 +167,14 @@ class CostRatio(Fixed):
         return self.planner.step_gain(self._survival, 1, depth) > 0
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Learn the acceptance rates and what the round cost."""
+        """Update the acceptance rates and the tokens per millisecond."""
         for depth, rate in enumerate(self._sampled[: min(accepted + 1, drafted)]):
             rate.update(depth < accepted, 1.0)
-        self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
+        super().update(drafted, accepted)
 
 
-class CostRatioByRound(Fixed):
-    """The same decision before the round, by the acceptance rate of past rounds.
-
-    For devices that the host runs ahead of, where reading a confidence is a wait, and for batches,
-    whose rounds are as long as their longest draft.
-    """
-
-    def __init__(self, costs: RoundCosts) -> None:
-        self.planner = RoundPlanner(costs)
-
-    def limit(self, budget: int) -> int:
-        """Return the draft length with the most expected tokens per millisecond."""
-        return self.planner.chain_length(budget)
-
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn the acceptance rate."""
-        self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
-
-
-# Policies that read each sampled token: on a GPU each one waits for the device.
-EAGER: dict[str, type[Confidence | AdaptiveConfidence | Entropy]] = {
+# Policies with a threshold. They read each sampled token, which on a GPU waits for the device.
+EAGER: dict[str, type[Confidence]] = {
     "confidence": Confidence,
     "assisted": Assisted,
     "adaptive_confidence": AdaptiveConfidence,
@@ -209,15 +192,18 @@ def make_stopping(
 ) -> list[Stopping]:
     """Return a policy for each row.
 
-    keys_B: the keys of (seed, request), for policies that draw random numbers. threshold: None for
-    the policy's default. per_token: whether `cost_ratio` may read sampled tokens; with several rows
-    it never does. Raises UserError for an unknown name, and for `cost_ratio` without costs.
+    keys_B: keys of (seed, request) for policies with random numbers. threshold: None for the
+    policy's default. per_token: whether `cost_ratio` may read sampled tokens; with several rows it
+    never does. Raises UserError for an unknown name, a threshold without use, and `cost_ratio`
+    without costs.
     """
     given = {} if threshold is None else {"threshold": threshold}
     if name in EAGER:
         return [EAGER[name](**given) for _ in keys_B]
     if given:
-        raise UserError(f"stopping '{name}' takes no threshold, found {threshold}.")
+        raise UserError(
+            f"stopping '{name}' takes no threshold, found {threshold}. Remove stopping_threshold."
+        )
     if name == "fixed":
         return [Fixed() for _ in keys_B]
     if name == "thompson":
@@ -225,7 +211,8 @@ def make_stopping(
     if name == "cost_ratio":
         if costs is None:
             raise UserError(
-                "stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs)."
+                "stopping 'cost_ratio' needs measured costs, found None. Give "
+                "Settings(costs=time_parts(...).costs)."
             )
         kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
         return [kind(costs) for _ in keys_B]

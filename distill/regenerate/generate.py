@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.costs.measure import measure_costs, widths_to_time
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
@@ -22,7 +22,7 @@ from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
-from decoding.schedules.by_name import weighs_costs
+from decoding.schedules.by_name import decides_by_cost
 from decoding.session import ConversationBatches
 from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
@@ -165,7 +165,7 @@ class AnswerGenerator:
         """Return the settings of decoding, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
-        if drafter is None or not weighs_costs(drafter.capabilities, use.schedule, use.stopping):
+        if drafter is None or not decides_by_cost(drafter.capabilities, use.schedule, use.stopping):
             return settings
         if self._costs is None:
             self._costs = self._read_or_measure(drafter, settings, requests)
@@ -192,7 +192,7 @@ class AnswerGenerator:
             drafter,
             prompt,
             settings,
-            widths=weighed_widths(drafter, settings.num_draft_tokens),
+            widths=widths_to_time(drafter, settings.num_draft_tokens),
             context=len(prompt) + settings.max_new_tokens // 2,
             batch_size=len(prompts),
         )

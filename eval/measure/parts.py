@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from decoding.costs.measure import measure_costs, own_cores, weighed_widths
+from decoding.costs.measure import bind_cores, measure_costs, widths_to_time
 from decoding.costs.timing import time_parts
 from decoding.interfaces import RoundCosts
-from decoding.schedules.by_name import WALL, weighs_costs
+from decoding.schedules.by_name import WALL, decides_by_cost
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes
@@ -79,7 +79,7 @@ def time_slice(
     for name, drafter in bench.drafters.items():
         shared = bench.uses[name].schedule not in WALL
         often = repeats * min(sharing, MOST_REPEATS) if shared else repeats
-        with own_cores(bench.target, drafter, bench.uses[name].schedule):
+        with bind_cores(bench.target, drafter, bench.uses[name].schedule):
             step = time_parts(bench.target, drafter, prompt, widths=(1,), repeats=repeats, **timing)
             target = step
             if not shared or not any(one.shared for one in slices):
@@ -116,7 +116,7 @@ def freeze_costs(
     weighing = [
         name
         for name, use in bench.uses.items()
-        if weighs_costs(bench.drafters[name].capabilities, use.schedule, use.stopping)
+        if decides_by_cost(bench.drafters[name].capabilities, use.schedule, use.stopping)
     ]
     measured: dict[str, RoundCosts] = {}
     if path.is_file():
@@ -131,7 +131,7 @@ def freeze_costs(
                     drafter,
                     prompt,
                     bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens)),
-                    widths=weighed_widths(drafter, deepest[name]),
+                    widths=widths_to_time(drafter, deepest[name]),
                     context=len(prompt) + bench.settings.max_new_tokens // 2,
                     batch_size=condition.batch_size,
                     windows=COST_WINDOWS,

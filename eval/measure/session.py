@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from decoding.costs.prediction import predicted_speedup
 from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure.benchmarks import spread
@@ -37,7 +38,6 @@ from eval.measure.records import (
     write_records,
 )
 from eval.measure.setup import Loaded, conditions, median_prompt, warm_up, widths
-from eval.statistics.prediction import predicted_speedup
 from eval.statistics.rows import pool_of
 from jobs.drafter_use import ALONE
 from jobs.progress import ProgressBar

@@ -22,13 +22,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from decoding.costs.prediction import iso_cost_ratio
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.panels import COSTS, Panel, chains, usual_costs
 from eval.statistics.metrics import MIN_TESTS, Interval, add_by_depth
 from eval.statistics.paired_samples import PairedSample
-from eval.statistics.prediction import iso_cost_ratio
 from eval.statistics.schema import Row
 from jobs.drafters import CONTROL
 

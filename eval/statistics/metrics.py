@@ -2,7 +2,7 @@
 
 alpha_k is the share of accepted draft tokens at depth k among those tested (the k-1 before them
 were accepted); tau is tokens emitted per target forward. Predictions from these are in
-eval/statistics/prediction.py.
+decoding/costs/prediction.py.
 
 Legend: D depths of a chain, P prompts (or groups of prompts decoded together), R bootstrap
 resamples.

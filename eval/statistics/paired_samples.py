@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from decoding.costs import prediction
 from decoding.rounds.stats import distinct_n
 from decoding.schedules.by_name import SCHEDULES
 from eval.measure.records import Record
-from eval.statistics import metrics, prediction
+from eval.statistics import metrics
 from eval.statistics.replay import Turn, can_replay, mean_lanes
 from eval.statistics.schema import DrafterFacts, PartTimes
 from jobs.drafter_use import ALONE
@@ -229,7 +230,7 @@ def pool_counts(
         steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
-        own_lengths=facts.length_cap is not None,
+        policy_lengths=facts.length_cap is not None,
     )
     overhead = _overhead(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
     base_overhead = everything.base_round_ms / parts.t_target_ms[1] - 1.0

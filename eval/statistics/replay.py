@@ -1,6 +1,6 @@
 """Replay of PEARL's state machine over logged accept/reject traces.
 
-The closed form (eval.statistics.prediction.pearl_round) assumes uniform acceptance; a trace keeps
+The closed form (decoding.costs.prediction.pearl_round) assumes uniform acceptance; a trace keeps
 the bursts of real acceptance. Each turn costs its longer lane, at the run's mean cost of a drafted
 token and of a forward, so the machine's speed cancels. If measurement and replay agree, the
 schedule works; if they differ, the lanes did not overlap.
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from decoding.costs.prediction import Costs
 from decoding.schedules.by_name import SCHEDULES
-from eval.statistics.prediction import Costs
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from decoding.costs import prediction
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES, WALL
 from eval.measure.parts import Slice, median_parts
 from eval.measure.records import AUTOREGRESSIVE, Condition, Record
-from eval.statistics import metrics, prediction
+from eval.statistics import metrics
 from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets
 from eval.statistics.lossless import OTHER, Equality, judge
 from eval.statistics.paired_samples import (

@@ -13,13 +13,13 @@ from tests.support.tiny_targets import hf_model
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host believes that it runs ahead of the device, as on a GPU."""
+    """Let the host run ahead of the device, as on a GPU."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model on disk: the target's weights, disturbed."""
+    """Return the folder of a draft model: the target with noise in its weights."""
     model = hf_model("llama", layers=2)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def remote(folder: Path) -> Iterator[RemoteChain]:
+    """Yield the draft model in a worker process."""
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
     yield drafter
     drafter.close()

@@ -1,18 +1,16 @@
-"""The table of rows that every law runs over. A new drafter or rule joins by adding one line.
+"""The table of rows for the laws of decoding. A new drafter or rule joins by one entry.
 
-A row is a drafter and the rules that verify it. `make` builds the drafter from a `Kit`; `table`
-builds one for the 5-symbol target of law 3, or is None where the row draws nothing at random and
-has nothing to add there.
+A row is a drafter with its verification rules. `make` builds the drafter from a `Kit`. `table`
+builds one for the 5-symbol target of law 3; it is None for rows without random samples.
 
-Law 4 wants the same drafters perfect and never right (test_law_of_gain.py). Where what a row needs
-can be made so, by a kit whose models and head know the text or say its opposite, `make` is enough.
-`adversarial` is for the others; `perfect` draws from q = p where p is unsure. Rows without it have
-no closed form there: a tree by cost tests as many nodes as its model is sure of; Lookahead,
-Ouroboros and lookups propose what was seen, likely or not; picked beams are point masses, and of
-several the likeliest lead away from the likeliest next token. Drawn ones, and layers that add
-nothing, have tests of their own.
+Law 4 needs perfect and adversarial drafters (test_law_of_gain.py). For most rows `make` builds
+both, from a kit whose models and head predict the text or its opposite; `adversarial` is for the
+others. `perfect` samples from q = p on an uncertain target. Rows without it have no closed form
+there: the size of a tree by cost depends on the model's confidence; Lookahead, Ouroboros and
+lookups propose earlier text, likely or not; top-k beams are point masses, and the likeliest beams
+may not begin with the likeliest token. Sampled beams and layers without effect have separate tests.
 
-Machines without pytest read the table too (scripts/bench/gpu_rows.py).
+scripts/bench/gpu_rows.py reads the table without pytest.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,41 +40,42 @@ from tests.support.tiny_targets import TableTarget
 
 @dataclass(frozen=True)
 class Kit:
-    """What a row may build its drafter from."""
+    """The parts from which a row builds its drafter."""
 
     target: Target
-    twin: Target  # the same model with a cache of its own
-    draft_model: Target  # like the target, disturbed
-    answers: Sequence[Sequence[int]]  # the target's own continuations
-    head: RecurrentHead | None = None  # None: one that knows nothing
-    texts: Sequence[Sequence[int]] = ()  # whole ones of the target, for heads that are fitted
+    twin: Target  # the same model with a separate cache
+    draft_model: Target  # the target with noise in its weights
+    answers: Sequence[Sequence[int]]  # the target's continuations
+    head: RecurrentHead | None = None  # None: a random one
+    texts: Sequence[Sequence[int]] = ()  # texts of the target to which heads are fitted
 
 
 @dataclass(frozen=True)
 class DrafterRow:
+    """A drafter, its rules, and its variants for the laws."""
+
     name: str
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...]
-    perfect: Callable[[Kit], Drafter] | None = None  # q = p, or the truth itself
-    # under which it is never rejected; None: all of `rules`
+    perfect: Callable[[Kit], Drafter] | None = None  # drafts with q = p
+    # rules that never reject the perfect drafter; None: all of `rules`
     perfect_rules: tuple[str, ...] | None = None
-    # never right; None: what `make` makes of a kit that never is
+    # never accepted; None: `make` with an adversarial kit
     adversarial: Callable[[Kit], Drafter] | None = None
     table: Callable[[], Drafter] | None = None
-    # the draft length from which on all parts of the drafter work, where that of the tests is too
-    # short
-    gamma: int | None = None
-    slow: bool = False  # laws whose tests take more than a moment run over it in the long suite
+    gamma: int | None = None  # minimum draft length that uses all parts of the drafter
+    slow: bool = False  # runs in the long suite under the slower laws
 
 
 def draft_table() -> TableTarget:
-    """A drafter for the 5-symbol target, unlike it."""
+    """Return a draft model for the 5-symbol target with another distribution."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(7)) * 1.5)
 
 
 def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int) -> RecurrentHead:
-    """A head of a target's sizes with random weights, in float64; scale: of its output layer, so
-    that its tokens differ in probability.
+    """Return a float64 head of a target's sizes with random weights.
+
+    scale: of the output layer; a larger one makes the distribution less even.
     """
     sizes = {"exit_dim": 2 * target.hidden_size, "num_draft_layers": 1} | fields
     config = HeadConfig(target.vocab_size, target.hidden_size, **sizes)
@@ -89,8 +88,9 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
 
 
 class AllBeams(RecurrentDrafter):
-    """By cost, and all beams are searched whatever forwards cost: the costs of a table would leave
-    a chain of drawn ones.
+    """Recurrent drafter that searches all beams even by cost.
+
+    With the costs of the tests it would search a single one.
     """
 
     def choose_width(self) -> int:
@@ -105,9 +105,7 @@ def recurrent(
     dtype: torch.dtype = torch.float64,
     **options: object,
 ) -> RecurrentDrafter:
-    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance.
-    fields: of the head's shape.
-    """
+    """Return a recurrent drafter with a random head. fields: of the head's shape."""
     head = random_head(target, scale, **(fields or {})).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"children": "top_k", **options})  # type: ignore[arg-type]
 
@@ -115,7 +113,7 @@ def recurrent(
 def recurrent_of(
     kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **options: object
 ) -> RecurrentDrafter:
-    """A recurrent drafter with the kit's head; dtype: another than it has."""
+    """Return a recurrent drafter with the kit's head, converted to `dtype` if given."""
     head = kit.head or random_head(kit.target, 3.0)
     if dtype is not None:
         head = deepcopy(head).to(dtype)
@@ -123,7 +121,7 @@ def recurrent_of(
 
 
 def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHeads:
-    """Medusa heads of a target's sizes with random weights, in float64."""
+    """Return float64 Medusa heads of a target's sizes with random weights."""
     config = MedusaConfig(target.vocab_size, target.hidden_size, **{"num_heads": 4, **fields})
     generator = torch.Generator().manual_seed(4)
     heads = MedusaHeads(config).double().requires_grad_(False)
@@ -133,7 +131,7 @@ def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHe
 
 
 def fitted_medusa(kit: Kit, count: int = 4) -> MedusaHeads:
-    """Heads whose logits are the best linear guess of the tokens of the kit's texts."""
+    """Return Medusa heads fitted by least squares to the tokens of the kit's texts."""
     target, V = kit.target, kit.target.vocab_size
     states, tokens = [], []
     for text in kit.texts:
@@ -151,8 +149,10 @@ def fitted_medusa(kit: Kit, count: int = 4) -> MedusaHeads:
 
 @torch.inference_mode()
 def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
-    """Medusa heads fitted by least squares: from the target's state of each single token to what
-    the kit's draft model says further on; with texts, from their states to their tokens.
+    """Return a drafter with Medusa heads fitted by least squares.
+
+    They map the states of the kit's texts to their tokens. Without texts they map the state of each
+    single token to the continuation of the kit's draft model.
     """
     if kit.texts:
         return MedusaDrafter(heads=fitted_medusa(kit), **options)  # type: ignore[arg-type]
@@ -161,20 +161,18 @@ def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
     target.open(V, 2)
     logits_V1V, states_V1C = target.forward(ids_V1)
     heads = MedusaHeads(MedusaConfig(V, target.hidden_size, num_heads=6)).double()
-    said_V, inverse_CV = logits_V1V[:, 0].argmax(-1), torch.linalg.pinv(states_V1C[:, 0].cpu())
+    next_V, inverse_CV = logits_V1V[:, 0].argmax(-1), torch.linalg.pinv(states_V1C[:, 0].cpu())
     for head in range(6):
         kit.draft_model.open(V, 2)
-        next_VV = kit.draft_model.forward(said_V[:, None])[0][:, 0]
+        next_VV = kit.draft_model.forward(next_V[:, None])[0][:, 0]
         heads.projections[head].weight.data.copy_((inverse_CV @ next_VV.cpu()).T)
-        said_V = next_VV.argmax(-1)
+        next_V = next_VV.argmax(-1)
     heads = heads.requires_grad_(False).eval().to(target.device)
     return MedusaDrafter(heads=heads, **options)  # type: ignore[arg-type]
 
 
-def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
-    """The row with suffix lookup before its drafter. Of a text that lookup knows, it is perfect by
-    copying.
-    """
+def with_lookup_before(row: DrafterRow, slow: bool = True) -> DrafterRow:
+    """Return the row with suffix lookup before its drafter."""
     adversarial, table = row.adversarial, row.table
     return DrafterRow(
         f"{row.name}_with_lookup",
@@ -189,8 +187,8 @@ def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
     )
 
 
-# For the rows that weigh costs. A step from one beam costs as much as a token of a chain, further
-# beams as much as they may gain.
+# For the rows that decide by costs. A step from one beam costs as much as a token of a chain, and
+# other beams cost about as much as they gain.
 COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_frontier_ms=((1, 0.2), (6, 0.45)))
 
 ROWS = [
@@ -248,7 +246,7 @@ ROWS = [
         "ouroboros",
         make=lambda kit: Ouroboros(model=kit.draft_model),
         rules=("greedy", "token", "coupled"),
-        # an attached phrase has 3 tokens, so the model drafts 3, the last two by its own lookahead
+        # an attached phrase has 3 tokens, so the model drafts 3, two of them by lookahead
         gamma=6,
         table=lambda: Ouroboros(model=draft_table(), ngram=3, columns=3),
     ),
@@ -296,8 +294,8 @@ ROWS = [
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, children="sampled"),
     ),
-    # Of fewer bits than the target: what is drawn is tested by the very q that it was drawn from,
-    # rounded as that is.
+    # With fewer bits than the target: tokens are tested by the rounded q from which they were
+    # sampled.
     DrafterRow(
         "recurrent_bfloat16",
         make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, children="sampled"),
@@ -344,8 +342,7 @@ ROWS = [
     ),
 ]
 
-# Trees whose children are picked where tokens are sampled too. Under the other rules they are the
-# rows above.
+# Trees with top-k children under sampling; under the other rules they equal the rows above.
 PICKED = [
     DrafterRow(
         "static_tree_picked",
@@ -378,7 +375,7 @@ PICKED = [
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
-# Lookup before every kind of model drafter; before a chain it is a row of its own.
+# Lookup before every kind of model drafter; a row above has it before a chain.
 KINDS = (
     "multi_candidate",
     "static_tree",
@@ -389,13 +386,13 @@ KINDS = (
     "recurrent",
 )
 KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost")
-ADDED = [before(BY_NAME[name], slow=name != "ranked_tree") for name in KINDS]
+ADDED = [with_lookup_before(BY_NAME[name], slow=name != "ranked_tree") for name in KINDS]
 ROWS += ADDED
 BY_NAME |= {row.name: row for row in ADDED}
 
 
 def of_rows() -> list:
-    """The rows as parameters of a test; those that are slow run in the long suite."""
+    """Return the rows as parameters of a test; slow ones run in the long suite."""
     import pytest
 
     return [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.slow) for row in ROWS]

@@ -1,4 +1,4 @@
-"""The budgets count what the model has: its parameters, its cache, its products."""
+"""Budgets of forwards against the model's parameters, cache and matrix products."""
 
 import torch
 
@@ -7,7 +7,7 @@ from decoding.models.native.model import NativeTarget
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
 
 
-def test_weights_are_the_matrices_and_the_rows_that_are_looked_up() -> None:
+def test_weights_are_the_matrices_and_the_embeddings_of_new_tokens() -> None:
     target = native_of(hf_model("llama", layers=2))
     assert isinstance(target, NativeTarget)
     vectors = 32 * (2 * 2 + 1)  # norms
@@ -17,7 +17,7 @@ def test_weights_are_the_matrices_and_the_rows_that_are_looked_up() -> None:
     assert budget.cache_bytes == 0
 
 
-def test_the_cache_grows_with_context_and_batch_and_the_weights_do_not() -> None:
+def test_cache_bytes_grow_with_context_and_batch() -> None:
     config = native_of(hf_model("llama", layers=2)).config
     one, long, batch = (
         forward_budget(config, torch.float32, 1, *more) for more in ((10,), (30,), (10, 4))
@@ -29,28 +29,28 @@ def test_the_cache_grows_with_context_and_batch_and_the_weights_do_not() -> None
     assert long.weight_bytes == one.weight_bytes
 
 
-def test_operations_are_those_that_torch_counts() -> None:
-    """torch's own counter over a model of plain products, without a cache."""
+def test_operations_equal_the_counter_of_torch() -> None:
+    """The counter runs over a model with eager attention and without a cache."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = hf_model("llama_mha", layers=2)
-    model.set_attn_implementation("eager")  # the counter does not know the CPU's fused kernel
+    model.set_attn_implementation("eager")  # the counter lacks the CPU's fused kernel
     config = native_of(model).config
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 8, dtype=torch.long))
     ours = forward_budget(config, torch.float64, 8, 0).operations
-    # The counter takes attention over all pairs of positions, and ours the causal half.
+    # The counter includes all pairs of positions, the budget only the causal half.
     attention = 4 * 2 * config.num_heads * config.head_dim * 8 * 8
     assert counter.get_total_flops() - attention == ours - attention // 2
 
 
-def test_the_longer_budget_binds() -> None:
+def test_the_longer_of_reads_and_products_is_the_bound() -> None:
     budget = forward_budget(native_of(hf_model("llama", layers=2)).config, torch.float32, 1, 100)
     assert budget.seconds(1.0, 1e30) == budget.bytes_read
     assert budget.seconds(1e30, 1.0) == budget.operations
 
 
-def test_a_round_is_its_draft_steps_and_one_wide_forward() -> None:
+def test_a_round_has_its_draft_steps_and_one_target_forward() -> None:
     target = native_of(hf_model("llama", layers=3)).config
     drafter = native_of(hf_model("llama", layers=1)).config
     whole = round_budget(target, drafter, torch.float32, 2, 20)

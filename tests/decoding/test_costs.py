@@ -1,6 +1,4 @@
-"""What is measured before a policy decides: costs that rise with the width, and the rest of a
-round.
-"""
+"""Measured costs of a round: nondecreasing in the width, and complete with the rest of a round."""
 
 import itertools
 import json
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.costs.measure import CHEAPEST, SPARED, measure_costs, settled, with_rest
+from decoding.costs.measure import CHEAPEST, SPARED, add_rest, combine_windows, measure_costs
 from decoding.costs.timing import Parts, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
@@ -23,8 +21,9 @@ from .test_laws import models
 
 
 class SimulatedClock:
-    """The clock of everything that is timed here: only what a test lets take time takes time, so
-    that a busy machine changes no figure. A target's forward takes 1 ms, a draft model's 0.1 ms.
+    """Clock that only `advance` moves, so a busy machine changes no figure.
+
+    A target's forward takes 1 ms, a draft model's 0.1 ms.
     """
 
     TARGET_MS, DRAFT_MS = 1.0, 0.1
@@ -39,7 +38,7 @@ class SimulatedClock:
         self.seconds += ms / 1000
 
     def delayed(self, function: Callable[..., Any], ms: float) -> Callable[..., Any]:
-        """The function, taking this much longer."""
+        """Return the function with `ms` milliseconds more."""
 
         def call(*given: Any, **named: Any) -> Any:
             self.advance(ms)
@@ -59,8 +58,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     return clock
 
 
-def test_rising_is_the_nearest_rising_sequence() -> None:
-    """Against every rising sequence of a small grid."""
+def test_rising_returns_the_nearest_nondecreasing_sequence() -> None:
+    """The reference is every nondecreasing sequence of a small grid."""
     dice = random.Random(3)
     for _ in range(30):
         values = [dice.randint(0, 4) for _ in range(4)]
@@ -75,7 +74,7 @@ def test_rising_is_the_nearest_rising_sequence() -> None:
     assert rising([]) == ()
 
 
-def test_costs_hold_noise_back() -> None:
+def test_costs_smooth_noise() -> None:
     parts = Parts(0.2, {1: 1.0, 2: 1.3, 3: 1.1, 4: 1.5}, 10, 1)
     assert parts.costs.t_target_ms == pytest.approx((1.0, 1.2, 1.2, 1.5))
     assert parts.costs.t_draft_ms == 0.2
@@ -84,10 +83,10 @@ def test_costs_hold_noise_back() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_rest_of_a_round_is_what_neither_model_takes(
+def test_the_rest_of_a_round_excludes_both_models(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow rule is found in the rest, and in nothing else."""
+    """A slow rule lengthens the rest, and no other cost."""
     from decoding.rounds import batch
 
     target, _, draft_model = models()
@@ -108,7 +107,7 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (1e9, 5)])
-def test_windows_end_with_the_time_but_for_three(
+def test_at_least_three_windows_are_measured(
     seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = []
@@ -132,11 +131,12 @@ def test_windows_end_with_the_time_but_for_three(
     assert len(windows) == expected
 
 
-def test_what_is_done_for_each_step_is_the_steps(
+def test_work_of_every_step_is_charged_to_steps(
     clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow sampling makes a draft step more expensive, a rule that is slow over drafts a round that
-    drafts, and neither a round without a draft.
+    """Slow sampling lengthens draft steps, a slow rule for drafts lengthens rounds with a draft.
+
+    Neither lengthens a round without a draft.
     """
     from decoding.rounds import batch
     from decoding.sampling.token_chooser import TokenChooser
@@ -163,10 +163,10 @@ def test_what_is_done_for_each_step_is_the_steps(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_by_cost_knows_what_its_growing_takes(
+def test_the_costs_of_a_tree_by_cost_include_its_growth(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While costs are measured, simulated costs have it draft."""
+    """Such a tree drafts during the measurement, although it has no costs yet."""
     from decoding.drafters.trees.ranked import RankedTree
 
     target, _, draft_model = models()
@@ -179,7 +179,7 @@ def test_a_tree_by_cost_knows_what_its_growing_takes(
     assert after.plain_ms == pytest.approx(before.plain_ms)
 
 
-def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
+def test_rounds_with_and_without_a_draft_have_separate_rests() -> None:
     costs = RoundCosts(0.5, (1.0, 1.1, 1.2), 0.4, 0.1)
     assert costs.round_ms(0, 0) == costs.plain_ms == pytest.approx(1.1)
     assert costs.round_ms(2, 2) == pytest.approx(1.0 + 1.2 + 0.4)
@@ -187,8 +187,8 @@ def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
     assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
 
 
-def test_a_step_of_beams_costs_what_its_width_does() -> None:
-    """The first one starts from the tip, others from as many as they do."""
+def test_the_cost_of_a_step_depends_on_its_frontier() -> None:
+    """The first step starts from the tip, the others from the given frontier."""
     costs = RoundCosts(
         0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_frontier_ms=((1, 0.2), (2, 0.3), (8, 0.9))
     )
@@ -198,18 +198,18 @@ def test_a_step_of_beams_costs_what_its_width_does() -> None:
     assert costs.steps_ms(1) == costs.steps_ms(1, 8) == pytest.approx(0.2)
     assert costs.steps_ms(3, 2) == pytest.approx(0.2 + 2 * 0.3)
     assert costs.round_ms(3, 2) == pytest.approx(0.2 + 2 * 0.9 + 1.2 + 0.4)
-    dearer = costs.with_slower_steps(0.1)
-    assert dearer.t_draft_ms == dearer.step_ms(8) == pytest.approx(1.0) and dearer.step_ms(
+    slower = costs.with_slower_steps(0.1)
+    assert slower.t_draft_ms == slower.step_ms(8) == pytest.approx(1.0) and slower.step_ms(
         1
     ) == pytest.approx(0.3)
     assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
     bare = RoundCosts(0.9, (1.0,))
     assert bare.step_ms(1) == bare.step_ms(8) == 0.9, (
-        "control: of other drafters all steps are alike"
+        "control: steps of other drafters cost the same"
     )
 
 
-def test_every_width_is_timed_and_held_against_noise() -> None:
+def test_every_frontier_is_timed_and_smoothed() -> None:
     from recurrent_drafting.drafter import RecurrentDrafter
     from tests.support.toy_heads import exact_head, markov
 
@@ -226,45 +226,47 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
         drafter = Watched(head=exact_head(target), beam_width=6, children=children, by_cost=True)
         parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
         assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], (
-            "none of them is always behind the same forward"
+            "a frontier always follows the same forward"
         )
         assert (
             set(parts.t_draft_by_frontier_ms) == {1, 2, 4, 6}
             and parts.t_draft_ms == parts.t_draft_by_frontier_ms[6]
         )
     assert Watched(head=exact_head(target), beam_width=6).capabilities.frontiers == (1, 6), (
-        "fixed beams know two widths"
+        "fixed beams have two frontiers"
     )
     noisy = Parts(0.4, {1: 1.0}, 10, 1, {1: 0.2, 2: 0.5, 4: 0.3, 6: 0.4}).costs
     assert noisy.t_draft_by_frontier_ms == ((1, 0.2), *((n, pytest.approx(0.4)) for n in (2, 4, 6)))
     one, other = (
         replace(noisy, t_draft_by_frontier_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3)
     )
-    assert settled([one, one, other]).t_draft_by_frontier_ms == (
+    assert combine_windows([one, one, other]).t_draft_by_frontier_ms == (
         (1, pytest.approx(0.1)),
         (6, pytest.approx(0.2)),
     )
-    assert settled([one, one, other]).t_draft_ms == pytest.approx(0.2)
+    assert combine_windows([one, one, other]).t_draft_ms == pytest.approx(0.2)
 
 
-def test_a_bad_window_decides_nothing() -> None:
-    """Nor does the pace of a window: its parts count by their ratios."""
+def test_one_bad_window_does_not_matter() -> None:
+    """Windows count by the ratios of their parts, not by their speed."""
     good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
     slow = RoundCosts(0.6, (2.0, 2.2, 2.4), 0.2)
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
-    costs = settled([good, bad, slow, slow, good])
+    costs = combine_windows([good, bad, slow, slow, good])
     assert costs.t_target_ms == pytest.approx((1.5, 1.65, 1.8))
     assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx(
         (0.45, 0.15, 0.15)
     )
-    assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
-    assert settled([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
-        "some less than its parts, and no more"
+    assert combine_windows([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), (
+        "costs are nondecreasing"
+    )
+    assert combine_windows([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
+        "a round saves a limited time over its parts"
     )
 
 
-def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
-    """The target's forwards took a fifth less inside rounds than by themselves."""
+def test_rounds_are_right_if_parts_were_overestimated() -> None:
+    """The target's forwards take a fifth less time inside rounds."""
     parts = RoundCosts(0.5, (5.0, 5.5, 6.0))
     drafter = ChainDrafter(model=models()[2])
 
@@ -275,21 +277,19 @@ def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
         return done
 
     rounds = {0: 4.0, 1: 4.9, 2: 5.8}
-    found = settled(
-        [with_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))]
+    found = combine_windows(
+        [add_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))]
     )
     assert [found.round_ms(steps, steps) for steps in rounds] == pytest.approx([*rounds.values()])
 
 
-def test_noise_of_a_steps_rest_goes_both_ways() -> None:
-    """Clipping each window at nothing would make steps dear that are not: a window's share may be
-    negative, and half a step's time at least stays.
-    """
+def test_the_rest_of_a_step_may_be_negative() -> None:
+    """Clipping windows at 0 would overestimate steps; a share of a step's time always remains."""
     costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_frontier_ms=((1, 1.0),))
     drafter = ChainDrafter(model=models()[2])
 
     def took(steps: float, ms: float) -> Generation:
-        """Ten rounds of so many steps and verified tokens, a tree's each of one beam."""
+        """Return ten rounds with this mean number of steps and verified tokens."""
         done = Generation()
         done.rounds, done.decode_seconds = 10, ms / 100
         done.draft_steps = done.draft_frontiers = done.verified = round(10 * steps)
@@ -298,7 +298,7 @@ def test_noise_of_a_steps_rest_goes_both_ways() -> None:
     plain = took(0, 4.0)
     for extra, expected in ((0.25, 1.25), (-0.25, 0.75), (-5.0, CHEAPEST)):
         deep, shallow = took(4, 4.5 + 4 * (1 + extra)), took(1, 4.5 + 1 + extra)
-        found = with_rest(costs, drafter, deep, shallow, plain)
+        found = add_rest(costs, drafter, deep, shallow, plain)
         assert found.step_ms(1) == pytest.approx(expected)
         if expected > 0.5:
             assert found.overhead_ms == pytest.approx(0.5)

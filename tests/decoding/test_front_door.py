@@ -135,7 +135,7 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
     [
         ("ranked_tre", r"'ranked_tre' is neither a folder .*; the nearest is 'ranked_tree'\.$"),
         ("zzz", r"neither a folder \(looked in .*\) nor the name of a drafter \(budget_tree, .*\)"),
-        ("chain", r"'chain' has no folder, .* give a mapping, \{'use': 'chain', 'folder': ...\}"),
+        ("chain", r"'chain' has no folder, .* Give a mapping, \{'use': 'chain', 'folder': ...\}"),
         ("self_speculation", "has no skips, which is required"),
         ({"folder": "x"}, "mapping with `use`"),
         ({}, "mapping with `use`"),
@@ -152,7 +152,7 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
         ({"use": "prompt_lookup", 3: 4}, "has the key '3', which PromptLookup does not take"),
         ({"use": "prompt_lookup", "max_ngram": 0}, "expected 1 <= min_ngram <= max_ngram"),
         ({"use": "prompt_lookup", "max_ngram": "x"}, "PromptLookup rejects the options"),
-        ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "from 1 up"),
+        ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "1 or more each"),
         ({"use": "recurrent", "folder": "{home}/model"}, "model_type is 'llama', expected"),
         ({"use": "chain", "folder": "{home}/recurrent"}, "recurrent"),
         ("{home}/wide", "hidden_size is 32 in the target and 48 in the head"),

@@ -150,7 +150,7 @@ def test_law_2_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.Mon
 def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
     flawed = replace(CHAIN, perfect=lambda kit: ChainDrafter(model=kit.draft_model))
     with pytest.raises(AssertionError):
-        gains.test_a_perfect_drafter_gains_its_closed_form(flawed, rule)
+        gains.test_a_perfect_drafter_has_its_closed_form(flawed, rule)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
@@ -182,7 +182,7 @@ def test_law_4_rejects_another_closed_form(
 def test_law_4_rejects_a_blind_rule(row: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_is_never_right_changes_nothing(BY_NAME[row], rule)
+        gains.test_an_adversarial_drafter_changes_nothing(BY_NAME[row], rule)
 
 
 def test_law_4_rejects_a_sample_that_a_failed_draft_changes(
@@ -190,9 +190,7 @@ def test_law_4_rejects_a_sample_that_a_failed_draft_changes(
 ) -> None:
     draw_from_the_next_node(monkeypatch)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
-            CHAIN, "token", monkeypatch
-        )
+        gains.test_an_adversarial_drafter_changes_no_sample(CHAIN, "token", monkeypatch)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

@@ -72,7 +72,7 @@ def test_law_3(name: str, rule: str, warper: str) -> None:
         pytest.param(RankedTree, "token", 6, marks=pytest.mark.long),
     ],
 )
-def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
+def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     kind: type[ChainDrafter], rule: str, words: int
 ) -> None:
     table = torch.randn(words, words, words, generator=torch.Generator().manual_seed(7)) * 1.5
@@ -97,7 +97,7 @@ AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
     "name",
     [name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.long) for name in AHEAD],
 )
-def test_law_3_of_trees_where_the_host_runs_ahead(
+def test_law_3_holds_for_trees_if_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
@@ -105,7 +105,7 @@ def test_law_3_of_trees_where_the_host_runs_ahead(
 
 
 @pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
-def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) -> None:
+def test_law_3_holds_if_a_batch_decides_before_the_round(name: str) -> None:
     more = {"stopping": "cost_ratio"} if name == "chain" else {}
     assert (
         law_holds(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
@@ -238,7 +238,7 @@ def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
     assert isinstance(opened(target_table(), drafter, PROMPT, settings, ids).chooser, ManyChooser)
 
 
-def test_numbers_that_a_control_broke_are_the_ones_that_are_drawn(
+def test_batched_requests_use_the_noise_that_a_control_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     share_purposes(monkeypatch)

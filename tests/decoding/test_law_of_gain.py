@@ -77,7 +77,7 @@ def sure_texts(
 
 
 @pytest.mark.parametrize(("row", "rule"), PERFECT, ids=name)
-def test_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
+def test_a_perfect_drafter_has_its_closed_form(row: DrafterRow, rule: str) -> None:
     assert row.perfect is not None
     gamma, rounds = 4, 6
     settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=(gamma + 1) * rounds)
@@ -120,7 +120,7 @@ def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
 
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
-def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: str) -> None:
+def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
     """Check every rule on a target that allows one text."""
     prompts, plain = sure_texts(True, rule, 24)
     kit = kit_of(True, False, [g.tokens for g in plain])
@@ -154,7 +154,7 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
         for rule in row.rules
     ],
 )
-def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
+def test_an_adversarial_drafter_changes_no_sample(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check sampled text, where p without the rejected drafts is p.
@@ -189,7 +189,7 @@ def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
-def test_a_perfect_model_is_right_at_least_once_a_round(row: str, rule: str) -> None:
+def test_a_perfect_model_has_an_accepted_token_a_round(row: str, rule: str) -> None:
     """Check rows whose gain on a random model has no closed form.
 
     The likeliest next token is always among their proposals.

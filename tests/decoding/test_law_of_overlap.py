@@ -73,7 +73,7 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["pearl", "without_post"])
-def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
+def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test the first token of post-verify by the uniform of the pre-verify test before it."""
@@ -138,9 +138,7 @@ def test_law_1_rejects_an_untested_first_token(
 
 
 @pytest.mark.parametrize("name", ["plus_eager"])
-def test_law_3_rejects_a_choice_that_drops_what_was_drafted(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_law_3_rejects_dropping_a_sampled_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop a chunk that begins with symbol 0: the choice depends on the sampled token."""
     propose = ChainDrafter.propose
 

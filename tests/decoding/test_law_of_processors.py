@@ -83,7 +83,7 @@ def test_law_3_under_overlapped_schedules(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
+def test_law_3_holds_for_self_speculation(rule: str) -> None:
     target, drafter = (
         native_of(hf_model("llama", layers=2)),
         SelfSpeculation(attention=(1,), mlp=(0,)),
@@ -92,7 +92,7 @@ def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["chain", "static_tree", "lookahead"])
-def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(
+def test_law_3_rejects_processors_without_drafted_tokens(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Processors.__call__
@@ -104,7 +104,7 @@ def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(
     assert law_of(target_table(), drafter_of(row), PROMPT) < P_LIMIT
 
 
-def test_law_3_rejects_an_assumed_span_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_rejects_processors_without_assumed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Processors.__call__
     monkeypatch.setattr(
         Processors,

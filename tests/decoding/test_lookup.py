@@ -1,4 +1,4 @@
-"""Lookup drafters against their definition, written out."""
+"""Lookup drafters against a plain implementation of their definition."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from decoding.errors import UserError
 
 
 def longest_match(sequence: Sequence[int]) -> int:
-    """Length of the longest ending that also ends earlier."""
+    """Return the length of the longest suffix that occurred before."""
     size = len(sequence)
     for length in range(size - 1, 0, -1):
         if any(
@@ -23,7 +23,7 @@ def longest_match(sequence: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("symbols", [2, 3, 8])
-def test_the_automaton_finds_the_longest_match_and_what_followed(symbols: int) -> None:
+def test_the_automaton_finds_the_longest_match(symbols: int) -> None:
     draw = random.Random(symbols)
     for _ in range(20):
         automaton, sequence = SuffixAutomaton(), [draw.randrange(symbols)]
@@ -46,7 +46,7 @@ def test_a_short_match_is_not_copied() -> None:
     assert SuffixAutomaton(min_match=2).find([1, 2, 3, 1, 2]) == 2
 
 
-def test_bad_sizes_are_named() -> None:
+def test_errors_name_the_match_lengths() -> None:
     with pytest.raises(UserError, match="min_match is 0, expected 1 or more"):
         SuffixLookup(0)
     with pytest.raises(UserError, match="min_ngram is 3 and max_ngram is 2"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding import load
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
 from decoding.loop import decode
@@ -118,13 +118,13 @@ def test_ranks_share_the_cores_besides_the_drafters(
     target, before = targets("tp"), os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     (process,) = target.ranks.processes
-    with lanes(SimpleNamespace(own_cores=cores), target):  # type: ignore[arg-type]
+    with separate_cores(SimpleNamespace(target_cores=cores), target):  # type: ignore[arg-type]
         target.open(1, 4)  # waits for the rank, and therefore for the binding
         assert os.sched_getaffinity(0) == {cores[0]}
         assert os.sched_getaffinity(process.pid) == {cores[1]}
     target.open(1, 4)
     assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == before
-    too_few = lanes(SimpleNamespace(own_cores=cores[:1]), target)  # type: ignore[arg-type]
+    too_few = separate_cores(SimpleNamespace(target_cores=cores[:1]), target)  # type: ignore[arg-type]
     with (
         pytest.raises(
             UserError, match="2 processes, but the drafter's worker leaves them 1 .*draft_cores=0"
@@ -182,7 +182,8 @@ def test_an_interrupted_forward_ends_all_ranks(
 
     monkeypatch.setattr(target._target, "forward", interrupted)
     before = os.sched_getaffinity(0)
-    bound = lanes(SimpleNamespace(own_cores=sorted(before)[:2] if len(before) > 1 else []), target)  # type: ignore[arg-type]
+    drafter = SimpleNamespace(target_cores=sorted(before)[:2] if len(before) > 1 else [])
+    bound = separate_cores(drafter, target)  # type: ignore[arg-type]
     # not replaced by the error of a rank that has ended
     with pytest.raises(KeyboardInterrupt), bound:
         target.forward(ids(1, 2))

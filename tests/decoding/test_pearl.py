@@ -1,7 +1,6 @@
-"""PEARL's schedule under the laws: the same output as serial decoding, and the closed forms; its
-clock; and what it does not run.
+"""PEARL's schedule under laws 1, 2 and 4, its clock, and its errors.
 
-Law 3 has a file of its own, test_law_of_overlap.py, and so has law 5, test_pearl_edges.py.
+Law 3 is in test_law_of_overlap.py, law 5 in test_pearl_edges.py.
 """
 
 import time
@@ -34,8 +33,9 @@ PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
 def run(
     prompts: Sequence[Sequence[int]], settings: Settings
 ) -> tuple[list[Generation], list[Generation]]:
-    """(autoregressive, under the schedule of `settings`), one prompt at a time where the schedule
-    wants that.
+    """Decode without a drafter and under the schedule of `settings`.
+
+    Prompts are decoded one by one if the schedule needs it.
     """
     target, _, draft_model = models()
     plain = decode(target, None, prompts, settings)
@@ -52,7 +52,7 @@ def run(
 )
 @pytest.mark.parametrize("schedule", PUBLISHED)
 def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> None:
-    # One prompt at a time takes ten times as long: all of them in the long suite, at other lengths.
+    # One prompt at a time takes ten times as long, so only the long suite decodes all of them.
     few = schedule not in BATCHED and gamma == 2
     plain, drafted = run(
         random_prompts(12 if few else 64),
@@ -78,8 +78,8 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
-def test_law_4_a_perfect_drafter_gains_its_closed_form(rule: str) -> None:
-    """1 token in the pre-verify round, and gamma in every post-verify round after it."""
+def test_law_4_a_perfect_drafter_has_its_closed_form(rule: str) -> None:
+    """A pre-verify round emits 1 token, every post-verify round gamma."""
     gamma, rounds = 4, 6
     settings = with_rule(
         rule, num_draft_tokens=gamma, max_new_tokens=1 + gamma * rounds, schedule="pearl_virtual"
@@ -90,7 +90,7 @@ def test_law_4_a_perfect_drafter_gains_its_closed_form(rule: str) -> None:
         assert generation.accepted == generation.tested
 
 
-def test_the_ablations_gain_their_closed_forms() -> None:
+def test_the_ablations_have_their_closed_forms() -> None:
     gamma = 4
     target, twin, _ = models()
     settings = Settings(num_draft_tokens=gamma, max_new_tokens=1 + 24)
@@ -104,7 +104,7 @@ def test_the_ablations_gain_their_closed_forms() -> None:
 
 
 class Adversary(Oracle):
-    """Never right, and drafts while the target verifies."""
+    """Adversarial drafter that can overlap with the target."""
 
     capabilities = Capabilities(shape="chain", steps="round", can_overlap=True)
 
@@ -128,7 +128,7 @@ def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) 
 def test_the_virtual_clock_hides_the_shorter_lane(
     draft_ms: int, target_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With lanes that sleep: each round costs the longer of them, and what was added up says so."""
+    """A round of lanes that sleep costs the longer one, as do the sums over all rounds."""
     target, twin, _ = models()
     drafter = ChainDrafter(model=twin)
     propose, forward = drafter.propose, target.forward
@@ -152,11 +152,11 @@ def test_the_virtual_clock_hides_the_shorter_lane(
 
 
 @pytest.mark.parametrize("stopping", ["assisted", "cost_ratio"])
-def test_a_policy_that_would_learn_from_the_wrong_chunk_is_refused(stopping: str) -> None:
+def test_policies_that_learn_from_rounds_are_refused(stopping: str) -> None:
     target, twin, _ = models()
     settings = Settings(schedule="pearl_virtual", stopping=stopping, costs=COSTS)
     with pytest.raises(
-        UserError, match=f"stopping '{stopping}' cannot learn from it. Use fixed or confidence"
+        UserError, match=f"stopping cannot be '{stopping}', which learns from rounds. Use fixed or"
     ):
         decode(target, ChainDrafter(model=twin), [[4]], settings)
     decode(
@@ -190,12 +190,12 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
             ChainDrafter,
             "verify=block cannot do. Use verify=token or verify=coupled",
         ),
-        ({}, ChainWithLookup, "needs a drafter that can overlap"),
+        ({}, ChainWithLookup, "needs a chain drafter that runs in parallel"),
         ({"schedule": "pearl_wall"}, ChainDrafter, "needs a drafter in a separate process"),
         ({"schedule": "pearl_virtual_wo_pre"}, ChainDrafter, "runs one prompt at a time, found 2"),
     ],
 )
-def test_what_cannot_be_scheduled_is_named(
+def test_errors_name_the_unsupported_setting(
     fields: dict, drafter: type[ChainDrafter], words: str
 ) -> None:
     target, twin, _ = models()

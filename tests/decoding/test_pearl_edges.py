@@ -1,6 +1,4 @@
-"""Law 5 under PEARL's schedules: ragged batches, stop tokens, ends of contexts, short prompts and
-outputs, and cache lengths.
-"""
+"""Law 5 under PEARL's schedules: batches, stop tokens, context limits, short texts, caches."""
 
 from dataclasses import replace
 
@@ -56,10 +54,8 @@ def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
-def test_law_5_the_same_whatever_was_decoded_before(schedule: str, rule: str) -> None:
-    """Schedules that take no batches: what a request left behind in target and drafter
-    is nothing.
-    """
+def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str) -> None:
+    """Schedules of single rows give the same output in any order of requests."""
     settings = with_rule(
         rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS
     )
@@ -93,7 +89,7 @@ def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, 
         )
         (done,) = decode(target, ChainDrafter(model=twin), [prompt], settings, request_ids=[number])
         assert (done.tokens, done.finish) == (plain.tokens[: stop + 1], "stop")
-        assert done.accepted <= stop + 1, "tokens behind the stop were counted"
+        assert done.accepted <= stop + 1, "tokens after the stop were counted"
         assert done.accepted > 0
 
 
@@ -150,7 +146,7 @@ def test_law_5_cache_lengths_after_every_round(
         for row, lane, held, drafted in zip(
             self.rows, self.lanes, self.target.lengths_B, self.drafter.model.lengths_B
         ):
-            # The tip is in no cache, and what is assumed only in the drafter's.
+            # The tip is in no cache; assumed tokens are in the drafter's only.
             assert held == len(row.sequence) - 1
             assert drafted < len(row.sequence) + len(lane.tokens) <= row.limit
             seen += 1
@@ -164,7 +160,7 @@ def test_law_5_cache_lengths_after_every_round(
 
 
 def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's cache keeps the entry of one token more than was accepted."""
+    """Keep one token more than was accepted in the target's cache."""
     original = Pearl._settle
 
     def longer(self: Pearl, *given: object) -> list[int]:
@@ -176,7 +172,7 @@ def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter's cache keeps the entries of rejected tokens."""
+    """Keep rejected tokens in the drafter's cache."""
     monkeypatch.setattr(ChainDrafter, "rollback", lambda self, lengths_B: None)
 
 

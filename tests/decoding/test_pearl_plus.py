@@ -1,5 +1,6 @@
-"""PEARL+ under the laws (law 3 is in test_law_of_overlap.py), its closed forms against a simulation
-of the state machine, and what it chooses.
+"""PEARL+ under the laws, its closed forms against a simulation, and its choices.
+
+Law 3 is in test_law_of_overlap.py.
 """
 
 import random
@@ -36,7 +37,7 @@ REGIMES = {
 def run(
     prompts: Sequence[Sequence[int]], settings: Settings, drafter: ChainDrafter
 ) -> tuple[list[list[int]], set[str]]:
-    """(outputs, the schedules chosen), one prompt at a time."""
+    """Return the outputs and the chosen schedules, one prompt at a time."""
     tokens, modes = [], set()
     for number, prompt in enumerate(prompts):
         batch = prefill_batch(models()[0], drafter, [prompt], settings, request_ids=[number])
@@ -73,7 +74,7 @@ def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> None:
-    """Every test passes, so that a cycle ends where the text does."""
+    """Every token is accepted, so cycles end with the text."""
     target, twin, _ = models()
     for prompt in random_prompts(4):
         settings = with_rule(
@@ -89,8 +90,8 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_law_5_the_same_whatever_was_decoded_before(regime: str) -> None:
-    """What a request taught dies with it."""
+def test_law_5_earlier_requests_change_nothing(regime: str) -> None:
+    """The estimates of a request do not outlive it."""
     target, _, draft_model = models()
     settings = with_rule(
         "token", max_new_tokens=40, costs=REGIMES[regime], schedule="pearl_plus_virtual"
@@ -115,7 +116,10 @@ def simulate(
     rest_ms: float = 0.0,
     tokens: int = 200_000,
 ) -> float:
-    """Tokens a millisecond of the state machine, with tests that hang on the one before alone."""
+    """Simulate the state machine and return its tokens per millisecond.
+
+    A test depends on the one before alone.
+    """
     dice = random.Random(1)
 
     def passing(tests: int, first: float) -> int:
@@ -158,9 +162,7 @@ def simulate(
 @pytest.mark.parametrize(
     "gamma", [1, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (2, 4))]
 )
-def test_the_closed_forms_are_those_of_the_state_machine(
-    gamma: int, first: float, next_: float
-) -> None:
+def test_the_closed_forms_equal_the_simulation(gamma: int, first: float, next_: float) -> None:
     costs, chance = RoundCosts(0.25, FLAT, 0.1), Acceptance(first, next_)
     assert serial_rate(chance, gamma, costs) == pytest.approx(
         simulate("serial", chance, gamma, costs, 0.0), rel=0.01
@@ -174,18 +176,19 @@ def test_the_closed_forms_are_those_of_the_state_machine(
 
 
 def best(alpha: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
+    """Return the fastest of all choices."""
     return max(
         choose(alpha, next_, longest, costs, overlap, costs.overhead_ms).values(),
         key=lambda choice: choice.rate,
     )
 
 
-def test_what_is_chosen_follows_the_costs() -> None:
+def test_choices_follow_the_costs() -> None:
     flat = RoundCosts(0.2, FLAT)
     assert best(0.5, 0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", (
         "without overlap PEARL never pays"
     )
-    assert best(0.9, 0.9, 6, flat, 1.0).mode != "serial", "an accurate drafter is worth running on"
+    assert best(0.9, 0.9, 6, flat, 1.0).mode != "serial", "overlap pays with an accurate drafter"
     assert best(0.5, 0.95, 8, flat, 1.0).gamma >= best(0.5, 0.5, 8, flat, 1.0).gamma
     for alpha in (0.2, 0.5, 0.8, 0.99):
         rate, chance = best(alpha, alpha, 6, flat, 1.0).rate, Acceptance(alpha, alpha)
@@ -193,10 +196,8 @@ def test_what_is_chosen_follows_the_costs() -> None:
         assert rate >= max(pearl_rate(chance, g, flat, 1.0, flat.overhead_ms) for g in range(1, 7))
 
 
-def test_the_rest_of_two_lanes_decides_by_itself() -> None:
-    """A serial round may take longer beside its parts than one whose lanes hide the message: then
-    overlapping pays where it else would not.
-    """
+def test_the_rest_of_rounds_with_two_lanes_decides() -> None:
+    """Overlap pays if the rest of a serial round is longer than with two lanes."""
     costs = RoundCosts(0.15, FLAT, 0.6)
     modes = {
         rest_ms: max(
@@ -207,8 +208,8 @@ def test_the_rest_of_two_lanes_decides_by_itself() -> None:
     assert modes[0.6] == "serial" and modes[0.1] != "serial"
 
 
-def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
-    """The choice is the request's own: a perfect drafter's and a poor one's differ."""
+def test_choices_follow_the_acceptance_of_the_request() -> None:
+    """A perfect drafter and a poor one lead to different estimates and lengths."""
     target, twin, draft_model = models()
     settings = Settings(
         max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual"
@@ -225,7 +226,7 @@ def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
     assert gammas[0] >= gammas[1]
 
 
-def test_what_it_needs_is_named() -> None:
+def test_errors_name_missing_costs_and_batches() -> None:
     target, twin, _ = models()
     with pytest.raises(UserError, match="needs measured costs"):
         decode(target, ChainDrafter(model=twin), [[4]], Settings(schedule="pearl_plus_virtual"))

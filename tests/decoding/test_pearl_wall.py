@@ -1,6 +1,4 @@
-"""PEARL with the drafter in a worker process: the same tokens as on the virtual clock, and real
-lanes.
-"""
+"""PEARL with the drafter in a worker process: the tokens of the virtual clock, in real time."""
 
 import time
 from collections.abc import Sequence
@@ -27,10 +25,10 @@ from .test_processors import letters
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", [name for name in WALL if "plus" not in name])
-def test_the_wall_decodes_what_the_virtual_clock_decodes(
+def test_the_wall_clock_gives_the_tokens_of_the_virtual_clock(
     schedule: str, rule: str, remote: RemoteChain, folder: Path
 ) -> None:
-    """So laws 1 to 5, which hold there, hold here."""
+    """Laws 1 to 5 of the virtual clock therefore hold on the wall clock."""
     target, _, _ = models()
     local = ChainDrafter(folder, dtype="float64")
     settings = with_rule(rule, max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=3)
@@ -54,7 +52,7 @@ def test_the_wall_decodes_what_the_virtual_clock_decodes(
     assert accepted > 0
 
 
-def test_what_the_caller_allows_stays_with_the_caller(remote: RemoteChain) -> None:
+def test_allowed_tokens_are_applied_without_the_worker(remote: RemoteChain) -> None:
     target, _, _ = models()
     settings = Settings(
         max_new_tokens=24,
@@ -69,7 +67,7 @@ def test_what_the_caller_allows_stays_with_the_caller(remote: RemoteChain) -> No
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", WALL)
-def test_a_stop_string_ends_a_row_on_the_wall_too(
+def test_a_stop_string_ends_a_row_on_the_wall_clock(
     schedule: str, rule: str, remote: RemoteChain
 ) -> None:
     target, _, _ = models()
@@ -85,7 +83,7 @@ def test_a_stop_string_ends_a_row_on_the_wall_too(
         assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
 
 
-def test_the_clock_is_the_walls(remote: RemoteChain) -> None:
+def test_the_wall_clock_includes_both_lanes(remote: RemoteChain) -> None:
     target, _, _ = models()
     (done,) = decode(
         target, remote, random_prompts(1), Settings(max_new_tokens=40, schedule="pearl_wall")
@@ -98,8 +96,8 @@ def test_the_clock_is_the_walls(remote: RemoteChain) -> None:
     )
 
 
-def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> None:
-    """What was asked of it and never read is thrown away by the next decode."""
+def test_a_failed_round_leaves_the_worker_usable(remote: RemoteChain) -> None:
+    """The next decode discards an answer that was not read."""
     target, _, _ = models()
     settings = Settings(max_new_tokens=16, schedule="pearl_wall", num_draft_tokens=3)
     before = decode(target, remote, [[4, 5]], settings)[0].tokens
@@ -115,12 +113,10 @@ def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> 
 
 
 @pytest.mark.parametrize("regime", [(0.01, 0.05), (0.9, 0.0), (0.08, 0.0)])
-def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
+def test_pearl_plus_gives_the_tokens_of_the_virtual_clock(
     regime: tuple[float, float], remote: RemoteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under token verification, with the same overlap and rest for both: so law 3, which holds
-    there, holds here.
-    """
+    """Both have the same overlap and rest, so law 3 of the virtual clock holds here too."""
     monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
     target, _, _ = models()
@@ -147,12 +143,10 @@ def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-def test_the_drafter_goes_on_until_the_target_is_done(
+def test_the_drafter_continues_until_the_target_is_done(
     rule: str, remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a target that takes its time chunks grow past the length that was chosen, and the text
-    stays its own.
-    """
+    """A slow target lengthens chunks past the chosen length, and the text stays the same."""
     target, _, _ = models()
     settings = with_rule(
         rule, max_new_tokens=40, num_draft_tokens=12, costs=RoundCosts(0.9, (1.0, 1.1, 1.2, 1.3))
@@ -179,8 +173,8 @@ def test_the_drafter_goes_on_until_the_target_is_done(
     assert lengths["slow"] > lengths["quick"] + 2
 
 
-def test_pearl_plus_with_a_worker_keeps_the_targets_own_output(remote: RemoteChain) -> None:
-    """Its choices hang on the clock, so the counts differ from run to run; the text does not."""
+def test_pearl_plus_with_a_worker_keeps_the_targets_output(remote: RemoteChain) -> None:
+    """Choices depend on the clock and change the counts, but not the text."""
     target, _, _ = models()
     costs = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
     for rule in ("greedy", "coupled"):
@@ -197,20 +191,20 @@ def test_pearl_plus_with_a_worker_keeps_the_targets_own_output(remote: RemoteCha
             assert drafted.tokens == plain.tokens
 
 
-def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
+def test_the_rest_of_a_round_with_two_lanes_is_measured(
     remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rule that takes its time is the rest of a round; a target that does is its lane."""
+    """A slow rule lengthens the rest of a round, a slow target its lane."""
     target, _, _ = models()
     costs = RoundCosts(0.9, (1.0, 1.02, 1.04, 1.06), 0.0)  # two lanes pay
     settings = Settings(
         max_new_tokens=24, num_draft_tokens=4, costs=costs, schedule="pearl_plus_wall"
     )
-    # what is learned sways no choice
+    # measurements must not change the choices
     monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
 
-    def learned() -> float:
+    def measured_rest_ms() -> float:
         batch = prefill_batch(target, remote, [[4, 5]], settings)
         assert isinstance(batch, PearlPlusWall)
         generation = batch.rows[0].generation
@@ -218,14 +212,14 @@ def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
             batch.round()
         batch.close()
         assert batch._verifying > 0
-        return 1000 * batch._beside / generation.rounds
+        return 1000 * batch._rest / generation.rounds
 
-    plain, forward = learned(), target.forward
+    plain, forward = measured_rest_ms(), target.forward
     with monkeypatch.context() as slow_lane:
         slow_lane.setattr(target, "forward", lambda *given: (time.sleep(0.02), forward(*given))[1])
-        assert learned() < plain + 10
+        assert measured_rest_ms() < plain + 10
     rule = batch_module.RULES["greedy"]
     monkeypatch.setitem(
         batch_module.RULES, "greedy", lambda *given: (time.sleep(0.02), rule(*given))[1]
     )
-    assert learned() > plain + 15
+    assert measured_rest_ms() > plain + 15

@@ -1,6 +1,4 @@
-"""What phrase pools hold, and what Ouroboros files there of the target's words, short drafts
-included.
-"""
+"""Phrase pools, and the target's tokens that Ouroboros stores there."""
 
 import random
 from itertools import pairwise
@@ -18,7 +16,7 @@ from tests.support.tiny_targets import random_prompts
 from .test_session import kit_of
 
 
-def test_a_pool_keeps_the_newest_phrases_and_none_that_begins_another() -> None:
+def test_a_pool_holds_the_newest_phrases_without_their_prefixes() -> None:
     draw, pool = random.Random(5), PhrasePool(per_key=4)
     shortened = 0
     for _ in range(500):
@@ -27,54 +25,54 @@ def test_a_pool_keeps_the_newest_phrases_and_none_that_begins_another() -> None:
         pool.add(7, phrase)
         held = pool.newest(7, 9)
         assert held[0][: len(phrase)] == phrase, (
-            "the newest is what was filed, or the longer one that it begins"
+            "the newest phrase is the added one, or a stored one that begins with it"
         )
         assert len(held) <= 4
         assert not any(a != b and b[: len(a)] == a for a in held for b in held)
         shortened += held[0] in known and held[0] != phrase
-    assert shortened, "a phrase that begins a longer one never came"
+    assert shortened, "no prefix of a stored phrase was added"
     pool.add(7, ())
     assert pool.newest(7, 9) == held and pool.newest(8, 9) == []
 
 
-class Filed(Ouroboros):
-    """Looks, after every round, for what the target said in its pools."""
+class CheckedOuroboros(Ouroboros):
+    """Ouroboros that checks its pools for the target's tokens after every round."""
 
     corrected = continued = 0
 
     def observe(self, observation: Observation) -> None:
         before, outcome = self._drafted, observation.outcome
         super().observe(observation)
-        (said_BN,) = observation.readback or ([],)
-        for drafted, said, accepted, pool in zip(
-            before, said_BN, outcome.accepted_B, self.inner.pools
+        (choices_BN,) = observation.readback or ([],)
+        for drafted, choices, accepted, pool in zip(
+            before, choices_BN, outcome.accepted_B, self.inner.pools
         ):
             if drafted is None:
                 continue
-            accepted = min(accepted, len(drafted.chain))  # the others are a phrase's
+            accepted = min(accepted, len(drafted.chain))  # the rest belongs to a phrase
             rejected = [node + 1 for node in drafted.chain[accepted:]]
             after = [
-                said[0 if accepted == 0 else drafted.chain[accepted - 1] + 1],
-                *(said[node] for node in rejected),
+                choices[0 if accepted == 0 else drafted.chain[accepted - 1] + 1],
+                *(choices[node] for node in rejected),
             ]
             for word, following in pairwise(after):
                 assert any(phrase[0] == following for phrase in pool.newest(word, 99))
                 self.continued += 1
             for nodes, tokens, phrase in drafted.suffixes:
-                words = tuple(said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]])
+                words = tuple(choices[node + 1] for node in [drafted.chain[-1], *nodes[:-1]])
                 if list(words) != tokens:
                     assert (*words, *phrase[len(words) :]) in [
                         one[: len(phrase)] for one in pool.newest(drafted.tokens[-1], 99)
-                    ], "what was cut off stays behind the corrected words"
+                    ], "the part that was cut off follows the corrected tokens"
                     self.corrected += 1
 
 
 @pytest.mark.parametrize("gamma", [2, 4, 6])
-def test_ouroboros_files_what_the_target_says_however_short_the_draft(gamma: int) -> None:
+def test_ouroboros_stores_the_targets_tokens_for_all_draft_lengths(gamma: int) -> None:
     kit = kit_of()
-    drafter = Filed(model=kit.draft_model, candidates=99)
+    drafter = CheckedOuroboros(model=kit.draft_model, candidates=99)
     settings = Settings(num_draft_tokens=gamma, max_new_tokens=40, stopping="fixed")
     with torch.inference_mode():
         decode(kit.target, drafter, random_prompts(4), settings)
-    assert drafter.continued > 10, "nothing was filed behind a rejection"
+    assert drafter.continued > 10, "nothing was stored after a rejection"
     assert drafter.corrected > 5 or gamma == 2, "no phrase was corrected"

@@ -10,14 +10,12 @@ import torch
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.trees.graph import GraphDrafter
 from decoding.interfaces import NO_NODE, Proposal, RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import Fixed
 from decoding.stopping.policies import CostRatioByRound
 from decoding.verification import rules
 from tests.support.host_waits import WAYS, models, settings_of
@@ -65,30 +63,6 @@ def test_device_drafts_do_not_depend_on_other_rows(name: str, rule: str) -> None
             expected.tested_by_depth,
             expected.accepted_by_depth,
         )
-
-
-@pytest.mark.parametrize("match", [0, 1, 2, 1000])
-def test_a_graph_on_the_device_equals_the_eager_one(
-    monkeypatch: pytest.MonkeyPatch, match: int
-) -> None:
-    """Check that both versions propose the same paths, with copies of merged nodes."""
-    target, draft_model = models()
-    prompts, found, merged = random_prompts(12), [], 0
-    for ahead in (False, True):
-        monkeypatch.setattr(devices, "runs_ahead", lambda device, ahead=ahead: ahead)
-        drafter = GraphDrafter(
-            model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0
-        )
-        drafter.prepare(target, None)
-        drafter.open(prompts, None, 64)
-        chooser = TokenChooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
-        chooser.begin([], [], [], 5)
-        proposal = drafter.propose(prompts, [4] * 9 + [3, 1, 0], [Fixed()] * 12, chooser)
-        found.append([paths_of(proposal, row) for row in range(len(prompts))])
-        merged += sum(len(pairs) for pairs in drafter._merged)
-    assert found[0] == found[1]
-    assert len(found[0][0]) > 10 and not found[0][-1]
-    assert bool(merged) == (match < 2), "otherwise nothing is seen of merging"
 
 
 def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Stopping policies: what they decide, and that no decision changes a word of the output.
+"""Decisions of the stopping policies, none of which changes the output.
 
 Law 3 under every policy is in test_law_of_distribution.py.
 """
@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, TokenConfidence
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.schedules.by_name import usual_stopping
+from decoding.schedules.by_name import default_stopping
 from decoding.stopping.policies import (
     NAMES,
     Assisted,
@@ -30,7 +30,7 @@ from tests.support.tiny_targets import random_prompts
 from .test_laws import models
 
 CHEAP = RoundCosts(0.01, (1.0, 1.01))
-DEAR = RoundCosts(5.0, (1.0, 2.0))
+EXPENSIVE = RoundCosts(5.0, (1.0, 2.0))
 FAIR = RoundCosts(0.15, (1.0, 1.05))
 
 
@@ -52,7 +52,7 @@ def test_no_policy_changes_the_output(stopping: str, verify: str) -> None:
 
 
 @pytest.mark.parametrize("stopping", NAMES)
-def test_a_rows_draft_lengths_do_not_hang_on_its_neighbours(stopping: str) -> None:
+def test_draft_lengths_do_not_depend_on_neighboring_rows(stopping: str) -> None:
     target, _, draft_model = models()
     settings = Settings(
         max_new_tokens=32,
@@ -78,7 +78,7 @@ def test_a_rows_draft_lengths_do_not_hang_on_its_neighbours(stopping: str) -> No
         )
 
 
-def test_policies_draft_less_where_the_drafter_is_unsure() -> None:
+def test_policies_draft_less_and_more_accurately() -> None:
     target, _, draft_model = models()
     prompts, settings = random_prompts(16), Settings(max_new_tokens=48, num_draft_tokens=8)
     drafted, accepted = {}, {}
@@ -109,14 +109,14 @@ def test_assisted_grows_by_two_and_shrinks_by_one() -> None:
     assert policy.limit(20) == 1
 
 
-def test_confidence_and_entropy_read_the_drawn_token() -> None:
+def test_confidence_and_entropy_read_the_sampled_token() -> None:
     assert Confidence(0.4).more(1, TokenConfidence(0.41))
     assert not Confidence(0.4).more(1, TokenConfidence(0.39))
     assert Entropy(0.3).more(1, TokenConfidence(0.9, 0.1))  # 1 - sqrt(0.2 * 0.1) = 0.86
     assert not Entropy(0.3).more(1, TokenConfidence(0.9, 3.0))  # 1 - sqrt(0.6) = 0.23
 
 
-def test_thompson_goes_on_as_often_as_tokens_pass() -> None:
+def test_thompson_continues_with_the_acceptance_rate() -> None:
     sure, unsure = Thompson(1), Thompson(1)
     for _ in range(200):
         sure.update(1, 1)
@@ -125,12 +125,12 @@ def test_thompson_goes_on_as_often_as_tokens_pass() -> None:
     assert sum(unsure.more(1, None) for _ in range(200)) < 20
 
 
-def test_cost_ratio_weighs_survival_against_cost() -> None:
-    assert CostRatio(DEAR).limit(8) == 0, "a draft step of five target steps never pays"
+def test_cost_ratio_compares_survival_with_cost() -> None:
+    assert CostRatio(EXPENSIVE).limit(8) == 0, "a draft step of five target steps never pays"
     cheap = CostRatio(CHEAP)
     assert cheap.limit(8) == 8
     assert all(cheap.more(depth, TokenConfidence(0.95)) for depth in range(1, 8)), (
-        "steps that cost nothing are worth little hope"
+        "steps without cost pay at any chance"
     )
     fair = CostRatio(FAIR)
     fair.limit(8)
@@ -142,7 +142,7 @@ def test_cost_ratio_weighs_survival_against_cost() -> None:
     assert lengths[0] < lengths[1]
 
 
-def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> None:
+def test_cost_ratio_pauses_a_useless_drafter_and_retries() -> None:
     policy = CostRatio(RoundCosts(0.3, (1.0, 1.2)))
     assert policy.limit(8) > 0
     for _ in range(30):
@@ -157,10 +157,8 @@ def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> 
     assert policy.limit(8) > 0
 
 
-def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
-    """Of tokens drawn one by one, on the serial schedule; without costs, and for what comes whole,
-    drafts have fixed length.
-    """
+def test_cost_ratio_is_the_default_with_measured_costs() -> None:
+    """It holds for tokens sampled one by one on the serial schedule; other drafts are fixed."""
     target, _, draft_model = models()
     prompts, settings = random_prompts(8), Settings(max_new_tokens=48, num_draft_tokens=8)
 
@@ -175,18 +173,18 @@ def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
     assert drafted(chain, costs=FAIR, schedule="pearl_virtual") == drafted(
         chain, costs=FAIR, schedule="pearl_virtual", stopping="fixed"
     )
-    assert usual_stopping(PromptLookup.capabilities, "serial") == "fixed"
-    assert usual_stopping(RankedTree.capabilities, "serial") == "fixed"
+    assert default_stopping(PromptLookup.capabilities, "serial") == "fixed"
+    assert default_stopping(RankedTree.capabilities, "serial") == "fixed"
 
 
-def test_costs_beyond_the_timed_widths_lie_on_the_last_line() -> None:
+def test_costs_beyond_the_timed_widths_are_extrapolated() -> None:
     assert RoundCosts(0.1, (1.0, 1.5)).target_ms(4) == pytest.approx(2.5)
     assert RoundCosts(0.1, (1.0, 0.9)).target_ms(4) == pytest.approx(0.9), (
-        "noise does not make wide forwards cheap"
+        "noise must not make wide forwards cheaper"
     )
 
 
-def test_bad_policies_are_named() -> None:
+def test_errors_name_the_policy() -> None:
     with pytest.raises(
         UserError, match="stopping 'mood' is unknown, expected one of fixed, confidence"
     ):

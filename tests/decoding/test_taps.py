@@ -31,7 +31,7 @@ from tests.support.tap_readers import TAPS, TapChain, TapTree
 from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 from . import test_conversations, test_laws, test_session
-from .rows import DrafterRow, Kit, before
+from .rows import DrafterRow, Kit, with_lookup_before
 from .test_session import drained, kit_of, settings_of
 from .test_targets import close, ids
 
@@ -341,7 +341,7 @@ ROWS = [
         "tap_tree", lambda kit: TapTree(kit.draft_model, kit.twin), ("greedy", "token", "coupled")
     ),
 ]
-ROWS.append(before(ROWS[0]))
+ROWS.append(with_lookup_before(ROWS[0]))
 by_row = pytest.mark.parametrize("row", ROWS, ids=test_laws.name)
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
 

@@ -1,8 +1,6 @@
-"""How many nodes picked trees get, and that a budget lasts as long as the batch that it learns
-from.
+"""Sizes of trees with top-k children, and the lifetime of a budget.
 
-Those of drawn trees are in test_drawn_trees.py, what the rounds before say in test_tree_size.py,
-what a growing tree says in test_worth.py.
+Sampled trees are in test_sampled_trees.py, planners in test_ahead_planner.py and test_planner.py.
 """
 
 import pytest
@@ -23,15 +21,13 @@ COSTS = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5))
 
 
 def scores(*chances_BM: list[float]) -> tuple[Tensor, Tensor]:
-    """Path scores of these chances, none where a chance is 0, and how many nodes each row has."""
+    """Return the path scores of these chances, and the number of nodes of each row."""
     scores_BM = torch.tensor(chances_BM, dtype=torch.float64).log()
     return scores_BM, (scores_BM > NONE).sum(1)
 
 
-def test_a_number_of_nodes_is_counted_or_left_open() -> None:
-    """Hosts that run ahead do not look: they have as many places as there may be nodes, and none
-    where a row does not draft.
-    """
+def test_a_host_that_runs_ahead_does_not_count_nodes() -> None:
+    """It proposes the maximum number of nodes for every row that drafts."""
     grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
     for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
         budget = PlannedBudget(3, 3, 2, None, sampled=False, ahead=ahead)
@@ -41,21 +37,19 @@ def test_a_number_of_nodes_is_counted_or_left_open() -> None:
         assert budget.settle(*grown) == expected
 
 
-def test_sizes_of_picked_trees_come_from_the_rounds_before() -> None:
-    """Where one token always passes the tree is deep and narrow; where nothing does none is
-    drafted.
-    """
+def test_planned_sizes_follow_past_rounds() -> None:
+    """A certain path makes a deep and narrow tree; without acceptance nothing is drafted."""
     for chance, accepted, expected in ((1.0, 5, [1] * 5), (0.0, 0, [])):
         budget = PlannedBudget(1, 6, 4, COSTS, sampled=False)
         for _ in range(40):
             (depth,) = budget.begin([5])
-            told = torch.tensor([[[chance, 0.0, 0.0]] * depth], dtype=torch.float64)
-            budget.learn([told.tolist()] if depth else [], [min(accepted, depth)])
+            chances_BLW = torch.tensor([[[chance, 0.0, 0.0]] * depth], dtype=torch.float64)
+            budget.learn([chances_BLW.tolist()] if depth else [], [min(accepted, depth)])
         (depth,) = budget.begin([5])
         assert [1] * depth == expected and budget.settle(*scores([0.9] * 9)) == [len(expected)]
 
 
-def test_sizes_ask_for_the_chances_of_each_level() -> None:
+def test_planned_sizes_read_back_the_chances_of_each_level() -> None:
     seen = CandidateTree.none(1, torch.device("cpu"), torch.float64)
     for level, chances in ((1, [0.5, 0.3]), (2, [0.1, 0.4])):
         seen.levels = level
@@ -63,12 +57,12 @@ def test_sizes_ask_for_the_chances_of_each_level() -> None:
         seen.add(nowhere, nowhere - 1, scores(chances)[0], nowhere + level)
     readback = PlannedBudget(1, 2, 2, COSTS, sampled=False).readback(seen)
     assert readback is not None
-    (told_BLW,) = readback(torch.empty(0))
-    assert told_BLW.tolist()[0] == [pytest.approx([0.5, 0.3]), pytest.approx([0.4, 0.1])]
+    (chances_BLW,) = readback(torch.empty(0))
+    assert chances_BLW.tolist()[0] == [pytest.approx([0.5, 0.3]), pytest.approx([0.4, 0.1])]
 
 
-def test_a_picked_tree_ends_where_another_level_costs_more_than_it_gains() -> None:
-    """Of what it saw as many nodes are proposed as promise most."""
+def test_a_top_k_tree_ends_when_another_level_does_not_pay() -> None:
+    """The number of proposed nodes has the largest expected gain."""
     budget = GrowingBudget(2, 4, COSTS, sampled=False)
     assert budget.begin([6, 0]) == [6, 0]
     sure, _ = scores([0.9, 0.02], [0.9, 0.02])
@@ -80,13 +74,11 @@ def test_a_picked_tree_ends_where_another_level_costs_more_than_it_gains() -> No
     assert budget.settle(*scores([0.9, 0.02, 0.05, 0.01], [0.0] * 4)) == [1, 0]
     budget.select([0])
     budget.learn([], [1])
-    assert budget.begin([3]) == [3], "of the next round nothing is known yet"
+    assert budget.begin([3]) == [3], "the next round begins without estimates"
 
 
-def test_a_budget_lasts_as_long_as_its_batch() -> None:
-    """It is made anew where prompts are opened, where a row goes on with another text, and where
-    another kind of tree is wanted.
-    """
+def test_a_budget_lasts_for_its_batch() -> None:
+    """New prompts, a resumed conversation or another kind of tree get a new budget."""
     drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
     drafter.open([prompt], None, 32)
     for rule in ("token", "token", "greedy"):

@@ -1,5 +1,6 @@
-"""A chain drafter in a process of its own: what travels to it and back, what it costs, and how it
-fails. Schedules: test_pearl_wall.py.
+"""A chain drafter in a worker process: its drafts, costs and errors.
+
+Overlapped schedules are in test_pearl_wall.py.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch
 from decoding.costs.measure import measure_costs
 from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from decoding.loop import decode
@@ -29,7 +30,7 @@ from .test_laws import models, with_rule
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
-def test_a_worker_serves_the_serial_schedule_too(
+def test_a_worker_drafts_the_same_under_the_serial_schedule(
     rule: str, remote: RemoteChain, folder: Path
 ) -> None:
     target, _, _ = models()
@@ -42,12 +43,10 @@ def test_a_worker_serves_the_serial_schedule_too(
 
 
 @pytest.mark.parametrize("stopping", ["assisted", "entropy", "thompson", "cost_ratio"])
-def test_policies_travel_to_the_worker_and_come_back_wiser(
+def test_policies_decide_in_the_worker_and_return_with_their_state(
     stopping: str, remote: RemoteChain, folder: Path
 ) -> None:
-    """Drafts end where they end in one process, round for round: so what a policy learned there is
-    known here.
-    """
+    """Drafts have the lengths of a single process in every round."""
     target, _, _ = models()
     settings = Settings(
         max_new_tokens=40,
@@ -64,8 +63,8 @@ def test_policies_travel_to_the_worker_and_come_back_wiser(
     assert [g.drafted for g in there] != [g.drafted for g in fixed]
 
 
-def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder: Path) -> None:
-    """Drafts are those of one process, so nothing is accepted less for the distance."""
+def test_the_worker_applies_the_repetition_penalty(remote: RemoteChain, folder: Path) -> None:
+    """The drafts are those of a single process."""
     target, _, _ = models()
     settings = Settings(max_new_tokens=40, num_draft_tokens=4, repetition_penalty=1.4)
     here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(6), settings)
@@ -79,11 +78,11 @@ def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder:
 
 @pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
-def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
+def test_lanes_have_separate_cores_while_they_decode(folder: Path) -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     drafter = RemoteChain(folder, dtype="float64")
     worker_cores = os.sched_getaffinity(drafter._process.pid)
-    with lanes(drafter):
+    with separate_cores(drafter):
         assert os.sched_getaffinity(0) == cores - worker_cores
         assert len(worker_cores) == 1
     target, _, _ = models()
@@ -106,10 +105,8 @@ def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> 
             decode(target, drafter, [[4]], Settings())
 
 
-def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
-    """At once where enough was said before, at its budget where nothing is said; what comes too
-    late harms nothing.
-    """
+def test_a_chain_ends_at_the_message(remote: RemoteChain) -> None:
+    """It ends at once after an early message, at its budget without one, and ignores a late one."""
     chooser = TokenChooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
     remote.open([[4, 5, 6]], None, 64)
     for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
@@ -123,12 +120,12 @@ def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
         if not early:
             remote.enough()
         assert least <= drafted <= 8
-        assert drafted == expected or early, "a chain that is not told to end has its whole budget"
+        assert drafted == expected or early, "without a message a chain has its full budget"
         remote.rollback([2])
 
 
-def slowed(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Every message to the worker takes so long."""
+def delay_messages(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Delay every message to the worker by `seconds`."""
     send = remote._send
 
     def late(message: Any) -> None:
@@ -138,19 +135,17 @@ def slowed(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float)
     monkeypatch.setattr(remote, "_send", late)
 
 
-def test_a_message_is_no_part_of_a_workers_draft_step(
+def test_a_workers_draft_step_excludes_messages(
     remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slow it is, it costs a round once: it stands in the rest of a serial round. What a
-    step takes is the worker's own time.
-    """
+    """A message costs a round once, in its rest; a step costs the worker's time."""
     target, _, _ = models()
     settings = Settings(schedule="pearl_plus_wall", num_draft_tokens=4)
     plain = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
-    slowed(remote, monkeypatch, 0.05)
+    delay_messages(remote, monkeypatch, 0.05)
     began = time.perf_counter()
     remote.time_step()
-    assert time.perf_counter() - began > 0.05, "control: by this process's clock a step holds it"
+    assert time.perf_counter() - began > 0.05, "control: on this process's clock a step includes it"
     slow = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
     assert plain.t_draft_ms > 0 and slow.t_draft_ms < 15
     assert time_parts(target, remote, [4, 5, 6], repeats=2, warmup=0).t_draft_ms < 15

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from decoding.costs.prediction import Costs
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain
 from decoding.interfaces import Observation, Proposal, Stopping, Target
@@ -18,7 +19,6 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules import pearl, pearl_wall
-from eval.statistics.prediction import Costs
 from eval.statistics.replay import lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models
 from tests.support.tiny_targets import random_prompts
@@ -49,7 +49,7 @@ class Worker(RemoteChain):
 
     def __init__(self, model: Target, clock: Clock, overlaps: bool) -> None:
         self._chain, self._clock, self._overlaps = ChainDrafter(model=model), clock, overlaps
-        self.name, self.own_cores = "worker", []
+        self.name, self.target_cores = "worker", []
         self.num_layers = self.num_parameters = 1
 
     def open(

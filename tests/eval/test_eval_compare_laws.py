@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
+from decoding.costs.prediction import Costs, best_gamma, expected_tokens, iso_cost_ratio
 from eval.report.plots import iso_speedup_curves
 from eval.report.tables import differences_table
 from eval.statistics import metrics
 from eval.statistics.comparison.panels import chains, pareto_front, usual_costs
-from eval.statistics.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_ratio
 from eval.statistics.schema import main_rows, read_rows
 from tests.support import simulated_runs
 from tests.support.simulated_comparisons import SHALLOW, evaluations_of, lines, panels, three
@@ -98,7 +98,7 @@ def test_the_drawn_curves_are_those_of_the_measured_costs(runs):
                 1
             ]
             assert found == pytest.approx(level)
-    assert expected_tokens_iid(0.5, 1) == 1.5
+    assert expected_tokens([0.5], 1) == 1.5
 
 
 def test_the_comparison_has_every_row_of_the_runs_once(runs, compared):

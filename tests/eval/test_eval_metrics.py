@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from decoding.costs import prediction
+from decoding.costs.prediction import Costs
 from decoding.rounds.stats import distinct_n
-from eval.statistics import metrics, prediction
-from eval.statistics.prediction import Costs
+from eval.statistics import metrics
 
 FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
@@ -70,7 +71,7 @@ def test_depths_with_few_tests_do_not_predict():
 def test_expected_tokens_has_the_closed_form_at_constant_alpha(alpha, gamma):
     series = sum(alpha**k for k in range(gamma + 1))
     assert prediction.expected_tokens([alpha] * gamma, gamma) == pytest.approx(series)
-    assert prediction.expected_tokens_iid(alpha, gamma) == pytest.approx(series)
+    assert prediction.expected_tokens([alpha], gamma) == pytest.approx(series)
 
 
 def test_expected_tokens_is_bounded_and_grows_with_gamma_and_alpha():

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from decoding.costs.prediction import Costs, pearl_round
 from decoding.drafters.chain import ChainDrafter
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from eval.run import run
-from eval.statistics.prediction import Costs, pearl_round
 from eval.statistics.replay import can_replay, mean_lanes, replayed_speedup, turns
 from eval.statistics.schema import read_rows
 from tests.decoding.test_laws import models

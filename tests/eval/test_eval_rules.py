@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from decoding.costs.prediction import Costs, best_gamma, verdict
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.errors import UserError
@@ -24,7 +25,6 @@ from eval.run import run
 from eval.statistics.comparison.entries import entries_of
 from eval.statistics.comparison.evaluations import read_evaluation
 from eval.statistics.comparison.panels import panels_of
-from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse
@@ -338,7 +338,7 @@ def test_the_formula_predicts_only_the_cap_that_ran():
     """
     free = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16)
     own = Costs(
-        0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, own_lengths=True
+        0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, policy_lengths=True
     )
     passes = [0.8, 0.7, 0.5, 0.2]
     assert best_gamma(passes, own)[0] == 16

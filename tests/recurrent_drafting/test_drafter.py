@@ -237,11 +237,11 @@ def test_copied_tokens_do_not_change_the_trust_in_estimates() -> None:
     """Ignore tokens that a lookup (decoding/drafters/with_lookup.py) gained instead of the head."""
     planner = StepPlanner(CHEAP)
     planner.learn(None, 4)
-    assert planner.trust == 1.0
+    assert planner.trust.value == 1.0
     planner.begin(4)
     planner.add([0.9])
     planner.learn(None, 1)
-    assert planner.trust > 1.0, "more tokens were accepted than estimated"
+    assert planner.trust.value > 1.0, "more tokens were accepted than estimated"
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
@@ -290,7 +290,7 @@ def test_invalid_input_is_named() -> None:
         decode(markov(max_length=20), drafter_with(), [[1] * 20], settings_of("greedy"))
     with pytest.raises(UserError, match="prompt 0 is empty"):
         decode(markov(), drafter_with(), [[]], settings_of("greedy"))
-    with pytest.raises(UserError, match="needs a drafter that can overlap"):
+    with pytest.raises(UserError, match="needs a chain drafter that runs in parallel"):
         decode(markov(), drafter_with(), [[1]], settings_of("greedy", schedule="pearl_virtual"))
     with pytest.raises(UserError, match="needs measured costs"):
         decode(markov(), drafter_with(by_cost=True), [[1]], settings_of("greedy"))

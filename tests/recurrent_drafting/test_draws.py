@@ -113,7 +113,7 @@ def sampled_drafter() -> Drafter:
     return recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children="sampled")
 
 
-def law_p_value(drafter: Drafter, warper: str = "plain") -> float:
+def short_law_p_value(drafter: Drafter, warper: str = "plain") -> float:
     """Return the p-value of the first three tokens, most of which one round drafts."""
     return law_holds(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
@@ -123,7 +123,7 @@ def test_stochastic_beams_keep_the_law(keep: Keep, monkeypatch: pytest.MonkeyPat
     """Clocks carry no information about their tokens, so this choice is exact."""
     monkeypatch.setattr(drafts, "SampledBeams", StochasticBeams)
     break_proposals(monkeypatch, keep)
-    assert law_p_value(sampled_drafter()) > P_LIMIT
+    assert short_law_p_value(sampled_drafter()) > P_LIMIT
 
 
 @pytest.mark.parametrize(("keep", "exact"), [(keep_all, True), (keep_likely, False)])
@@ -131,7 +131,7 @@ def test_dropped_children_break_the_law(
     keep: Keep, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_proposals(monkeypatch, keep)
-    assert (law_p_value(sampled_drafter()) > P_LIMIT) == exact
+    assert (short_law_p_value(sampled_drafter()) > P_LIMIT) == exact
 
 
 def drafter_by_cost() -> RecurrentDrafter:
@@ -223,7 +223,7 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
             return replace(chosen, parents_BW=parents_BW, tokens_BW=tokens_BW, scores_BW=scores_BW)
 
     monkeypatch.setattr(drafts, "SampledBeams", Sorted)
-    assert law_p_value(sampled_drafter()) < P_LIMIT
+    assert short_law_p_value(sampled_drafter()) < P_LIMIT
 
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
@@ -233,7 +233,7 @@ def test_law_3_where_a_tree_is_read_at_once(
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     drafter = recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children=children)
-    assert law_p_value(drafter, warper) > P_LIMIT
+    assert short_law_p_value(drafter, warper) > P_LIMIT
 
 
 def test_law_3_rejects_a_tree_read_at_once_without_residual(
@@ -241,7 +241,7 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     monkeypatch.setattr(device_tree.CandidateNode, "reject", lambda self, child, uniform: True)
-    assert law_p_value(sampled_drafter()) < P_LIMIT
+    assert short_law_p_value(sampled_drafter()) < P_LIMIT
 
 
 TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0)]
@@ -260,7 +260,7 @@ def test_law_3_of_a_tail_of_several_tokens(
         monkeypatch.setattr(token_tree, "token", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
     assert (
-        law_p_value(recurrent(draft_table(), width, LOGIT_SCALE, fields, children="sampled"))
+        short_law_p_value(recurrent(draft_table(), width, LOGIT_SCALE, fields, children="sampled"))
         > P_LIMIT
     )
 
@@ -291,4 +291,4 @@ def test_law_3_rejects_a_tail_that_is_tested_once(
     monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     broken(monkeypatch)
-    assert law_p_value(recurrent(draft_table(), 2, LOGIT_SCALE, children="sampled")) < P_LIMIT
+    assert short_law_p_value(recurrent(draft_table(), 2, LOGIT_SCALE, children="sampled")) < P_LIMIT

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoding import devices
-from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.costs.measure import measure_costs, widths_to_time
 from decoding.interfaces import NO_NODE, Proposal, RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
@@ -193,7 +193,7 @@ def test_beams_are_chosen_by_complete_rounds(better: int) -> None:
 
     drafter.capabilities = replace(drafter.capabilities, frontier_planner=Planner())
     found = measure_costs(
-        target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=weighed_widths(drafter, 3)
+        target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=widths_to_time(drafter, 3)
     )
     assert sorted(asked) == [1, 4] and found.frontier == better
     assert len(found.t_target_ms) == 13, "forwards as wide as the tree are timed"
@@ -257,5 +257,5 @@ def test_rows_of_a_batch_retry_together() -> None:
 
 def test_a_long_draft_is_timed_at_a_few_widths() -> None:
     drafter = RecurrentDrafter(head=exact_head(markov()), beam_width=1, by_cost=True)
-    few = weighed_widths(drafter, 1000)
+    few = widths_to_time(drafter, 1000)
     assert few[:17] == [*range(1, 18)] and few[-1] == 1001 and len(few) < 40

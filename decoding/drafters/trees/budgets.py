@@ -1,12 +1,12 @@
-"""Sizes of the trees of a batch. A drafter keeps one budget for all rounds of a batch.
+"""Sizes of a batch's trees, in all its rounds.
 
-Where children are sampled, the number of nodes of each level is settled before they are sampled
-(decoding/drafters/trees/sampled_children.py). Where they are the top k, a tree grows first, and the
-likeliest of all its nodes are proposed. Either kind is sized before it grows, by past rounds, or
-while it grows, by its own chances. Each row has a planner (decoding/stopping/planner.py).
+For sampled children the number of nodes of each level is settled before they are sampled
+(decoding/drafters/trees/sampled_children.py). A top-k tree grows first, and the likeliest of its
+nodes are proposed. Both are sized either before they grow, by past rounds, or while they grow, by
+their nodes' chances. Each row has a planner (decoding/stopping/planner.py).
 
-Shapes: B rows, L levels, W reported chances of a level, X children that a sampled level could have;
-for top-k trees P nodes of a level, K of them expanded next, M nodes in all.
+Shapes: B rows, L levels, W chances of a level, X children that a sampled level could have, P nodes
+of a level of top-k children, K of them expanded, M nodes of the tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,14 @@ from decoding.drafters.trees.candidates import CandidateTree
 from decoding.interfaces import RoundCosts
 from decoding.stopping.planner import AheadPlanner, StepPlanner
 
-# The costs of a fixed number of nodes: each is as cheap as none.
-FREE = RoundCosts(0.0, (1.0,))
+FREE = RoundCosts(0.0, (1.0,))  # any number of nodes costs the same
 
 
 class PlannedBudget:
     """Sizes that are settled before the trees grow.
 
-    Without costs a tree has a fixed number of nodes. A top-k tree then takes the likeliest ones
-    that it has; a sampled tree distributes them over its levels as past rounds suggest.
+    Without costs a tree has a fixed number of nodes. A top-k tree then takes its likeliest nodes; a
+    sampled tree distributes them over its levels by the chances of past rounds.
     """
 
     def __init__(
@@ -41,14 +40,15 @@ class PlannedBudget:
         sampled: bool,
         ahead: bool = False,
     ) -> None:
-        """most: nodes of a tree. frontier: nodes of a level that are expanded, and their children.
+        """Plan trees of at most `most` nodes for `rows` rows.
 
-        sampled: whether children are sampled. ahead: whether the host runs ahead of the device, and
-        so does not read how many nodes there are.
+        frontier: expanded nodes of a level, and their children. sampled: whether children are
+        sampled. ahead: whether the host runs ahead of the device, and so does not read the number
+        of nodes.
         """
         self.most, self.sampled, self.ahead = most, sampled, ahead
-        self.depths_B: list[int] = []  # of each row's tree, as far as it is known
-        self._planners_B: Sequence[AheadPlanner | StepPlanner] | None = None
+        self.depths_B: list[int] = []  # limit of each row's depth in this round
+        self._planners_B: Sequence[AheadPlanner | StepPlanner] = ()
         self._levels: list[Tensor] = []  # chances of the children that each level could have
         if sampled or costs is not None:
             branching = frontier if sampled else None
@@ -57,19 +57,18 @@ class PlannedBudget:
             ]
 
     def begin(self, depths_B: Sequence[int]) -> list[int]:
-        """Begin a round; return how deep each row drafts, 0 where drafting does not pay."""
+        """Begin a round; return the depth of each row, 0 where drafting does not pay."""
         self._levels, self.depths_B = [], list(depths_B)
-        if self._planners_B is not None:
+        if self._planners_B:
             pairs = zip(self._planners_B, depths_B, strict=True)
             self.depths_B = [planner.begin(depth) for planner, depth in pairs]
         return self.depths_B
 
     def admit(self, chances_BX: Tensor) -> list[int]:
-        """Return how many children of the next level are sampled, the likeliest first.
+        """Return the number of children to sample in the next level, the likeliest.
 
-        chances_BX: the chances that each is accepted, in descending order.
+        chances_BX: their chances of acceptance, in descending order.
         """
-        assert self._planners_B is not None
         known_BX = chances_BX[:, : self.most]
         self._levels.append(F.pad(known_BX, (0, self.most - known_BX.shape[1])))
         counts_B = [planner.admit(()) for planner in self._planners_B]
@@ -84,55 +83,54 @@ class PlannedBudget:
     def grow(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
         """Add a level of top-k nodes.
 
-        scores_BP: the log path probabilities of its nodes. frontier_BK: those of the nodes that the
+        scores_BP: log path probabilities of its nodes. frontier_BK: those of the nodes that the
         next level would expand.
         """
 
     def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
-        """Return how many of each row's likeliest nodes are proposed.
+        """Return the number of each row's likeliest nodes that are proposed.
 
-        scores_BM: log path probabilities. real_B: the number of nodes; a host that runs ahead does
-        not read it, and proposes some empty places.
+        scores_BM: log path probabilities. real_B: the number of nodes. A host that runs ahead does
+        not read it, and counts padding too.
         """
         M = scores_BM.shape[1]
-        if self._planners_B is not None:
+        if self._planners_B:
             return [min(planner.nodes, M) for planner in self._planners_B]
         if self.ahead:
             return [min(self.most, M) if depth else 0 for depth in self.depths_B]
         return [min(self.most, count) for count in real_B.tolist()]
 
     def readback(self, tree: CandidateTree) -> Callable[[Tensor], Sequence[Tensor]] | None:
-        """Return what is read with the outcome, as `Proposal.asks`."""
-        if self._planners_B is None:
+        """Return the `Proposal.readback` that `learn` needs, if any."""
+        if not self._planners_B:
             return None
         levels = self._levels
         return lambda _: (torch.stack(levels, 1) if levels else tree.chances(self.most),)
 
     def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
-        """End the round. answers: what `readback` requested, as lists."""
-        if self._planners_B is None:
-            return
+        """End the round. answers: the values of `readback`."""
         answer_B = answers[0] if answers else [()] * len(self._planners_B)
-        for planner, answer, accepted in zip(self._planners_B, answer_B, accepted_B, strict=True):
+        for planner, answer, accepted in zip(self._planners_B, answer_B, accepted_B):
             planner.learn(answer, accepted)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        if self._planners_B is not None:
+        if self._planners_B:
             self._planners_B = [self._planners_B[row] for row in rows]
 
 
 class GrowingBudget(PlannedBudget):
-    """Sizes that each tree's own chances decide while it grows."""
+    """Sizes that are decided while the trees grow, by their nodes' chances."""
 
     _planners_B: Sequence[StepPlanner]
 
     def __init__(self, rows: int, most: int, costs: RoundCosts, sampled: bool) -> None:
-        super().__init__(rows, most, most, costs, sampled)
+        super().__init__(rows, most, most, None, False)
+        self.sampled = sampled
         self._planners_B = [StepPlanner(costs, most) for _ in range(rows)]
 
     def admit(self, chances_BX: Tensor) -> list[int]:
-        """Return how many children of the next level are sampled, the likeliest first."""
+        """Return the number of children to sample in the next level, the likeliest."""
         (read_BX,) = devices.read(chances_BX)
         counts_B = []
         for planner, chances_X in zip(self._planners_B, read_BX, strict=True):
@@ -145,7 +143,7 @@ class GrowingBudget(PlannedBudget):
         return any(planner.continues for planner in self._planners_B)
 
     def grow(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
-        """Add a level of top-k nodes; `depths_B` ends rows that gain nothing by another level."""
+        """Add a level of top-k nodes; end the rows for which another level does not pay."""
         read = devices.read(scores_BP.exp(), frontier_BK.exp())
         for row, (planner, nodes_P, chances_K) in enumerate(
             zip(self._planners_B, *read, strict=True)
@@ -156,9 +154,9 @@ class GrowingBudget(PlannedBudget):
                 self.depths_B[row] = planner.steps
 
     def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
-        """Return how many of each row's likeliest nodes are proposed."""
+        """Return the number of each row's likeliest nodes that are proposed."""
         rows = zip(self._planners_B, scores_BM.exp().tolist(), real_B.tolist(), strict=True)
         return [min(real, planner.settle(chances_M)) for planner, chances_M, real in rows]
 
     def readback(self, tree: CandidateTree) -> None:
-        """Return nothing: the chances are read while the tree grows."""
+        """Return None: the chances are read while the tree grows."""

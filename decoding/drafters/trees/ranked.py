@@ -1,23 +1,20 @@
-"""Draft trees of a model's likeliest continuations that grow where the model is unsure.
+"""Draft trees that grow along a model's likeliest continuations.
 
-`RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw
-tested (EAGLE-2, Li et al. 2024, arXiv 2406.16858). With measured costs the number of nodes and
-levels is the one that promises the most tokens a millisecond: a node's path probability estimates
-its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024,
-arXiv 2406.17276), and V(n) says what testing them costs. Where the host runs ahead of the device
-nothing is asked while a tree grows: as many nodes are proposed as there may be, and with costs a
-round's size comes from the rounds before (decoding/drafters/trees/budgets.py has all ways to size
-trees).
+`RankedTree` expands the likeliest nodes of each level and proposes the likeliest of all nodes
+(EAGLE-2, Li et al. 2024, arXiv 2406.16858). With measured costs the numbers of nodes and levels
+maximize the expected tokens per millisecond: path probabilities estimate the chances of acceptance,
+so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024, arXiv 2406.17276), and V(n)
+is the cost of testing them (decoding/drafters/trees/budgets.py).
 
-Where tokens are sampled, children are drawn (`children=sampled`:
-decoding/drafters/trees/sampled_children.py says what is exact, decoding/drafters/trees/sampled.py
-grows such trees), so that p / q tests accept far more of them; or they are the model's best tokens
-there too (`children=top_k`), point masses to verification, siblings one after another. Greedy
-decoding and the coupled rule always pick. The model runs over its whole tree again at each level,
-as a shallow model does so at next to no cost, and no cache row moves before the target has spoken.
+When tokens are sampled, so are children by default (`children=sampled`,
+decoding/drafters/trees/sampled.py), since tests by p / q accept far more of them. With
+`children=top_k` they are the model's likeliest tokens, which verification treats as point masses.
+Greedy decoding and the coupled rule always use the top k. At each level the model runs over all
+expanded nodes again: for a shallow model this costs almost nothing, and no cache row moves before
+verification.
 
-Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen, N nodes proposed,
-V vocabulary.
+Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes of the tree, N nodes
+proposed, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -38,21 +35,21 @@ from decoding.interfaces import (
     Capabilities,
     Chooser,
     Observation,
+    Policies,
     Proposal,
     RoundCosts,
-    Stopping,
     Target,
+    Tokens,
 )
 
 
 class RankedTree(ChainDrafter):
-    """A tree that grows where it is worth it. Hydra:
-    `_target_: decoding.drafters.trees.ranked.RankedTree`.
+    """A tree of the likeliest continuations.
 
-    frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes
-    proposed at most. by_cost: take the number of nodes and levels from measured costs, within
-    max_nodes and the draft length. children: `sampled` or `top_k`. The other arguments are
-    ChainDrafter's.
+    Hydra: `_target_: decoding.drafters.trees.ranked.RankedTree`. frontier: number of nodes of a
+    level that are expanded, and of children of each. max_nodes: maximum number of proposed nodes.
+    by_cost: choose the numbers of nodes and levels by measured costs, within max_nodes and the
+    draft length. children: `sampled` or `top_k`. The other arguments are those of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree")
@@ -69,7 +66,7 @@ class RankedTree(ChainDrafter):
         super().__init__(*arguments, **named)
         if frontier < 1 or max_nodes < 1:
             raise UserError(
-                f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up."
+                f"frontier is {frontier} and max_nodes is {max_nodes}, expected 1 or more each."
             )
         self.frontier, self.max_nodes = frontier, max_nodes
         self.children = check_kind(children, self.name)
@@ -78,40 +75,32 @@ class RankedTree(ChainDrafter):
         )
         self.costs: RoundCosts | None = None
         self._ahead = False
-        # of the opened batch, from its first round on
+        # of the open batch, from its first round on
         self._budget: PlannedBudget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """What nodes and levels are weighed by, where `by_cost` is set."""
+        """Set the costs, which are used with `by_cost` only."""
         self.costs = costs if self.capabilities.needs_costs else None
         self._ahead = devices.runs_ahead(target.device)
 
     def width(self, gamma: int) -> int:
-        """Nodes proposed at most: those asked for, or all that a tree of depth gamma sees."""
+        """Return max_nodes, or the number of nodes of a complete tree of depth gamma if smaller."""
         return min(self.max_nodes, self.frontier + (gamma - 1) * self.frontier**2)
 
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
-        """As a chain drafter, with room for the nodes that are expanded and not proposed."""
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Read the prompts, with room for nodes that are expanded and not proposed."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
         self._budget = None
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """As a chain drafter; sizes are chosen afresh."""
+        """Read the new tokens, and forget the estimates of the last turn."""
         super().resume(prompt, kept, hidden_NC)
         self._budget = None
 
     def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """The tree of each row, at most as deep as its budget; rows beyond this model's own context
-        get none.
-        """
+        """Draft each row's tree as deep as its budget; rows past this model's context get none."""
         sampled = are_sampled(self.children, chooser)
         budget = self._budget_for(sampled, len(sequences_B))
         depths_B = budget.begin(self._within_context(sequences_B, budgets_B))
@@ -119,18 +108,18 @@ class RankedTree(ChainDrafter):
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
         if not sampled:
-            return self._pick(self._grow(logits_BV, budget, chooser), budget)
-        draws = ChildSampler(chooser, logits_BV, max(depths_B))
-        tree = self._new_tree(draws, partial(self._run, chooser), budget, sequences_B)
+            return self._likeliest(self._grow(logits_BV, budget, chooser), budget)
+        children = ChildSampler(chooser, logits_BV, max(depths_B))
+        tree = self._new_tree(children, partial(self._run, chooser), budget)
         tree.grow()
         return tree.proposal(self._ahead)
 
     def _budget_for(self, sampled: bool, rows: int) -> PlannedBudget:
-        """Return what sizes the batch's trees.
+        """Return the batch's budget, made in its first round.
 
-        It is made in the first round, as the verification rule of a round decides whether children
-        are sampled. Costs size a tree before it grows where reading it is a wait, and in a batch,
-        which is as wide as its widest tree.
+        The verification rule of a round decides whether children are sampled. Costs size a tree
+        before it grows on a device that the host runs ahead of, and in a batch, whose rounds are as
+        wide as the widest tree.
         """
         if self._budget is None or self._budget.sampled != sampled:
             if self.costs is None or self._ahead or self.costs.rows > 1:
@@ -141,24 +130,18 @@ class RankedTree(ChainDrafter):
                 self._budget = GrowingBudget(rows, self.max_nodes, self.costs, sampled)
         return self._budget
 
-    def _new_tree(
-        self,
-        draws: ChildSampler,
-        run: Run,
-        budget: PlannedBudget,
-        sequences_B: Sequence[Sequence[int]],
-    ) -> SampledTree:
-        return SampledTree(draws, run, self.frontier, budget)
+    def _new_tree(self, children: ChildSampler, run: Run, budget: PlannedBudget) -> SampledTree:
+        return SampledTree(children, run, self.frontier, budget)
 
     def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
-        """The model's logits after the last ones of these nodes."""
+        """Return the model's logits (B, `last`, V) after the last nodes."""
         logits_BNV, _ = self.model.forward(
             self._fit_ids(tokens_BN, chooser), parents_BN.to(self.model.device)
         )
         return self._fit(logits_BNV[:, -last:], chooser)
 
     def observe(self, observation: Observation) -> None:
-        """Learn what the sizes were worth."""
+        """Update the estimates that size the trees."""
         if self._budget is not None:
             self._budget.learn(observation.readback, observation.outcome.accepted_B)
 
@@ -169,73 +152,59 @@ class RankedTree(ChainDrafter):
             self._budget.select(rows)
 
     def _grow(self, logits_BV: Tensor, budget: PlannedBudget, chooser: Chooser) -> CandidateTree:
-        """All nodes seen, as deep as the budget lets the trees grow."""
-        B, K, device = len(logits_BV), self.frontier, logits_BV.device
+        """Return a tree of top-k children, grown as deep as the budget allows."""
+        B, device = len(logits_BV), logits_BV.device
+        K = min(self.frontier, logits_BV.shape[-1])
         logits_BPV = logits_BV[:, None]
-        seen = CandidateTree.none(B, device, logits_BV.dtype)
+        tree = CandidateTree.none(B, device, logits_BV.dtype)
+        tree.siblings = K
+        # of the expanded nodes: path scores, places in the tree and among the model's inputs
         above_BP = torch.zeros(B, 1, dtype=logits_BV.dtype, device=device)
-        in_seen_BP = in_model_BP = torch.full((B, 1), -1, device=device)
-        fed_BN, fed_parents_BN = in_seen_BP[:, :0], in_model_BP[:, :0]
-        for d in range(max(budget.depths_B)):
-            best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
-            k = best.indices.shape[2]
-            tokens_BP, scores_BP = (
-                best.indices.flatten(1),
-                self._kept(best.values, above_BP).flatten(1),
-            )
-            first, seen.levels, seen.siblings = seen.tokens_BM.shape[1], d + 1, k
-            seen.add(
+        places_BP = inputs_BP = torch.full((B, 1), -1, device=device)
+        read_BN, read_parents_BN = places_BP[:, :0], inputs_BP[:, :0]
+        while True:
+            best = chooser.log_scores(logits_BPV, tree.levels).topk(K, dim=-1)
+            first, tree.levels = tree.tokens_BM.shape[1], tree.levels + 1
+            tokens_BP = best.indices.flatten(1)
+            tree.add(
                 tokens_BP,
-                in_seen_BP.repeat_interleave(k, 1),
-                scores_BP,
-                torch.full_like(tokens_BP, d + 1),
+                places_BP.repeat_interleave(K, 1),
+                self._tested(best.values, above_BP).flatten(1),
+                torch.full_like(tokens_BP, tree.levels),
             )
-            top = self._expandable(seen, first, best.values).topk(
-                min(K, scores_BP.shape[1]), dim=-1
-            )
-            budget.grow(seen.scores_BM[:, first:], top.values)
-            if d + 1 >= max(budget.depths_B):
-                break
-            above_BP, in_seen_BP = top.values, first + top.indices
-            fed_parents_BN = torch.cat(
-                (fed_parents_BN, in_model_BP.repeat_interleave(k, 1).gather(1, top.indices)), 1
-            )
-            in_model_BP = (
-                torch.arange(top.indices.shape[1], device=device).expand(B, -1) + fed_BN.shape[1]
-            )
-            fed_BN = torch.cat((fed_BN, tokens_BP.gather(1, top.indices)), 1)
-            logits_BPV = self._run(chooser, fed_BN, fed_parents_BN, top.indices.shape[1])
-        return seen
+            expandable_BP = self._expandable(tree, first, best.values)
+            top = expandable_BP.topk(min(self.frontier, expandable_BP.shape[1]), dim=-1)
+            budget.grow(tree.scores_BM[:, first:], top.values)
+            if tree.levels >= max(budget.depths_B):
+                return tree
+            above_BP, places_BP = top.values, first + top.indices
+            parents_BP = inputs_BP.repeat_interleave(K, 1).gather(1, top.indices)
+            start, P = read_BN.shape[1], top.indices.shape[1]
+            inputs_BP = torch.arange(start, start + P, device=device).expand(B, -1)
+            read_BN = torch.cat((read_BN, tokens_BP.gather(1, top.indices)), 1)
+            read_parents_BN = torch.cat((read_parents_BN, parents_BP), 1)
+            logits_BPV = self._run(chooser, read_BN, read_parents_BN, P)
 
-    def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
-        """Path scores of the children; -inf for those that are not to be tested."""
+    def _tested(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
+        """Return the path scores of children, -inf for those that are never proposed."""
         return scores_BPK + above_BP[:, :, None]
 
-    def _expandable(self, seen: CandidateTree, first: int, scores_BPK: Tensor) -> Tensor:
-        """Path scores of the nodes from `first` on; -inf for those that are not to be expanded."""
-        return seen.scores_BM[:, first:]
+    def _expandable(self, tree: CandidateTree, first: int, scores_BPK: Tensor) -> Tensor:
+        """Return the path scores of the nodes from `first` on, -inf for those that stay leaves."""
+        return tree.scores_BM[:, first:]
 
-    def _pick(self, seen: CandidateTree, budget: PlannedBudget) -> Proposal:
-        """The likeliest nodes of each row; a parent is never less likely than its child."""
-        scores_BM = seen.down_to(budget.depths_B)
+    def _likeliest(self, tree: CandidateTree, budget: PlannedBudget) -> Proposal:
+        """Propose the likeliest nodes of each row; a parent is at least as likely as its child."""
+        scores_BM = tree.down_to(budget.depths_B)
         order = scores_BM.sort(descending=True, stable=True)
         real_B = (order.values > NONE).sum(1)
         places_B = budget.settle(scores_BM, real_B)
         counts_B = torch.minimum(real_B, devices.tensor(places_B, real_B.device))
-        tokens_BN, parents_BN, _ = seen.kept(order.indices, counts_B, max(places_B))
+        tokens_BN, parents_BN, _ = tree.kept(order.indices, counts_B, max(places_B))
         return Proposal(
-            tokens_BN, places_B, parents_BN, None, seen.levels, readback=budget.readback(seen)
+            tokens_BN, places_B, parents_BN, None, tree.levels, readback=budget.readback(tree)
         )
 
     def time_step(self, frontier: int = 1) -> None:
-        """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is
-        committed.
-        """
-        self.model.forward(
-            torch.zeros(
-                len(self.model.lengths_B),
-                2 * self.frontier,
-                dtype=torch.long,
-                device=self.model.device,
-            )
-        )
+        """Run one forward over two levels of expanded nodes, the mean of a tree of depth three."""
+        self._time_forward(2 * self.frontier)

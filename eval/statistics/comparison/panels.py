@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from decoding.costs.prediction import Costs
 from eval.statistics.comparison.entries import Entry, Setting, Workload
 from eval.statistics.metrics import Interval, paired_speedups
 from eval.statistics.paired_samples import speed_columns
-from eval.statistics.prediction import Costs
 from eval.statistics.schema import Row
 from jobs.drafters import CONTROL
 

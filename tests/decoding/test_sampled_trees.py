@@ -1,7 +1,6 @@
-"""Trees whose children are drawn: which choices among children break law 3, what drawing gains, and
-that budgets are kept.
+"""Trees with sampled children: choices that break law 3, acceptance, and budgets.
 
-The rows themselves are under all laws in the files of these.
+The files of the laws test the rows of rows.py.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -41,13 +40,13 @@ from .rows import COSTS, draft_table
 from .test_running_ahead import paths_of
 
 
-def narrow() -> Drafter:
-    """A tree that has room for some of the children that could be drawn."""
+def narrow_tree() -> Drafter:
+    """Return a tree with room for some of the possible children."""
     return RankedTree(model=draft_table(), frontier=3, max_nodes=4)
 
 
-def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the children that could be had the likeliest are, and tested first, as picked ones are."""
+def choose_by_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose children by their probabilities after they were sampled."""
 
     def looking(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
         return drawn_BPK.log(), child_chances(q_BPV, drawn_BPK)[1]
@@ -55,11 +54,9 @@ def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled, "child_chances", looking)
 
 
-def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked
-    ones is cut.
-    """
-    level, proposal, reached = SampledTree._level, SampledTree.proposal, list[Tensor]()
+def keep_the_best_of_a_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Propose the likeliest two nodes of a larger sampled tree."""
+    level, proposal, reached = SampledTree._add_level, SampledTree.proposal, list[Tensor]()
 
     def noting(self: SampledTree, *given: Tensor) -> tuple[int, Tensor]:
         first, reached_BM = level(self, *given)
@@ -70,7 +67,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut(self: SampledTree, ahead: bool) -> Proposal:
         order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
-        self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
+        self.tree.scores_BM = self.tree.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
     def likely(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,37 +77,39 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         RankedTree,
         "_budget_for",
-        lambda self, drawn, rows: PlannedBudget(rows, 12, 3, None, drawn),
+        lambda self, sampled, rows: PlannedBudget(rows, 12, 3, None, sampled),
     )
-    monkeypatch.setattr(SampledTree, "_level", noting)
+    monkeypatch.setattr(SampledTree, "_add_level", noting)
     monkeypatch.setattr(SampledTree, "proposal", cut)
 
 
-@pytest.mark.parametrize("broken", [by_what_was_drawn, best_of_the_finished_tree])
-def test_choosing_among_drawn_children_breaks_law_3(
+@pytest.mark.parametrize("broken", [choose_by_sampled_tokens, keep_the_best_of_a_finished_tree])
+def test_law_3_rejects_a_choice_among_sampled_children(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    assert law_holds(narrow(), "token", "plain") < P_LIMIT
+    assert law_holds(narrow_tree(), "token", "plain") < P_LIMIT
 
 
-def test_what_is_settled_before_the_draw_keeps_it() -> None:
-    assert law_holds(narrow(), "token", "plain") > P_LIMIT
+def test_law_3_holds_for_children_chosen_before_sampling() -> None:
+    assert law_holds(narrow_tree(), "token", "plain") > P_LIMIT
 
 
-def sampling(rows: int, vocab_size: int) -> TokenChooser:
-    drawn = TokenChooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
-    drawn.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
-    return drawn
+def sampling_chooser(rows: int, vocab_size: int) -> TokenChooser:
+    """Return a chooser of token verification at temperature 1 in its first round."""
+    chooser = TokenChooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
+    chooser.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
+    return chooser
 
 
-def test_children_are_drawn_without_replacement_in_their_order() -> None:
-    """First children are distributed as q, second ones as q without the first; what was not drawn
-    repeats a sibling and has no probability.
+def test_children_are_sampled_without_replacement_in_order() -> None:
+    """First children have the distribution q, second ones q without the first.
+
+    Missing children repeat a sibling with probability 0.
     """
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
-    draws = ChildSampler(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
-    tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
+    draws = ChildSampler(sampling_chooser(rows, 5), q_V.log().expand(rows, 5), 2)
+    tokens_BPK, probs_BPK = draws.sample(draws.q(draws.tips()), 5, 1, 2)
     first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
     drawn_BPK = probs_BPK > 0
     assert torch.allclose(probs_BPK[drawn_BPK], q_V[tokens_BPK[drawn_BPK]])
@@ -125,8 +124,8 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
         q_V.clone().index_fill_(0, torch.tensor([0]), 0) / 0.5,
         atol=0.02,
     )
-    elsewhere_BPK, _ = draws.children(draws.q(draws.tips()), 5, 1, 1)
-    assert not torch.equal(elsewhere_BPK, tokens_BPK), "another node, the same numbers"
+    elsewhere_BPK, _ = draws.sample(draws.q(draws.tips()), 5, 1, 1)
+    assert not torch.equal(elsewhere_BPK, tokens_BPK), "two nodes share their noise"
 
 
 FEW: dict[str, Callable[[], Drafter]] = {
@@ -140,12 +139,10 @@ FEW: dict[str, Callable[[], Drafter]] = {
 @pytest.mark.parametrize(
     "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in FEW if n != "ranked")]
 )
-def test_children_that_were_not_drawn_are_not_tested(
+def test_missing_children_are_not_tested(
     name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 3 where as few draws as children leave many places empty; it breaks where an empty place
-    is tested as another token.
-    """
+    """Law 3 holds with many missing children, and fails if they are tested as other tokens."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(token_chooser, "SAMPLES_PER_CHILD", 1)
     assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
@@ -160,9 +157,10 @@ def test_children_that_were_not_drawn_are_not_tested(
     assert law_holds(FEW[name](), "token", "plain") < P_LIMIT
 
 
-def test_what_a_child_is_worth() -> None:
-    """Each child's chance, siblings before it failing; the first one's before it is drawn by the
-    mean, then by its own probability.
+def test_chances_of_children() -> None:
+    """A child is accepted if those before it are rejected.
+
+    The first one's chance is the mean before sampling, and then that of its probability.
     """
     q_BPV = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
     worth_BPK, reached_BPK = child_chances(q_BPV, q_BPV)
@@ -185,7 +183,7 @@ TREES: dict[str, Callable[[str], Drafter]] = {
 @pytest.mark.parametrize(
     "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in ("static", "graph"))]
 )
-def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
+def test_sampled_children_are_accepted_more_often_than_the_top_k(name: str) -> None:
     settings, tau = Settings(max_new_tokens=24, num_draft_tokens=4, temperature=1.0), {}
     for children in ("top_k", "sampled"):
         with without_collector():
@@ -196,7 +194,7 @@ def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
 
 @pytest.fixture
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
-    """Of all drawn trees that grow while a test runs."""
+    """Return the list of sampled trees that a test proposes."""
     made: list[Proposal] = []
     original = SampledTree.proposal
 
@@ -210,7 +208,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("by_cost", [False, True])
-def test_a_tree_keeps_to_its_nodes(
+def test_a_tree_has_at_most_max_nodes(
     ahead: bool, by_cost: bool, proposals: list[Proposal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
@@ -223,7 +221,7 @@ def test_a_tree_keeps_to_its_nodes(
     assert by_cost or max(counts) == 7
 
 
-def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_runs_ahead_samples_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft_model = models()
     prompts, found = random_prompts(6), []
     for ahead in (False, True):
@@ -232,19 +230,17 @@ def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)
         proposal = drafter.propose(
-            prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling(6, target.vocab_size)
+            prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling_chooser(6, target.vocab_size)
         )
         found.append([paths_of(proposal, row) for row in range(6)])
     assert found[0] == found[1]
     assert [len(paths) for paths in found[0]] == [16, 16, 16, 16, 3, 0]
 
 
-def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
+def test_merged_nodes_sample_separately_from_one_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two nodes of a graph have children from one row of candidates, by numbers of their own; the
-    model saw one of the two.
-    """
+    """Merged nodes share a distribution, of which the model computes one, but not their noise."""
     trees: list[SampledGraph] = []
     original = SampledGraph.grow
 
@@ -259,7 +255,7 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
     shared = different = 0
     for tree in trees:
         for parents, tokens, rows in zip(
-            tree.seen.parents_BM.tolist(), tree.seen.tokens_BM.tolist(), tree._rows_BM.tolist()
+            tree.tree.parents_BM.tolist(), tree.tree.tokens_BM.tolist(), tree._rows_BM.tolist()
         ):
             children: dict[int, list[int]] = {}
             for token, parent in zip(tokens, parents):
@@ -268,14 +264,12 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
             twins = [(a, b) for a in nodes for b in nodes if a < b and rows[a] == rows[b]]
             shared += len(twins)
             different += sum(children[a][0] != children[b][0] for a, b in twins)
-            assert len({row for row in rows if row}) <= tree._fed_BN.shape[1]
+            assert len({row for row in rows if row}) <= tree._read_BN.shape[1]
     assert shared > 50 and different > 0.2 * shared
 
 
-def test_budgets_by_size_learn_where_nodes_pass() -> None:
-    """Sure levels make it deep and narrow, even ones wide; what a node cannot have is not asked
-    for.
-    """
+def test_planned_budgets_learn_where_nodes_are_accepted() -> None:
+    """Certain levels make a deep and narrow tree, even ones a wide tree."""
     budgets = {}
     for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
         budget = PlannedBudget(1, 6, 3, None, sampled=True)
@@ -288,13 +282,13 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
             assert len(levels) == depth and sum(levels) <= 6 and levels[0] <= 3
             readback = budget.readback(CandidateTree.none(1, torch.device("cpu"), torch.float32))
             assert readback is not None
-            (told_BLW,) = readback(torch.empty(0))
-            budget.learn([told_BLW.tolist()], [1])
+            (chances_BLW,) = readback(torch.empty(0))
+            budget.learn([chances_BLW.tolist()], [1])
         budgets[name] = levels
     assert len(budgets["sure"]) == 5 and budgets["even"][:2] == [3, 3]
 
 
-def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() -> None:
+def test_a_growing_budget_stops_when_another_level_does_not_pay() -> None:
     costs = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5))
     budget = GrowingBudget(2, 4, costs, sampled=True)
     assert budget.begin([6, 0]) == [6, 0]
@@ -304,11 +298,11 @@ def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() 
     assert not budget.more()
     budget.learn([], [1, 0])
     assert budget.begin([6, 6]) == [6, 6]
-    assert budget.admit(torch.full((2, 9), 0.9)) == [4, 4], "no more nodes than there may be"
+    assert budget.admit(torch.full((2, 9), 0.9)) == [4, 4], "at most the maximum number of nodes"
     assert not budget.more()
 
 
-def test_another_way_to_have_children_is_refused() -> None:
+def test_an_unknown_kind_of_children_is_refused() -> None:
     for make in TREES.values():
         with pytest.raises(UserError, match="children is 'guessed', expected top_k or sampled"):
             make("guessed")

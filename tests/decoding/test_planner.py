@@ -1,6 +1,4 @@
-"""What a draft is worth, decided while it grows: trees that do not pay are drafted now and then at
-most, whatever the rule.
-"""
+"""Decisions by cost: trees that do not pay are rarely drafted, batches decide before the round."""
 
 from dataclasses import replace
 
@@ -18,15 +16,13 @@ from .law_3 import target_table
 from .rows import draft_table
 
 CHEAP = RoundCosts(0.01, tuple(1 + 0.001 * n for n in range(20)))
-# A draft of one token costs what it gains if it always passes.
-DEAR = replace(CHEAP, overhead_ms=0.95, plain_overhead_ms=0.0)
-ALIKE = replace(DEAR, plain_overhead_ms=None)  # as dear without a draft
+# A draft of one token costs as much as it gains if it is always accepted.
+EXPENSIVE = replace(CHEAP, overhead_ms=0.95, plain_overhead_ms=0.0)
+EQUAL = replace(EXPENSIVE, plain_overhead_ms=None)  # all rounds have this overhead
 
 
 def drafted(kind: type[RankedTree], temperature: float, costs: RoundCosts) -> tuple[float, float]:
-    """The share of rounds that drafted, and what the rounds cost over the same tokens without
-    drafts.
-    """
+    """Return the share of rounds with a draft, and the cost relative to decoding without drafts."""
     settings = Settings(
         max_new_tokens=150,
         num_draft_tokens=1,
@@ -49,27 +45,25 @@ def drafted(kind: type[RankedTree], temperature: float, costs: RoundCosts) -> tu
 def test_a_tree_that_does_not_pay_is_rarely_drafted(
     kind: type[RankedTree], temperature: float
 ) -> None:
-    share, spent = drafted(kind, temperature, DEAR)
+    share, spent = drafted(kind, temperature, EXPENSIVE)
     assert 0 < share < 0.15 and spent < 1.3
-    assert drafted(kind, temperature, CHEAP)[0] > 0.9, "control: at no cost it is"
-    assert drafted(kind, temperature, ALIKE)[0] > 0.9, (
-        "control: where all rounds have that rest it is"
-    )
+    assert drafted(kind, temperature, CHEAP)[0] > 0.9, "control: free drafts"
+    assert drafted(kind, temperature, EQUAL)[0] > 0.9, "control: the same overhead in all rounds"
 
 
-def test_rows_of_a_batch_try_again_together() -> None:
-    """Whenever each of them gave up; a row of its own tries when it sees fit."""
+def test_rows_of_a_batch_retry_together() -> None:
+    """The rows of a batch resume in the same round, a single row when drafting pays."""
     for rows, expected in ((4, {32}), (1, {21, 30})):
         again = set()
-        for gave_up, sees_fit in ((3, 21), (9, 30)):
+        for paused, pays_again in ((3, 21), (9, 30)):
             backoff = Backoff(rows)
-            drafted = [n for n in range(50) if backoff.drafts(n < gave_up or n >= sees_fit)]
-            assert drafted[:gave_up] == list(range(gave_up)) and drafted[-1] == 49
-            again.add(drafted[gave_up])
+            drafted = [n for n in range(50) if backoff.drafts(n < paused or n >= pays_again)]
+            assert drafted[:paused] == list(range(paused)) and drafted[-1] == 49
+            again.add(drafted[paused])
         assert again == expected
 
 
-def test_a_policy_of_a_batch_settles_the_length_before_the_round() -> None:
+def test_cost_ratio_of_a_batch_decides_before_the_round() -> None:
     (alone,) = make_stopping("cost_ratio", [0], None, CHEAP)
     assert alone.reads == "confidence"
     policy = make_stopping("cost_ratio", [0] * 4, None, replace(CHEAP, rows=4))[0]
@@ -78,10 +72,10 @@ def test_a_policy_of_a_batch_settles_the_length_before_the_round() -> None:
 
 @pytest.mark.parametrize("kind", [RankedTree, GraphDrafter])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_of_a_batch_are_sized_by_the_rounds_before(
+def test_trees_of_a_batch_are_sized_by_past_rounds(
     kind: type[RankedTree], temperature: float
 ) -> None:
-    """Its rows have the target's text, their own lengths, and drafts."""
+    """The rows have the target's text, and accepted tokens."""
     settings = Settings(
         max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4
     )
@@ -98,8 +92,8 @@ def test_trees_of_a_batch_are_sized_by_the_rounds_before(
     assert sum(g.accepted for g in done) > 40
 
 
-def test_a_step_goes_on_from_the_nodes_that_are_worth_it() -> None:
-    """As many as gain more tokens than their share of a step costs."""
+def test_a_step_starts_from_the_nodes_that_pay() -> None:
+    """A node is expanded if its expected tokens exceed its share of the step's cost."""
     flat, steep = (
         replace(CHEAP, t_draft_by_frontier_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
         for most in (0.011, 3.0)
@@ -118,7 +112,7 @@ def test_a_step_goes_on_from_the_nodes_that_are_worth_it() -> None:
     assert sampled.start_from([0.0, 0.0, 0.0, 0.0]) == 0 and not sampled.continues
 
 
-def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
+def test_the_likeliest_nodes_are_verified_up_to_the_maximum() -> None:
     planner = StepPlanner(CHEAP, most=3)
     planner.begin(4)
     planner.add([0.9, 0.5, 0.1, 0.0])
@@ -129,8 +123,8 @@ def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
     assert steep.settle([0.9, 0.5]) == 1
 
 
-def test_a_row_gives_up_after_failures_and_tries_again() -> None:
-    """Hope outlives a few failures, and none gives up for good."""
+def test_a_row_pauses_after_rejections_and_retries() -> None:
+    """A few rejections do not pause drafting, and no pause lasts forever."""
     costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
     planner, drafted = StepPlanner(costs), []
     for number in range(400):

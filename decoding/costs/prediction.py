@@ -1,10 +1,10 @@
 """The speedup formula: tokens a round, the best draft length, and whether drafting can pay.
 
-The words are those of every table. alpha_k is the acceptance rate at depth k: accepted over tested
-draft tokens, where the k-1 before them were accepted. gamma is the draft length, c is t_draft /
-t_target(1), and V(n) is t_target(n) / t_target(1). o is the rest of a round over t_target(1), and
-o_1 that of an autoregressive step. A round emits E(gamma) tokens and costs gamma c + V(gamma + 1) +
-o target steps; without a drafter a token costs 1 + o_1:
+alpha_k is the acceptance rate at depth k: accepted over tested draft tokens, where the k-1 before
+them were accepted. gamma is the draft length, c is t_draft / t_target(1), and V(n) is t_target(n) /
+t_target(1). o is the rest of a round over t_target(1), and o_1 that of an autoregressive step. A
+round emits E(gamma) tokens and costs gamma c + V(gamma + 1) + o target steps; without a drafter a
+token costs 1 + o_1:
 
     speedup(gamma) = E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)
 
@@ -41,14 +41,10 @@ def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
 def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
     """Return E(gamma), the tokens a round emits, the bonus token included.
 
-    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k.
+    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k, for a single alpha (1 -
+    alpha^(gamma+1)) / (1 - alpha).
     """
     return 1.0 + sum(survival(alpha_D, gamma))
-
-
-def expected_tokens_iid(alpha: float, gamma: int) -> float:
-    """Return E(gamma) if alpha is the same at every depth: (1 - alpha^(gamma+1)) / (1 - alpha)."""
-    return gamma + 1.0 if alpha == 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
 
 
 @dataclass(frozen=True)
@@ -61,22 +57,18 @@ class Costs:
     overhead: float = 0.0  # o
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c, whatever gamma is
-    # Measured means per round, by draft length; empty: gamma of each, as a chain has that always
-    # drafts.
-    # nodes that are verified: fewer where nothing was proposed, more for trees
+    # Mean verified nodes and draft steps of a round, by draft length; empty: gamma of each, as in a
+    # chain. There are fewer nodes if some rounds propose nothing, and more in trees.
     nodes: Mapping[int, float] = field(default_factory=dict)
-    # draft steps: fewer where the model need not run for every token
     steps: Mapping[int, float] = field(default_factory=dict)
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
-    # longest draft (of trees: depth) to consider; None: all whose verification was timed
-    deepest: int | None = None
-    # a stopping rule chooses the lengths: the measurements hold for its cap alone
-    own_lengths: bool = False
+    deepest: int | None = None  # longest draft or deepest tree to consider; None: all timed ones
+    policy_lengths: bool = False  # a stopping policy chooses lengths, up to `deepest` alone
 
     def V_at(self, width: float) -> float:
         """Return V, linear between measured widths.
 
-        Raises ValueError outside of them, as V is not flat and has jumps.
+        Raises ValueError outside of them, where V may jump.
         """
         widths = sorted(self.V)
         if not widths[0] <= width <= widths[-1]:
@@ -87,11 +79,13 @@ class Costs:
 
     def draft(self, gamma: float) -> float:
         """Return the cost of proposing gamma tokens."""
-        return self.cost_ratio if self.one_pass else _between(self.steps, gamma) * self.cost_ratio
+        return (
+            self.cost_ratio if self.one_pass else _interpolate(self.steps, gamma) * self.cost_ratio
+        )
 
     def verify(self, gamma: float) -> float:
         """Return the cost of the target forward over the proposal and the token before it."""
-        return self.V_at(1 + _between(self.nodes, gamma))
+        return self.V_at(1 + _interpolate(self.nodes, gamma))
 
     def round(self, gamma: float) -> float:
         """Return gamma c + V(gamma + 1) + o."""
@@ -101,44 +95,44 @@ class Costs:
     def gammas(self) -> list[int]:
         """The draft lengths to consider."""
         longest = self.deepest or max(self.V) - 1
-        if self.own_lengths:
+        if self.policy_lengths:
             return [longest]
-        timed = [g for g in range(1, longest + 1) if 1 + _between(self.nodes, g) <= max(self.V)]
+        timed = [g for g in range(1, longest + 1) if 1 + _interpolate(self.nodes, g) <= max(self.V)]
         return timed or [1]
 
 
-def _between(by_gamma: Mapping[int, float], gamma: float) -> float:
+def _interpolate(by_gamma: Mapping[int, float], gamma: float) -> float:
     """Return the value at gamma, or gamma itself where none was measured.
 
-    It is linear from (0, 0) through the measured values, and proportional beyond the last one.
+    It interpolates from (0, 0) through the measured values, and is proportional beyond the last.
     """
     if not by_gamma:
         return gamma
     last = max(by_gamma)
     if gamma > last:
         return by_gamma[last] * gamma / last
-    lengths = sorted(by_gamma)
-    return float(np.interp(gamma, [0, *lengths], [0.0, *(by_gamma[length] for length in lengths)]))
+    lengths, values = zip(*sorted({0: 0.0, **by_gamma}.items()))
+    return float(np.interp(gamma, lengths, values))
 
 
 def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
     """Return (tokens, cost in target steps) of PEARL's mean round, at the same alpha at all depths.
 
-    A pre-verify round yields a token and leads to post-verify with probability alpha. A post-verify
-    round tests gamma tokens and stays in that phase if all are accepted. In the long run the share
-    of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane and what does
-    not overlap.
+    A pre-verify round emits one token and leads to post-verify with probability alpha. A post-
+    verify round tests gamma tokens and stays in that phase if all are accepted. The stationary
+    share of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane and the
+    rest.
     """
     complete = alpha**gamma
     post = alpha / (1.0 + alpha - complete)
-    tokens = (1.0 - post) + post * expected_tokens_iid(alpha, gamma - 1)
+    tokens = (1.0 - post) + post * expected_tokens([alpha], gamma - 1)
     draft = costs.draft(gamma)
     lanes = (1.0 - post) * max(draft, costs.V_at(1)) + post * max(draft, costs.V_at(gamma))
     return tokens, lanes + costs.overhead
 
 
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
-    """Return the speedup of a chain, or that of `pearl_round`."""
+    """Return the predicted speedup of a chain, or of PEARL with overlapped costs."""
     if costs.overlapped:
         tokens, cost = pearl_round(survival(alpha_D, 1)[0], gamma, costs)
     else:
@@ -147,7 +141,7 @@ def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs)
 
 
 def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:
-    """Return the best draft length and its predicted speedup; of equals, the shorter one."""
+    """Return the best draft length and its predicted speedup. Of equals the shorter one wins."""
     return max(
         ((gamma, predicted_speedup(alpha_D, gamma, costs)) for gamma in costs.gammas),
         key=lambda pair: (pair[1], -pair[0]),
@@ -155,9 +149,9 @@ def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, floa
 
 
 def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
-    """Return the alpha, equal at all depths, at which this gamma neither gains nor loses.
+    """Return the alpha at all depths for which the predicted speedup is 1.
 
-    None if alpha = 1 loses too. Found by bisection, as E increases with alpha.
+    Returns None if alpha = 1 loses too. It bisects, as E increases with alpha.
     """
     cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
     if cost > gamma + 1.0:
@@ -165,19 +159,19 @@ def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens_iid(middle, gamma) < cost else (low, middle)
+        low, high = (middle, high) if expected_tokens([middle], gamma) < cost else (low, middle)
     return high
 
 
 def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
     """Return the c at which a chain with this alpha at all depths reaches `speedup`.
 
-    It is the formula solved for c at its best gamma: any cheaper drafter is faster. The result is 0
-    or less if no drafter with this alpha reaches it. The c of `costs` is ignored.
+    It solves the formula for c at the best gamma. The result is at most 0 if no drafter with this
+    alpha reaches the speedup. The c of `costs` is ignored.
     """
     budget = (1.0 + costs.baseline_overhead) / speedup
     return max(
-        (expected_tokens_iid(alpha, gamma) * budget - costs.verify(gamma) - costs.overhead) / gamma
+        (expected_tokens([alpha], gamma) * budget - costs.verify(gamma) - costs.overhead) / gamma
         for gamma in costs.gammas
     )
 
@@ -196,11 +190,11 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     """Judge the best draft length: none helps if its predicted speedup is at most 1."""
     gamma, speedup = best_gamma(alpha_D, costs)
     found = f"predicted {speedup:.2f}x"
-    if not costs.own_lengths:
+    if not costs.policy_lengths:
         found = f"best gamma={gamma}, {found}"
     if speedup > 1.0:
         return Verdict(True, gamma, speedup, found)
-    if costs.own_lengths:
+    if costs.policy_lengths:
         return Verdict(False, gamma, speedup, f"no gain ({found})")
     text = f"no gamma can help ({found})"
     if not costs.overlapped:
