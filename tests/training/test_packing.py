@@ -121,7 +121,7 @@ def test_without_the_document_mask_the_equality_fails():
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     right = LanguageModelling(tiny(0))(collate(samples, rows, 64))[0]
     batch = collate(samples, rows, 64)
-    batch.host.documents_RT[:] = 1  # the control: one document a row, so neighbours leak
+    batch.documents_RT[:] = 1  # the control: one document a row, so neighbours leak
     assert abs((right - LanguageModelling(tiny(0))(batch)[0]).item()) > 1e-3
 
 

@@ -12,7 +12,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,114 +33,29 @@ class Sample:
     mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
 
 
-@dataclass(frozen=True)
-class HostRows:
-    """Packed rows in the host's memory."""
+class HostRows(NamedTuple):
+    """Arrays of packed rows that the host keeps, to compute indices without waiting."""
 
-    ids_RT: np.ndarray  # int64, 0 outside documents
-    positions_RT: np.ndarray  # int64, position inside the document
-    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 outside
-    next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
+    documents_RT: np.ndarray  # int64, see PackedBatch
     # bool at t: the token at t + 1 is supervised and in the same document
     supervised_RT: np.ndarray
 
-    @property
-    def places_N(self) -> np.ndarray:
-        """Rising indices into the flattened rows where the next token is supervised."""
-        return np.flatnonzero(self.supervised_RT)
-
-    def row(self, index: int) -> "HostRows":
-        one = slice(index, index + 1)
-        return HostRows(
-            self.ids_RT[one],
-            self.positions_RT[one],
-            self.documents_RT[one],
-            self.next_RT[one],
-            self.supervised_RT[one],
-        )
-
 
 @dataclass(frozen=True)
-class _DeviceRows:
-    """Packed rows on a device, all int64; see `HostRows`."""
-
-    ids_RT: Tensor
-    positions_RT: Tensor
-    documents_RT: Tensor
-    next_RT: Tensor
-    places_N: Tensor
-
-
 class PackedBatch:
-    """Packed rows on a device.
+    """Packed rows on a device; all tensors are int64."""
 
-    They are made on the host, which keeps a copy, and transferred in one asynchronous copy when
-    first used. Indices computed from them on the host can join that copy (`send`).
-    """
-
-    def __init__(
-        self,
-        host: HostRows,
-        rows: list[tuple[int, ...]],
-        device: torch.device,
-        there: _DeviceRows | None = None,
-    ) -> None:
-        """Store the rows.
-
-        rows: the samples in each row. there: rows that are on the device already.
-        """
-        self.host, self.rows, self.device = host, rows, device
-        self._sent = there
-
-    def send(self, *indices: np.ndarray) -> list[Tensor]:
-        """Transfer indices to the device as int64, together with the rows if still pending."""
-        if self._sent is not None:
-            return devices.copy_arrays_to_device(indices, self.device)
-        host = self.host
-        arrays = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
-        found = devices.copy_arrays_to_device([*arrays, *indices], self.device)
-        self._sent = _DeviceRows(*found[: len(arrays)])
-        return found[len(arrays) :]
+    rows: list[tuple[int, ...]]  # the samples of each row
+    host: HostRows
+    ids_RT: Tensor  # 0 outside documents
+    positions_RT: Tensor  # position inside the document
+    documents_RT: Tensor  # number of the document in its row, from 1; 0 outside
+    next_RT: Tensor  # the token at t + 1; 0 where it is not supervised
+    places_N: Tensor  # rising indices into the flattened rows where the next token is supervised
 
     @property
-    def ids_RT(self) -> Tensor:
-        return self._there().ids_RT
-
-    @property
-    def positions_RT(self) -> Tensor:
-        return self._there().positions_RT
-
-    @property
-    def documents_RT(self) -> Tensor:
-        return self._there().documents_RT
-
-    @property
-    def next_RT(self) -> Tensor:
-        return self._there().next_RT
-
-    def at_supervised(self, values_RTx: Tensor) -> Tensor:
-        """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
-
-        Indexing with a mask would wait for the device.
-        """
-        return values_RTx.flatten(0, 1)[self._there().places_N]
-
-    def row(self, index: int) -> "PackedBatch":
-        """Return one row as a batch."""
-        one, host, sent = slice(index, index + 1), self.host.row(index), self._there()
-        before = int(self.host.supervised_RT[:index].sum())
-        places_N = (
-            sent.places_N[before : before + int(host.supervised_RT.sum())]
-            - index * host.ids_RT.shape[1]
-        )
-        there = _DeviceRows(
-            sent.ids_RT[one],
-            sent.positions_RT[one],
-            sent.documents_RT[one],
-            sent.next_RT[one],
-            places_N,
-        )
-        return PackedBatch(host, self.rows[one], self.device, there)
+    def device(self) -> torch.device:
+        return self.ids_RT.device
 
     @property
     def tokens(self) -> int:
@@ -150,11 +65,28 @@ class PackedBatch:
     def supervised(self) -> int:
         return int(self.host.supervised_RT.sum())
 
-    def _there(self) -> _DeviceRows:
-        if self._sent is None:
-            self.send()
-        assert self._sent is not None
-        return self._sent
+    def at_supervised(self, values_RTx: Tensor) -> Tensor:
+        """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
+
+        Indexing with a mask would wait for the device.
+        """
+        return values_RTx.flatten(0, 1)[self.places_N]
+
+    def row(self, index: int) -> "PackedBatch":
+        """Return one row as a batch."""
+        one = slice(index, index + 1)
+        host = HostRows(*(array[one] for array in self.host))
+        before = int(self.host.supervised_RT[:index].sum())
+        after = before + int(host.supervised_RT.sum())
+        return PackedBatch(
+            self.rows[one],
+            host,
+            self.ids_RT[one],
+            self.positions_RT[one],
+            self.documents_RT[one],
+            self.next_RT[one],
+            self.places_N[before:after] - index * self.ids_RT.shape[1],
+        )
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -207,10 +139,10 @@ def collate(
     capacity: int,
     device: str | torch.device = "cpu",
 ) -> PackedBatch:
-    """Return the rows as a batch for the device."""
-    shape = (len(rows), capacity)
-    ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
-    supervised = np.zeros(shape, dtype=bool)
+    """Return the rows as a batch on the device, sent in one asynchronous copy."""
+    ids, positions, documents, following, supervised = np.zeros(
+        (5, len(rows), capacity), dtype=np.int64
+    )
     for r, row in enumerate(rows):
         start = 0
         for number, index in enumerate(row, start=1):
@@ -222,10 +154,11 @@ def collate(
             supervised[r, start : end - 1] = sample.mask[1:]
             following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
             start = end
-
-    keys = [tuple(row) for row in rows]
+    arrays = (ids, positions, documents, following, np.flatnonzero(supervised))
     return PackedBatch(
-        HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
+        [tuple(row) for row in rows],
+        HostRows(documents, supervised.astype(bool)),
+        *devices.copy_arrays_to_device(arrays, torch.device(device)),
     )
 
 
