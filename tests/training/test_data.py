@@ -220,9 +220,8 @@ def test_texts(tmp_path: Path) -> None:
     assert (counts.read, counts.used, counts.skipped) == (7, 3, 4)
     assert counts.bad == {
         'no "text"': [f"{tmp_path}/a.jsonl:2"],
-        'an empty "text"': [f"{tmp_path}/a.jsonl:4"],
+        "an empty text": [f"{tmp_path}/a.jsonl:4", f"{tmp_path}/d.md"],
         "not UTF-8": [f"{tmp_path}/c.txt"],
-        "no text": [f"{tmp_path}/d.md"],
     }
     with pytest.raises(UserError, match="3 of 7 used"):
         read_texts(tmp_path)
@@ -386,7 +385,7 @@ def test_the_line_of_a_split_counts_what_was_read_from_the_file(
     read_samples(tokenizer, data, "train")
     shown = capsys.readouterr()
     assert "train chats: 5 of 6 used" in shown.out and "1 dropped: half a character" in shown.out
-    assert "train texts: 3 of 4 used" in shown.out and '1 dropped: an empty "text"' in shown.out
+    assert "train texts: 3 of 4 used" in shown.out and "1 dropped: an empty text" in shown.out
     assert (
         "note: chats: 5 of 6 used; 1 skipped: half a character" in shown.err
         and f"({chats}:6)" in shown.err

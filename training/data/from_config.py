@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from jobs.paths import resolve
+from jobs.paths import is_here, resolve
 from training.config import DataConfig, LoopConfig
 from training.data import corpus
 from training.data.counts import Counts
@@ -14,6 +14,8 @@ from training.data.mixture import MixedData
 from training.data.packing import PackedData, Sample
 from training.data.readers import Chat, read_chats, read_texts
 from training.data.samples import chat_samples, text_samples
+
+_STDLIB = "embedded:stdlib"
 
 
 def training_data(
@@ -38,12 +40,7 @@ def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[
         )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
-    return {
-        name: read_samples(
-            tokenizer, domain_data(data, name), "train", show, f"data.domains.{name}"
-        )
-        for name in data.domains
-    }
+    return {name: _domain_samples(tokenizer, data, name, "train", show) for name in data.domains}
 
 
 def row_data(
@@ -68,9 +65,7 @@ def held_out_domains(
             if show:
                 print(f"domain {name} has no held-out text: it is not measured")
             continue
-        samples = read_samples(
-            tokenizer, domain_data(data, name), "held_out", show, f"data.domains.{name}"
-        )
+        samples = _domain_samples(tokenizer, data, name, "held_out", show)
         found[name] = sample_evenly(samples, data.held_out_tokens)
         if not any(sample.mask.any() for sample in found[name]):
             raise UserError(
@@ -98,6 +93,12 @@ def held_out_samples(
     return found
 
 
+def _domain_samples(
+    tokenizer: Any, data: DataConfig, name: str, split: corpus.Split, show: bool
+) -> list[Sample]:
+    return read_samples(tokenizer, domain_data(data, name), split, show, f"data.domains.{name}")
+
+
 def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
     """Return every n-th sample, so that about `tokens` tokens remain; 0 keeps all."""
     total = sum(len(sample.ids) for sample in samples)
@@ -107,20 +108,14 @@ def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
 def domain_data(data: DataConfig, name: str) -> DataConfig:
     """Return the data of one domain as a DataConfig, with its paths relative to data.root."""
     domain = data.domains[name]
-
-    def rooted(paths: list[str]) -> list[str]:
-        return [
-            path if path.startswith("embedded:") else str(Path(data.root, path)) for path in paths
+    rooted: dict[str, Any] = {
+        key: [
+            path if path.startswith("embedded:") else str(Path(data.root, path))
+            for path in vars(domain)[key]
         ]
-
-    return dataclasses.replace(
-        data,
-        chats=rooted(domain.chats),
-        texts=rooted(domain.texts),
-        held_out_chats=rooted(domain.held_out_chats),
-        held_out_texts=rooted(domain.held_out_texts),
-        domains={},
-    )
+        for key in ("chats", "texts", "held_out_chats", "held_out_texts")
+    }
+    return dataclasses.replace(data, **rooted, domains={})
 
 
 def each_data(data: DataConfig) -> list[DataConfig]:
@@ -130,19 +125,13 @@ def each_data(data: DataConfig) -> list[DataConfig]:
 
 def sources(data: DataConfig) -> list[str]:
     """Return the paths of the training data as configured."""
-    return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
+    return [path for one in each_data(data) for path in one.chats + one.texts]
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
     """Return the files in both splits; the standard library separates its own."""
-    held_out = {
-        path for one in each_data(data) for path in (*one.held_out_chats, *one.held_out_texts)
-    }
-    return [
-        path
-        for path in dict.fromkeys(sources(data))
-        if path in held_out and path != "embedded:stdlib"
-    ]
+    held_out = {path for one in each_data(data) for path in one.held_out_chats + one.held_out_texts}
+    return [path for path in dict.fromkeys(sources(data)) if path in held_out - {_STDLIB}]
 
 
 def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
@@ -165,14 +154,10 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
     named = [
         path
         for one in each_data(data)
-        for path in (*one.chats, *one.texts, *one.held_out_chats, *one.held_out_texts)
-        if path != "embedded:stdlib"
+        for path in one.chats + one.texts + one.held_out_chats + one.held_out_texts
+        if path != _STDLIB
     ]
-    absent = [
-        path
-        for path in named
-        if not path.startswith("embedded:") and not Path(path).expanduser().exists()
-    ]
+    absent = [path for path in named if not is_here(path)]
     if dry_run and absent:
         print(f"note: {', '.join(absent)} is not there yet: its tokens are not counted")
         named = [path for path in named if path not in absent]
@@ -182,21 +167,28 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
 def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
     """Return chats of the `train` or `held_out` split, and counts of the records they came from."""
     paths = data.chats if split == "train" else data.held_out_chats
-    chats: list[Chat] = []
-    if "embedded:stdlib" in paths:
-        chats += [
-            Chat(str(number), messages, f"embedded:stdlib:{number}")
+    chats, counts = [], Counts()
+    if _STDLIB in paths:
+        chats = [
+            Chat(str(number), messages, f"{_STDLIB}:{number}")
             for number, messages in enumerate(corpus.chats(split))
         ]
-    counts = Counts(read=len(chats), used=len(chats))
-    files = [resolve(path) for path in paths if path != "embedded:stdlib"]
-    if files:
-        found, of_files = read_chats(files, max_bad=data.max_bad)
+    if files := [resolve(path) for path in paths if path != _STDLIB]:
+        found, counts = read_chats(files, max_bad=data.max_bad)
         chats += found
-        counts = Counts(
-            counts.read + of_files.read, counts.used + of_files.used, of_files.bad, of_files.cut
-        )
+    counts.used = len(chats)
     return chats, counts
+
+
+def _split_texts(data: DataConfig, split: corpus.Split) -> tuple[list[str], Counts]:
+    """Return the documents of a split as `split_chats` returns its chats."""
+    paths = data.texts if split == "train" else data.held_out_texts
+    documents, counts = corpus.documents(split) if _STDLIB in paths else [], Counts()
+    if files := [resolve(path) for path in paths if path != _STDLIB]:
+        found, counts = read_texts(files, max_bad=data.max_bad)
+        documents += found
+    counts.used = len(documents)
+    return documents, counts
 
 
 def read_samples(
@@ -204,51 +196,37 @@ def read_samples(
 ) -> list[Sample]:
     """Return samples of the `train` or `held_out` split; with `show`, print what was used.
 
-    key: the configuration key of the paths, for messages.
+    key: the configuration key of the paths, for messages. Raises UserError for an empty split.
     """
-    text_paths = data.texts if split == "train" else data.held_out_texts
-    samples: list[Sample] = []
-    documents: list[str] = []
-    if "embedded:stdlib" in text_paths:
-        documents += corpus.documents(split)
-    text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    text_counts = Counts()
-    if text_files:
-        found, text_counts = read_texts(text_files, max_bad=data.max_bad)
-        documents += found
+    documents, text_counts = _split_texts(data, split)
     chats, chat_counts = split_chats(data, split)
     limit = data.max_samples or None
+    of_texts = text_samples(tokenizer, documents[:limit], data.max_length)
     of_chats = chat_samples(
         tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad
     )
-    for what, left_out, counts, (new, account) in (
-        (
-            "texts",
-            documents[limit:],
-            text_counts,
-            text_samples(tokenizer, documents[:limit], data.max_length),
-        ),
-        ("chats", chats[limit:], chat_counts, of_chats),
+    samples: list[Sample] = []
+    domain = key.removeprefix("data").removeprefix(".domains.")
+    for what, counts, given, (new, account) in (
+        ("texts", text_counts, documents[:limit], of_texts),
+        ("chats", chat_counts, chats[:limit], of_chats),
     ):
         for reason, places in counts.bad.items():
-            account.leave_out(reason, len(places))
-        account.leave_out("over data.max_samples", len(left_out) if limit else 0)
+            account.dropped[reason] += len(places)
+        account.dropped["over data.max_samples"] += counts.used - len(given)
         if account.read and show:
-            print(
-                f"{key.removeprefix('data').removeprefix('.domains.')} {split} "
-                f"{account.line(what)}".lstrip()
-            )
+            print(f"{domain} {split} {account.line(what)}".lstrip())
         samples += new
-    if not samples and (documents or chats):
-        raise UserError(
-            f"the {split} split is empty: zero supervised tokens in "
-            f"{len(documents) + len(chats):,} texts and chats of {key}. The line above gives the "
-            f"reasons: check data.max_length, the chat template and data.train_on"
+    if samples:
+        return samples
+    found = len(documents) + len(chats)
+    held = "" if split == "train" else "held_out_"
+    raise UserError(
+        f"the {split} split is empty: "
+        + (
+            f"zero supervised tokens in {found:,} texts and chats of {key}. The line above gives "
+            f"the reasons: check data.max_length, the chat template and data.train_on"
+            if found
+            else f"give {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )
-    if not samples:
-        held = "" if split == "train" else "held_out_"
-        raise UserError(
-            f"the {split} split is empty: give {key}.{held}chats=[CHATS.json], "
-            f"{key}.{held}texts=[TEXT.txt], or both"
-        )
-    return samples
+    )
