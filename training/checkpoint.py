@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
@@ -116,6 +116,28 @@ def _checksum(state: dict[str, Any]) -> str:
     """Return the SHA-256 of the state as JSON stores it, with text keys."""
     as_read = json.loads(json.dumps(state))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop names that share storage with an earlier one: safetensors stores a tensor once."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in weights.items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor
+    return kept
+
+
+def load_weights(model: nn.Module, found: Checkpoint) -> None:
+    """Load a checkpoint's weights. Raises UserError if they are those of another model."""
+    odd = sorted(untied(model.state_dict()).keys() ^ found.model.keys())
+    if odd:
+        raise UserError(
+            f"checkpoint {found.folder} belongs to another model ('{odd[0]}' is in only one of "
+            f"them): choose another output_dir="
+        )
+    model.load_state_dict(found.model, strict=False)  # tied names are stored once
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:

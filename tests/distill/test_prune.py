@@ -194,7 +194,7 @@ def test_an_interrupted_distillation_resumes_exactly(
 ):
     """Check that finished distillations are not repeated, and that every step is made once."""
     steps = {"straight": 0, "resumed": 0}
-    step, at_work = training.loop._step, "straight"
+    step, at_work = training.loop.Training.step, "straight"
 
     def counted(*arguments: Any) -> dict[str, float]:
         steps[at_work] += 1
@@ -202,7 +202,7 @@ def test_an_interrupted_distillation_resumes_exactly(
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*arguments)
 
-    monkeypatch.setattr(training.loop, "_step", counted)
+    monkeypatch.setattr(training.loop.Training, "step", counted)
     run(configured(tiny_target, tmp_path / "straight", *given))
     at_work = "resumed"
     with pytest.raises(Interrupted):

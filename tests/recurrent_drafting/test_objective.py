@@ -292,7 +292,9 @@ def test_a_micro_batch_never_waits_and_is_copied_once(
         ["item"],
         {"aten::item", "aten::_local_scalar_dense"},
     )
-    assert seen(lambda: torch.from_numpy(batch.host.documents_RT).to("cpu"))[0] == ["torch.from_numpy"]
+    assert seen(lambda: torch.from_numpy(batch.host.documents_RT).to("cpu"))[0] == [
+        "torch.from_numpy"
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

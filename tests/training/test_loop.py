@@ -17,11 +17,10 @@ from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from tests.support.host_waits import Waits
 from training import checkpoint
-from training import loop as loop_module
 from training.bounds import Bounds, Progress
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedBatch, PackedData, Sample
-from training.loop import fit
+from training.loop import Training, fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
 from training.optimizer_config import OptimizerConfig
@@ -166,13 +165,13 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
         Waits(),
     )
     wrapped, optimizer = parallel.prepare(module, module.model, config.optimizer, module.rates)
-    data, progress = make_data(), Progress()
+    training = Training(
+        wrapped, module.model, make_data(), config, parallel, optimizer, Progress(), tmp_path
+    )
 
     def step() -> None:
         with waits.counting(monkeypatch):
-            loop_module._step(
-                wrapped, data, config, parallel, optimizer, progress, Bounds(steps=4), tmp_path
-            )
+            training.step(Bounds(steps=4))
 
     step()
     step()
