@@ -7,7 +7,7 @@ every step writes the rounded result back. float32 weights are their own masters
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,30 @@ class Optimizer(Protocol):
     def load(self, tensors: dict[str, Tensor]) -> None: ...
 
 
-def parameter_groups(
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name."""
+    named = model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def make_adamw(
     named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
-) -> list[dict[str, Any]]:
-    """Return torch's parameter groups, with weight decay for matrices at the common rate only."""
+) -> torch.optim.AdamW:
+    """Return torch's AdamW, with weight decay for matrices at the common rate only.
+
+    Its groups hold `scale`, the factor of their learning rate.
+    """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         kind = rates.get(name, PLAIN)
         decay = config.weight_decay if parameter.dim() >= 2 and kind == PLAIN else 0.0
         groups.setdefault((decay, kind.scale, kind.ascends), []).append(parameter)
-    return [
+    settings = [
         {"params": members, "weight_decay": decay, "scale": scale, "maximize": ascends}
         for (decay, scale, ascends), members in groups.items()
     ]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 
 class MasterAdamW:
@@ -79,33 +90,28 @@ class MasterAdamW:
         rates: rates of single parameters by name, which are never decayed.
         """
         self.config = config
-        named = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        named = trained_parameters(model)
+        self.names, self.parameters = list(named), list(named.values())
         self.masters = [
             p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
             for p in self.parameters
         ]
-        groups = parameter_groups(zip(self.names, self.masters, strict=True), config, rates or {})
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
-        )
+        self.optimizer = make_adamw(zip(self.names, self.masters, strict=True), config, rates or {})
+
+    @property
+    def _copies(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """The masters that are copies, each with its parameter."""
+        pairs = zip(self.masters, self.parameters, strict=True)
+        return [(master, parameter) for master, parameter in pairs if master is not parameter]
 
     @property
     def has_copies(self) -> bool:
-        return any(
-            master is not parameter
-            for master, parameter in zip(self.masters, self.parameters, strict=True)
-        )
+        return bool(self._copies)
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to those of the masters."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is parameter or parameter.grad is None:
+        for master, parameter in self._copies:
+            if parameter.grad is None:
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
@@ -124,9 +130,8 @@ class MasterAdamW:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the masters, rounded, into the model."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+        for master, parameter in self._copies:
+            parameter.copy_(master)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, over all ranks."""
@@ -154,9 +159,8 @@ class MasterAdamW:
             parts = {"master": master.detach(), **self.optimizer.state.get(master, {})}
             for key, value in parts.items():
                 full = gather_tensor(value)
-                if (
-                    keep
-                ):  # gathered tensors move to the host: the GPU of rank 0 cannot hold them all
+                if keep:
+                    # gathered tensors move to the host: rank 0's GPU cannot hold them all
                     tensors[f"{key}.{name}"] = full if full is value else full.cpu()
         return tensors
 
@@ -202,11 +206,7 @@ class SplitOptimizer:
         self.apart.collect()
 
     def norm(self) -> Tensor:
-        return (
-            (self.shared.norm().double().square() + self.apart.norm().double().square())
-            .sqrt()
-            .float()
-        )
+        return torch.hypot(self.shared.norm().double(), self.apart.norm().double()).float()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Sum the unsharded gradients over ranks and clip all; return the norm before clipping."""

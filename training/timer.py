@@ -65,4 +65,4 @@ class Timer:
         return self._before - before
 
     def _read(self) -> float:
-        return self._parallel.from_main(self._clock()) if self._limits.has_seconds else 0.0
+        return self._parallel.broadcast(self._clock()) if self._limits.has_seconds else 0.0

@@ -158,6 +158,11 @@ def gather_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gather_parameter(parameter: Tensor) -> Tensor:
+    """Return a parameter that FSDP shards in full, in new memory; all ranks must call this."""
+    return gather_tensor(parameter.detach())
+
+
 def assign(tensor: Tensor, value: Tensor) -> None:
     """Copy `value`, which every rank has in full, into `tensor` or this rank's shard of it."""
     if isinstance(tensor, DTensor):

@@ -48,7 +48,7 @@ class Parallel:
                 f"environment variables, or with equal numbers"
             )
         self._inner: nn.Module | None = None
-        self._shell: fsdp.ShardedModel | None = None
+        self._sharded: fsdp.ShardedModel | None = None
 
     def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -126,9 +126,9 @@ class Parallel:
             return wrapped, MasterAdamW(trained, config, rates)
         apart = {name.partition(".")[0] for name in rates}
         self._inner, live = fsdp.copy_objective(module, trained, apart)
-        read = zero.gather_parameter if self.stage else _read_share
-        self._shell = fsdp.ShardedModel(trained, live, read)
-        self._shell.empty()
+        read = zero.gather_parameter if self.stage else fsdp.gather_parameter
+        self._sharded = fsdp.ShardedModel(trained, live, read)
+        self._sharded.empty()
         optimizer: Optimizer
         if self.stage:
             optimizer = zero.ZeroAdamW(self.accelerator, self._inner, live, config)
@@ -154,15 +154,15 @@ class Parallel:
 
         Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
         """
-        if self._shell is not None:
-            self._shell.fill()
+        if self._sharded is not None:
+            self._sharded.fill()
         yield
         if for_good:
-            self._shell = self._inner = None
+            self._sharded = self._inner = None
             if self.stage:
                 self.accelerator.free_memory()  # it would keep the engine
-        elif self._shell is not None:
-            self._shell.empty()
+        elif self._sharded is not None:
+            self._sharded.empty()
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
@@ -197,15 +197,6 @@ class Parallel:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
-    def from_main(self, number: float) -> float:
-        """Return rank 0's number on every rank, in one small message."""
-        if self.world_size == 1:
-            return number
-        mine = torch.tensor(
-            number if self.is_main else 0.0, dtype=torch.float64, device=self.device
-        )
-        return float(self.sum(mine))
-
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
         if self.world_size == 1:
@@ -229,7 +220,3 @@ class Parallel:
 
     def _mesh(self) -> Any:
         return init_device_mesh(self.device.type, (self.world_size,))
-
-
-def _read_share(share: Tensor) -> Tensor:
-    return fsdp.gather_tensor(share.detach())

@@ -7,7 +7,6 @@ and the checkpoints belong to the loop. DeepSpeed is imported only here.
 
 import importlib.util
 import logging
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
-from training.optimizer import parameter_groups
+from training.optimizer import make_adamw, trained_parameters
 from training.optimizer_config import OptimizerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +56,7 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         "stage3_gather_16bit_weights_on_model_save": False,
     }
     config = {
-        # batches are the loop's; DeepSpeed only wants a number
+        # unused, as the loop forms the batches and clips, but required
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -91,29 +90,20 @@ class ZeroAdamW:
 
         module: on its device. Raises UserError for weights of several dtypes.
         """
-        named = [
-            (name, parameter)
-            for name, parameter in trained.named_parameters()
-            if parameter.requires_grad
-        ]
+        named = trained_parameters(trained)
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if len(dtypes) > 1:
             raise UserError(
                 f"a zero kind keeps all weights in one dtype, found "
                 f"{', '.join(map(str, sorted(dtypes, key=str)))}: use parallel=ddp"
             )
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.names, self.parameters = list(named), list(named.values())
         self.device = self.parameters[0].device
-        self._limit = config.clip
+        self._clip = config.clip
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = settings["zero_optimization"]["stage"]
-        _complete(settings, self.stage, dtypes.pop(), config, self.parameters)
-        groups = parameter_groups(named, config, {})
-        adamw = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
-        )
-        self.engine, _ = accelerator.prepare(module, adamw)
+        _complete(settings, self.stage, dtypes.pop(), self.parameters)
+        self.engine, _ = accelerator.prepare(module, make_adamw(named.items(), config, {}))
         self._make_states()
 
     def _make_states(self) -> None:
@@ -154,21 +144,20 @@ class ZeroAdamW:
         return square.sqrt()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Return the global gradient norm before clipping; `step` clips by it.
+        """Clip the gradients by their global norm and return the norm before clipping.
 
-        norm: the norm to clip by now, if it covers more than these gradients.
+        norm: the norm to clip by, if it covers more than these gradients.
         """
-        if norm is None:
-            return self.norm()
-        if self._limit > 0:
+        norm = self.norm() if norm is None else norm
+        if self._clip > 0:
             # as torch.nn.utils.clip_grad_norm_
-            factor = (self._limit / (norm + 1e-6)).clamp(max=1.0)
+            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
             for share in self._gradients:
                 share.mul_(factor)
         return norm
 
     def step(self, lr: float) -> None:
-        """Clip the gradients and update at learning rate `lr`."""
+        """Update at learning rate `lr`, with the gradients as `clip` left them."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.engine.step()
@@ -207,21 +196,14 @@ class ZeroAdamW:
         from deepspeed import utils
 
         value = value.to(self.device, torch.float32)
-        if self.stage < 3:
-            set_master, set_state = (
-                utils.safe_set_full_fp32_param,
-                utils.safe_set_full_optimizer_state,
-            )
-        else:  # DeepSpeed sets full tensors only if the number of ranks divides their size
-            set_master, set_state = (
-                utils.safe_set_local_fp32_param,
-                utils.safe_set_local_optimizer_state,
-            )
+        set_master = utils.safe_set_full_fp32_param
+        set_state = utils.safe_set_full_optimizer_state
+        if self.stage == 3:  # DeepSpeed sets full tensors only if the ranks divide their size
+            set_master = utils.safe_set_local_fp32_param
+            set_state = utils.safe_set_local_optimizer_state
             size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
-            padded = F.pad(
-                value.flatten(), (0, size * torch.distributed.get_world_size() - value.numel())
-            )
-            value = padded[rank * size : (rank + 1) * size]
+            missing = size * torch.distributed.get_world_size() - value.numel()
+            value = F.pad(value.flatten(), (0, missing))[rank * size : (rank + 1) * size]
         set_master(parameter, value) if key is None else set_state(parameter, value, key)
 
 
@@ -234,11 +216,7 @@ def gather_parameter(parameter: Tensor) -> Tensor:
 
 
 def _complete(
-    settings: dict[str, Any],
-    stage: int,
-    dtype: torch.dtype,
-    config: OptimizerConfig,
-    parameters: Sequence[Tensor],
+    settings: dict[str, Any], stage: int, dtype: torch.dtype, parameters: Sequence[Tensor]
 ) -> None:
     """Add the settings that depend on the model to DeepSpeed's configuration.
 
@@ -249,12 +227,10 @@ def _complete(
             f"a zero kind trains in float32 or bfloat16, but loop.dtype is "
             f"{str(dtype).removeprefix('torch.')}"
         )
-    settings["gradient_clipping"] = config.clip if math.isfinite(config.clip) else 0.0
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     if dtype == torch.bfloat16 and stage > 1:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if stage == 3:  # norms and biases are too small for a message each
-        largest_vector = max(
-            (parameter.numel() for parameter in parameters if parameter.dim() < 2), default=0
-        )
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = largest_vector
+        vectors = (parameter.numel() for parameter in parameters if parameter.dim() < 2)
+        limit = max(vectors, default=0)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = limit
