@@ -30,6 +30,9 @@ _SAFETENSORS_NAMES = {
     torch.float64: "F64",
 }
 
+# transformers' assisted generation would vary the draft length
+_FIXED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+
 
 def write_model(
     model: Any,
@@ -106,19 +109,11 @@ def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) ->
 
 
 def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
-    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
+    assisted = {} if draft_tokens is None else {"num_assistant_tokens": draft_tokens, **_FIXED}
     special = {
         name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     return GenerationConfig(**special, **assisted)
-
-
-def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
-    return {
-        "num_assistant_tokens": draft_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
 
 
 @dataclass(frozen=True)

@@ -50,20 +50,6 @@ class LanguageModelling(StaticObjective):
         )
 
 
-class Frozen:
-    """Reference to a model that an objective reads but does not own as a submodule.
-
-    So the model is in no optimizer, gradient exchange or checkpoint, and copies of the objective,
-    such as those that ranks shard, share it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Frozen":
-        return self
-
-
 class Distillation(StaticObjective):
     """Forward KL from a frozen teacher at the supervised positions."""
 
@@ -82,13 +68,8 @@ class Distillation(StaticObjective):
         """
         super().__init__()
         self.student = student
-        self._teacher = Frozen(teacher)
         self.temperature = temperature
         self._states = states or TeacherStates(teacher, 0)
-
-    @property
-    def teacher(self) -> Any:
-        return self._teacher.model
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1]), supervised only."""
@@ -98,7 +79,7 @@ class Distillation(StaticObjective):
             hidden_NH,
             self.student.lm_head.weight,
             teacher_NG,
-            self.teacher.lm_head.weight,
+            self._states.teacher.lm_head.weight,
             temperature=self.temperature,
         )
 
@@ -113,7 +94,7 @@ class TeacherStates:
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
-        self._teacher = Frozen(teacher)
+        self.teacher = teacher
         self.free_bytes = limit_bytes
         self.remember = limit_bytes > 0
         self.tokens_read = 0  # positions that the teacher has processed
@@ -143,7 +124,7 @@ class TeacherStates:
 
     def _read(self, batch: PackedBatch) -> Tensor:
         self.tokens_read += batch.ids_RT.numel()
-        return batch.at_supervised(hidden_states(self._teacher.model, batch))
+        return batch.at_supervised(hidden_states(self.teacher, batch))
 
 
 def freeze(model: Any) -> Any:

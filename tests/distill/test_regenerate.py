@@ -245,7 +245,7 @@ def test_a_dry_run_counts_and_writes_nothing(
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
             r"has verify=token, max_draft_tokens=9, which only eval.run supports",
         ),
-        (["data.template=nothing"], r"no usable chat is left.*unknown chat template 'nothing'"),
+        (["data.template=nothing"], r"no usable chat is left.*chat template 'nothing' is unknown"),
         (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )

@@ -382,7 +382,7 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
         ("held_out.max_prompts=0", "held_out.max_prompts is 0, expected 1 or more"),
         ("data.max_bad=-1", "data.max_bad is -1.0, expected a share from 0 to 1"),
         ("loss.name=reverse_kl", "loss.name is reverse_kl, expected forward_kl or cross_entropy"),
-        ("target.backend=fast", "target.backend is 'fast'; expected one of native, hf"),
+        ("target.backend=fast", "target.backend 'fast' is unknown, expected one of native, hf"),
         ("target.parallel=tp", "target.parallel is tp .*expected none and 0"),
         ("target.processes=2", "target.processes=2, expected none and 0"),
     ],

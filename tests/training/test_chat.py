@@ -247,7 +247,7 @@ def test_other_refusals(embedded_target: Path) -> None:
     with pytest.raises(UserError, match="1 turns and no answer"):
         render_chat(tokenizer, CHAT[:1])
     with pytest.raises(
-        UserError, match=r"unknown chat template 'vikuna'; expected auto or one of: vicuna"
+        UserError, match=r"chat template 'vikuna' is unknown, expected one of auto, vicuna"
     ):
         render_chat(tokenizer, CHAT, template="vikuna")
     with pytest.raises(UserError, match=r"turn 2 \(assistant\) holds U\+FDD0"):

@@ -37,9 +37,7 @@ def test_documents_are_programs_of_the_standard_library() -> None:
     assert sum(map(len, train)) > 5_000_000
     assert 0.04 < sum(map(len, held_out)) / sum(map(len, train)) < 0.16
     assert corpus.held_out_text() == "\n".join(held_out)
-    names = {
-        module.name for split in ("train", "held_out") for module in corpus._modules(split, ())
-    }
+    names = {module.name for split in ("train", "held_out") for module in corpus._modules(split)}
     assert {"json.decoder", "argparse"} <= names
     assert not names & {
         "html.entities",
@@ -104,18 +102,6 @@ col 0
     )
     assert size.docstring == '    """Return the size."""'
     assert size.body == "# counted anew\n\nif scale:\n    return len(self)\nreturn 0"
-
-
-@pytest.mark.long
-def test_copies_of_held_out_modules_stay_out_of_added_sources(tmp_path: Path) -> None:
-    held_out = next(module for module in corpus._modules("held_out", ()) if module.name == "pprint")
-    (tmp_path / "vendored.py").write_text(held_out.text.replace("stream", "output"))
-    (tmp_path / "own.py").write_text(
-        "def add(left: int, right: int) -> int:\n    return left + right\n"
-    )
-    names = {"vendored", "own"}
-    assert all(corpus.split_of(name) == "train" for name in names)
-    assert {module.name for module in corpus._modules("train", [tmp_path])} & names == {"own"}
 
 
 @pytest.mark.long

@@ -78,7 +78,7 @@ def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_
         (
             {},
             {"benchmark_render": "plain"},
-            "benchmark_render='plain' is unknown. Expected one of: auto, chat, text",
+            "benchmark_render 'plain' is unknown, expected one of auto, chat, text",
         ),
         ({}, {"benchmark_prompts": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ],

@@ -55,10 +55,10 @@ def test_more_ranks_never_need_more():
 
 def test_unknown_kinds_are_named():
     with pytest.raises(
-        UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"
+        UserError, match="parallel.kind 'zero4' is unknown, expected one of single, ddp, zero1"
     ):
         bytes_per_rank(1, 1, "zero4", 2, "float32")
-    with pytest.raises(UserError, match="dtype is 'float16'"):
+    with pytest.raises(UserError, match="dtype 'float16' is unknown, expected one of float32"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
 
 

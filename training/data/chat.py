@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.models.text.templates import render
+from decoding.values import check_choice
 from training.data.counts import print_note
 from training.data.templates import TEMPLATES, family_of
 
@@ -131,10 +132,7 @@ def choose_rendering(
     of ours, and plain text, with a note, for base models. keys: names of the two in the
     configuration. Raises UserError for an unknown form, and for chat without a template.
     """
-    if render not in RENDERINGS:
-        raise UserError(
-            f"{keys[0]}={render!r} is unknown. Expected one of: {', '.join(RENDERINGS)}."
-        )
+    check_choice(keys[0], render, RENDERINGS)
     if render == "text":
         return render
     if template != "auto" or tokenizer.chat_template is not None:
@@ -173,10 +171,7 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """
     if template in TEMPLATES:
         return TEMPLATES[template]
-    if template != "auto":
-        raise UserError(
-            f"unknown chat template '{template}'; expected auto or one of: {', '.join(TEMPLATES)}"
-        )
+    check_choice("chat template", template, template_names())
     if tokenizer.chat_template is None:
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has no chat template; name one of ours "

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from decoding.errors import UserError
+from decoding.values import check_choice
 from training.config import DataConfig
 from training.data.packing import PackedData, Sample
 
@@ -224,12 +225,8 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
 
     measured: the mixings whose figures the job measures.
     """
-    if data.mixing not in MIXINGS:
-        raise UserError(f"data.mixing is '{data.mixing}'; expected one of {', '.join(MIXINGS)}")
-    if data.when_exhausted not in EXHAUSTED:
-        raise UserError(
-            f"data.when_exhausted is '{data.when_exhausted}'; expected {' or '.join(EXHAUSTED)}"
-        )
+    check_choice("data.mixing", data.mixing, MIXINGS)
+    check_choice("data.when_exhausted", data.when_exhausted, EXHAUSTED)
     if not data.domains:
         if data.mixing != "fixed":
             raise UserError(
@@ -259,18 +256,15 @@ def _check_numbers(data: DataConfig) -> None:
             f"the shares of data.domains are {shares}: expected 0 or more each, and a sum above 0"
         )
     most = 1 / len(shares)
-    rules = {
-        "mixing_rate": (data.mixing_rate > 0, "more than 0"),
-        "mixing_smoothing": (0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
-        "uniform_share": (0 <= data.uniform_share <= 1, "a share from 0 to 1"),
-        "floor_share": (
-            0 <= data.floor_share <= most,
-            f"from 0 to {most:.4g}, equal parts of {len(shares)} domains",
-        ),
-        "held_out_tokens": (data.held_out_tokens >= 0, "0 (all) or more"),
-    }
-    for key, (fine, expected) in rules.items():
-        if not fine:
+    equal = f"from 0 to {most:.4g}, equal parts of {len(shares)} domains"
+    rules = [
+        ("mixing_rate", data.mixing_rate > 0, "more than 0"),
+        ("mixing_smoothing", 0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
+        ("uniform_share", 0 <= data.uniform_share <= 1, "a share from 0 to 1"),
+        ("floor_share", 0 <= data.floor_share <= most, equal),
+    ]
+    for key, valid, expected in rules:
+        if not valid:
             raise UserError(f"data.{key} is {vars(data)[key]}, expected {expected}")
 
 

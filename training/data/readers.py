@@ -9,7 +9,6 @@ tables with the same columns (Parquet, Arrow, saved datasets). A bad record is s
 named in a note on stderr; above a limit the file is refused.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.values import lone_surrogate
 from jobs.run_files import json_kind
 from training.data.chat import Rendered, render_chat, template_source
 from training.data.counts import Counts
@@ -41,7 +41,6 @@ TURN_KEYS = ("turns", "prompt", "question")
 NUMBER_KEYS = ("id", "question_id", "task_id", "prompt_id")
 CHAT_KEYS = ("conversations", "messages", "instruction")
 MAX_BAD = 0.01
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 Parsed = TypeVar("Parsed")
 
@@ -229,6 +228,6 @@ def _parse_text(record: dict[str, Any], place: str) -> str:
 
 def _check_text(text: str) -> str:
     """Return a text unchanged. Raises BadRecordError for half a character in a JSON escape."""
-    if _SURROGATE.search(text):
+    if lone_surrogate(text) is not None:
         raise BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")
     return text

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from decoding.errors import UserError
+from decoding.values import check_choice
 from training.data.packing import Sample, split_documents
 from training.data.readers import MAX_BAD, Chat, render_chats
 
@@ -61,8 +61,7 @@ def chat_samples(
     train_on: `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.
     """
-    if train_on not in ("answers", "all"):
-        raise UserError(f"data.train_on is '{train_on}'; expected answers or all")
+    check_choice("data.train_on", train_on, ("answers", "all"))
     rendered, counts = render_chats(tokenizer, chats, template=template, max_bad=max_bad)
     account = Account(dropped=Counter({reason: len(at) for reason, at in counts.bad.items()}))
     samples: list[Sample] = []

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import RowLoss
+from training.losses.chunked import RowLoss, widen
 
 _LEAST = 1e-30  # lower bound of alpha that keeps its logarithm finite
 
@@ -99,11 +99,8 @@ class Teacher:
 
     def at(self, start: int, end: int) -> TeacherRows:
         """Return the distributions at positions [start, end)."""
-        logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
-        wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-        log_p_CV = F.log_softmax(
-            wide_CV if self.temperature == 1.0 else wide_CV / self.temperature, dim=-1
-        )
+        logits_CV = widen(F.linear(self.hidden_PG[start:end], self.weight_VG))
+        log_p_CV = F.log_softmax(logits_CV / self.temperature, dim=-1)
         if self.shortlist_V is not None:
             log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
         p_CV = log_p_CV.exp()

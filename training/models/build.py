@@ -1,7 +1,6 @@
 """Building and loading Hugging Face models, and the published configurations of missing targets."""
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
+from decoding.values import check_choice
 from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
 from jobs.paths import data_folder, is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
@@ -39,8 +39,7 @@ DTYPES = {
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a configuration's name."""
-    if name not in DTYPES:
-        raise UserError(f"dtype '{name}' is unknown; expected one of {', '.join(DTYPES)}")
+    check_choice("dtype", name, tuple(DTYPES))
     return DTYPES[name]
 
 
@@ -189,18 +188,12 @@ def missing_of(target: TargetConfig) -> str:
     """Describe what a dry run lacks without the target's folder; empty if the folder exists."""
     if target_is_here(target):
         return ""
+    config = target.config
     return (
         f"target.path={target.path} is not there: its shape is that of the published configuration "
-        f"({_shape(target.config)}), and its tokenizer is missing, so a drafter folder written "
+        f"({config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
+        f"{config.get('hidden_size')}), and its tokenizer is missing, so a drafter folder written "
         f"now holds no tokenizer files"
-    )
-
-
-def _shape(config: Mapping[str, Any]) -> str:
-    """Describe a published configuration in a few words."""
-    return (
-        f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
-        f"{config.get('hidden_size')}"
     )
 
 
@@ -218,10 +211,7 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """
     dtype_of(target.dtype)
     refuse_own_code(target)
-    if target.backend not in BACKENDS:
-        raise UserError(
-            f"target.backend is '{target.backend}'; expected one of {', '.join(BACKENDS)}"
-        )
+    check_choice("target.backend", target.backend, BACKENDS)
     if parallel.kind not in SHARDED_WEIGHTS:
         refuse_parallel(target)
 

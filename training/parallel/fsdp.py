@@ -59,9 +59,9 @@ def copy_objective(
 ) -> tuple[nn.Module, nn.Module]:
     """Return a copy of the objective and the copy of `trained` in it.
 
-    Frozen models (training.objectives.Frozen) are shared with the original, and so are the children
-    of `trained` named in `apart`. The copy reads those children but does not own them: they are not
-    among its parameters, so sharding skips them.
+    A frozen teacher (training.objectives.TeacherStates) is shared with the original, and so are
+    the children of `trained` named in `apart`. The copy reads those children but does not own
+    them: they are not among its parameters, so sharding skips them.
     """
     children = {name: trained.get_submodule(name) for name in apart}
     memo: dict[int, Any] = {id(child): child for child in children.values()}

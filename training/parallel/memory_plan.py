@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoding import devices
-from decoding.errors import UserError
+from decoding.values import check_choice
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
 from training.held_out import ANSWERED_TOGETHER, HeldOutFields
@@ -45,10 +45,8 @@ def bytes_per_rank(
     rank holds in full (lm_head). The decoder layer gathered while it runs is not counted. Raises
     UserError for unknown kinds and dtypes.
     """
-    if kind not in KINDS:
-        raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
-    if dtype not in _WIDTHS:
-        raise UserError(f"dtype is '{dtype}'; memory is planned only for float32 and bfloat16")
+    check_choice("parallel.kind", kind, KINDS)
+    check_choice("dtype", dtype, tuple(_WIDTHS))
     width, stage = _WIDTHS[dtype], ZERO.get(kind, 0)
     mixed, fsdp = dtype == "bfloat16", kind == "fsdp"
     weight_ranks = world_size if kind in SHARDED_WEIGHTS else 1
