@@ -48,32 +48,26 @@ class Bounds:
         """
         if of == 0:
             return 1.0
-        shares = [0.0]
-        for now, bound, before in zip(
-            done, (self.steps, self.tokens, self.seconds), since, strict=True
-        ):
-            way = bound * of - before
-            shares.append((now - before) / way if way > 0 else 1.0)
-        return min(1.0, max(shares))
+        share = 0.0
+        limits = (self.steps, self.tokens, self.seconds)
+        for now, limit, before in zip(done, limits, since, strict=True):
+            way = limit * of - before
+            share = max(share, (now - before) / way if way > 0 else 1.0)
+        return min(1.0, share)
 
     def expected_steps(self, done: RunTotals, pace: float) -> int | None:
         """Estimate the steps of the run from the totals so far; None while nothing is known.
 
         pace: recent seconds per step.
         """
-        most = self.steps
-        if done.steps:
-            most = min(
-                most,
-                math.ceil(done.steps * self.tokens / done.tokens)
-                if self.tokens < math.inf
-                else math.inf,
-            )
-            if self.has_seconds and pace > 0:
-                most = min(
-                    most, done.steps + max(0, math.floor((self.seconds - done.seconds) / pace))
-                )
-        return int(most) if most < math.inf else None
+        estimates = [self.steps]
+        if done.steps and self.tokens < math.inf:
+            estimates.append(math.ceil(done.steps * self.tokens / done.tokens))
+        if done.steps and self.has_seconds and pace > 0:
+            left = math.floor((self.seconds - done.seconds) / pace)
+            estimates.append(done.steps + max(0, left))
+        fewest = min(estimates)
+        return int(fewest) if fewest < math.inf else None
 
 
 class Place(NamedTuple):

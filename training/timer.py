@@ -18,12 +18,8 @@ class Timer:
     def __init__(
         self, progress: Progress, bounds: Bounds, parallel: Parallel, clock: Callable[[], float]
     ) -> None:
-        self._progress, self._limits, self._parallel, self._clock = (
-            progress,
-            bounds,
-            parallel,
-            clock,
-        )
+        self._progress, self._limits = progress, bounds
+        self._parallel, self._clock = parallel, clock
         self._before = self._read()
 
     @property

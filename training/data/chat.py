@@ -230,23 +230,16 @@ def _render(
 ) -> str:
     """Render to text; a template's error becomes a UserError that names the first bad turn."""
     try:
-        return _apply(tokenizer, source, messages, prompt)
+        return render(tokenizer, messages, source, add_generation_prompt=prompt)
     except TemplateError as error:
-        for count in range(1, len(messages) + 1):
+        for count, message in enumerate(messages, 1):
             try:
-                _apply(tokenizer, source, messages[:count], prompt)
+                render(tokenizer, messages[:count], source, add_generation_prompt=prompt)
             except TemplateError as first:
-                role = messages[count - 1]["role"]
                 raise UserError(
-                    f"turn {count} ({role}): the chat template rejects it: {first}"
+                    f"turn {count} ({message['role']}): the chat template rejects it: {first}"
                 ) from error
         raise UserError(f"the chat template rejects the chat: {error}") from error
-
-
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], prompt: bool
-) -> str:
-    return render(tokenizer, messages, source, add_generation_prompt=prompt)
 
 
 @lru_cache(maxsize=64)
@@ -293,11 +286,8 @@ def _by_prefixes(
             continue
         turn = f"turn {index + 1} (assistant)"
         before = _render(tokenizer, source, messages[:index], prompt=True)
-        after = (
-            text
-            if index + 1 == len(messages)
-            else _render(tokenizer, source, messages[: index + 1])
-        )
+        ends_here = index + 1 == len(messages)
+        after = text if ends_here else _render(tokenizer, source, messages[: index + 1])
         if not text.startswith(after):
             raise _NoPrefixError(f"{turn} is rendered differently when other turns follow it")
         if not after.startswith(before):

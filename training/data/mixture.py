@@ -13,6 +13,7 @@ the position in each domain and the current shares.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,8 @@ class MixedData(PackedData):
             name: _packed(name, samples, config.max_length, rows_per_step, seed)
             for name, samples in domains.items()
         }
-        starts = np.cumsum([0, *(len(of.samples) for of in self.domains.values())])
-        self._start = {
-            name: int(start) for name, start in zip(self.domains, starts[:-1], strict=True)
-        }
+        ends = accumulate(len(of.samples) for of in self.domains.values())
+        self._start = dict(zip(self.domains, chain((0,), ends), strict=False))
         samples = [sample for of in self.domains.values() for sample in of.samples]
         rows = [self._global(name, row) for name, of in self.domains.items() for row in of.rows]
         super().__init__(samples, config.max_length, rows_per_step, seed, rows)
@@ -89,11 +88,9 @@ class MixedData(PackedData):
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; an empty state is the start, with configured shares."""
         given = {name: self.config.domains[name].share for name in self.domains}
-        total = sum(given.values())
+        usual = {name: share / sum(given.values()) for name, share in given.items()}
         self.step: int = state.get("step", 0)
-        self.shares: dict[str, float] = dict(
-            state.get("shares", {name: share / total for name, share in given.items()})
-        )
+        self.shares: dict[str, float] = dict(state.get("shares", usual))
         self.used: dict[str, int] = dict(state.get("used", dict.fromkeys(self.domains, 0)))
         self.gaps: dict[str, float] = dict(state.get("gaps", {}))
 
@@ -140,12 +137,9 @@ class MixedData(PackedData):
             self.gaps = loss_gaps(measured, references, config.clip_gaps)
         else:
             references = {name: config.domains[name].reference_acceptance for name in self.domains}
-            keep = config.mixing_smoothing if self.gaps else 0.0  # no average before the first gap
-            now = acceptance_gaps(measured, references)
-            self.gaps = {
-                name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap
-                for name, gap in now.items()
-            }
+            keep, now = config.mixing_smoothing, acceptance_gaps(measured, references)
+            before = self.gaps or now  # no average before the first gap
+            self.gaps = {name: keep * before[name] + (1 - keep) * now[name] for name in now}
         self.shares = updated(
             self.shares, self.gaps, config.mixing_rate, config.uniform_share, config.floor_share
         )
@@ -154,10 +148,8 @@ class MixedData(PackedData):
         """Return the domain of each row of the next step."""
         draw = np.random.default_rng([self.seed, self.step, _DRAW])
         names = list(self.domains)
-        chosen = draw.choice(
-            len(names), self.rows_per_step, p=[self.shares[name] for name in names]
-        )
-        return [names[index] for index in chosen]
+        shares = [self.shares[name] for name in names]
+        return [names[index] for index in draw.choice(len(names), self.rows_per_step, p=shares)]
 
     def _global(self, name: str, row: Sequence[int]) -> list[int]:
         return [self._start[name] + index for index in row]

@@ -64,38 +64,32 @@ def _unlike(model: Any, files: dict[str, Path]) -> str:
 @torch.no_grad()
 def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
     """Fill every parameter, or this rank's rows. Raises UserError for a tensor of another shape."""
-    tied = (
-        {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
-    )
-    wanted: dict[Path, list[tuple[str, Tensor]]] = {}
+    tied = model.config.tie_word_embeddings
+    wanted: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        source = tied.get(name, name)
-        wanted.setdefault(files[source], []).append((source, parameter))
-    for file, parameters in wanted.items():
-        _read_file(file, parameters, parallel)
+        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        wanted.setdefault(source, []).append(parameter)
+    for file in dict.fromkeys(files.values()):
+        with safe_open(file, "pt") as opened:  # mapped while it is read
+            for name in wanted.keys() & opened.keys():
+                for parameter in wanted[name]:
+                    _fill(parameter, opened.get_slice(name), parallel, f"{file}: {name}")
 
 
-def _read_file(file: Path, parameters: list[tuple[str, Tensor]], parallel: Parallel) -> None:
-    """Fill parameters from one file, which is mapped while it is read."""
-    with safe_open(file, "pt") as opened:
-        for name, parameter in parameters:
-            rows = opened.get_slice(name)
-            if list(rows.get_shape()) != list(parameter.shape):
-                raise UserError(
-                    f"{file}: {name} has shape {rows.get_shape()}, but config.json expects "
-                    f"{list(parameter.shape)}. Copy the folder again"
-                )
-            _fill(parameter, rows, parallel)
-
-
-def _fill(parameter: Tensor, rows: Any, parallel: Parallel) -> None:
+def _fill(parameter: Tensor, rows: Any, parallel: Parallel, source: str) -> None:
+    shape = list(parameter.shape)
+    if list(rows.get_shape()) != shape:
+        raise UserError(
+            f"{source} has shape {rows.get_shape()}, but config.json expects {shape}. Copy the "
+            f"folder again"
+        )
     if not isinstance(parameter, DTensor):
         parameter.copy_(rows[:])
         return
     assert parameter.placements == (Shard(0),), parameter.placements
     mine = parameter.to_local()
     if len(mine):  # shards have equal sizes except for the last ones
-        first = parallel.rank * -(-parameter.shape[0] // parallel.world_size)
+        first = parallel.rank * -(-shape[0] // parallel.world_size)
         mine.copy_(rows[first : first + len(mine)])
 
 
