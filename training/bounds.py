@@ -7,7 +7,7 @@ in seconds if the clock reads the same.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
@@ -36,10 +36,6 @@ class Bounds:
     def has_seconds(self) -> bool:
         """True if a clock ends the run."""
         return self.seconds < math.inf
-
-    def reserving(self, seconds: float) -> "Bounds":
-        """Return these bounds with `seconds` reserved for the work after the last step."""
-        return replace(self, seconds=self.seconds - seconds)
 
     def share(self, done: RunTotals, of: float = 1.0, since: RunTotals = START) -> float:
         """Return the completed share of the way from `since` to the nearest bound, 0 to 1.

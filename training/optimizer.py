@@ -242,7 +242,3 @@ def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
-
-
-def count_parameters(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

@@ -1,7 +1,7 @@
 """The bounds that a configuration sets for its run, and a summary of the run in words."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.amounts import hours, operations
 from training.bounds import Bounds
@@ -27,12 +27,10 @@ def passes(loop: LoopConfig) -> float:
     return 0.0 if loop.max_steps or loop.max_tokens or loop.max_seconds else 1.0
 
 
-@dataclass(frozen=True)
-class TokenPlan:
+class TokenPlan(NamedTuple):
     """Size of a run that a dry run estimates without reading data."""
 
-    # 0: not known before the data is read
-    tokens: int
+    tokens: int  # 0: not known before the data is read
     words: str
 
 

@@ -1,6 +1,7 @@
 """The clock of a run with a bound in seconds: time elapsed, and whether another step fits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from decoding.errors import UserError
 from training.bounds import Bounds, Progress
@@ -25,7 +26,8 @@ class Timer:
     @property
     def bounds(self) -> Bounds:
         """The run's bounds, with room for the evaluation at its end."""
-        return self._limits.reserving(self._progress.look_seconds)
+        limits = self._limits
+        return replace(limits, seconds=limits.seconds - self._progress.look_seconds)
 
     def time_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Time an evaluation before the first step.

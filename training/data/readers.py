@@ -21,6 +21,7 @@ from jobs.run_files import json_kind
 from training.data.chat import Rendered, render_chat, template_source
 from training.data.counts import Counts
 from training.data.records import (
+    TABLES,
     TEXT_FILES,
     TOO_DEEP,
     BadRecordError,
@@ -28,7 +29,6 @@ from training.data.records import (
     find_files,
     read_records,
 )
-from training.data.tables import TABLE_SUFFIXES
 
 # ShareGPT names the product that answered.
 ROLES = {
@@ -73,7 +73,7 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
     share `max_bad`.
     """
     expected = "ShareGPT objects (conversations) or objects with messages"
-    files = find_files(paths, (".json", ".jsonl", *TABLE_SUFFIXES))
+    files = find_files(paths, (".json", ".jsonl", *TABLES))
     chats, counts = _read(files, _parse_chat, expected)
     for chat in chats:
         roles = [message["role"] for message in chat.messages]
@@ -102,7 +102,7 @@ def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Co
     Folders are searched. Raises UserError as `read_chats` does.
     """
     expected = 'UTF-8 text, or objects with "text"'
-    files = find_files(paths, (".jsonl", *TEXT_FILES, *TABLE_SUFFIXES))
+    files = find_files(paths, (".jsonl", *TEXT_FILES, *TABLES))
     documents, counts = _read(files, _parse_text, expected)
     counts.check("texts", expected, max_bad)
     return documents, counts

@@ -11,11 +11,10 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
-from training.data.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
+TABLES = (".parquet", ".arrow")
 TEXT_FILES = (".txt", ".py", ".md")
 TOO_DEEP = "values nested too deeply"
-_SEPARATORS = re.compile(r"[ \t\r\n,]*")
 _TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 Paths = str | Path | Sequence[str | Path]
@@ -35,7 +34,7 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
         if not exists(path):
             raise UserError(f"{path}: no such file or folder; expected {kinds}")
-        if is_saved_dataset(path):
+        if _is_saved_dataset(path):
             files.append(path)
         elif path.is_dir():
             found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
@@ -61,8 +60,8 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     A text file is one record {"text": its content}. Raises UserError for an unreadable file and a
     broken JSON array.
     """
-    if file.is_dir() or file.suffix in TABLE_SUFFIXES:
-        yield from table_records(file)
+    if file.is_dir() or file.suffix in TABLES:
+        yield from _read_table(file)
         return
     try:
         stream = file.open("rb")
@@ -87,6 +86,30 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file}:{number}", _decode(line)
 
 
+def _is_saved_dataset(path: Path) -> bool:
+    """Return True for a folder that `datasets.Dataset.save_to_disk` wrote."""
+    return (path / "dataset_info.json").is_file()
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file:row", columns as a dict) for every row from 1."""
+    from datasets import Dataset, exceptions, load_from_disk
+
+    try:
+        if path.is_dir():
+            table = load_from_disk(str(path))
+        elif path.suffix == ".parquet":
+            table = Dataset.from_parquet(str(path), keep_in_memory=True)
+        else:
+            table = Dataset.from_file(str(path))
+    except (OSError, ValueError, exceptions.DatasetGenerationError) as error:
+        raise UserError(
+            f"{path}: not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
+        ) from error
+    for number, row in enumerate(table, 1):
+        yield f"{path}:{number}", dict(row)
+
+
 def _decode(line: bytes) -> Any:
     try:
         return json.loads(line)
@@ -103,7 +126,9 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
         place = text.index("[") + 1
         line, last_line, number = 1 + text.count("\n", 0, place), 0, 0
         while True:
-            begin, place = place, _skip_separators(text, place)
+            begin = place
+            while place < len(text) and text[place] in " \t\r\n,":
+                place += 1
             line += text.count("\n", begin, place)
             if text[place : place + 1] == "]":
                 if text[place + 1 :].strip():
@@ -124,11 +149,6 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
             f"fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
         ) from error
-
-
-def _skip_separators(text: str, place: int) -> int:
-    found = _SEPARATORS.match(text, place)
-    return found.end() if found else place
 
 
 def _decode_element(text: str, place: int) -> tuple[Any, int]:

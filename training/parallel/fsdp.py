@@ -110,7 +110,8 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
             f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}': use "
             f"parallel=ddp, or a zero kind"
         )
-    policy = MixedPrecisionPolicy(reduce_dtype=_wide(next(module.parameters()).dtype))
+    narrow = next(module.parameters()).dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
     for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -169,8 +170,3 @@ def assign(tensor: Tensor, value: Tensor) -> None:
         value = value.to(device=tensor.device, dtype=tensor.dtype)
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.copy_(value)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which ranks sum gradients; None: their own."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
