@@ -118,7 +118,7 @@ def _checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop names that share storage with an earlier one: safetensors stores a tensor once."""
     seen: set[int] = set()
     kept = {}
@@ -131,7 +131,7 @@ def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, found: Checkpoint) -> None:
     """Load a checkpoint's weights. Raises UserError if they are those of another model."""
-    odd = sorted(untied(model.state_dict()).keys() ^ found.model.keys())
+    odd = sorted(drop_tied(model.state_dict()).keys() ^ found.model.keys())
     if odd:
         raise UserError(
             f"checkpoint {found.folder} belongs to another model ('{odd[0]}' is in only one of "

@@ -24,7 +24,7 @@ from training.data.packing import Sample
 from training.data.readers import read_prompts
 from training.models.build import target_is_here
 
-ANSWERED_TOGETHER = 16  # prompts
+PROMPTS_PER_BATCH = 16  # prompts
 
 
 class HeldOutFields(Protocol):
@@ -69,7 +69,7 @@ def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -
     Prompts that do not fit are left out. Raises UserError if none is left.
     """
     prompts = _fitting_prompts(tokenizer, config)
-    target = asked_target(target_folder, config)
+    target = load_answering_target(target_folder, config)
     settings = Settings(
         config.held_out.max_new_tokens,
         config.held_out.temperature,
@@ -77,8 +77,8 @@ def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -
         stop_token_ids=stop_tokens(target_folder, tokenizer),
     )
     samples = []
-    for start in range(0, len(prompts), ANSWERED_TOGETHER):
-        part = prompts[start : start + ANSWERED_TOGETHER]
+    for start in range(0, len(prompts), PROMPTS_PER_BATCH):
+        part = prompts[start : start + PROMPTS_PER_BATCH]
         for ids, answer in zip(part, decode(target, None, part, settings), strict=True):
             mask = np.arange(len(ids) + len(answer.tokens)) >= len(ids)
             samples.append(Sample(np.asarray(ids + answer.tokens, dtype=np.int32), mask))
@@ -119,7 +119,7 @@ def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
     return fitting[: chosen.max_prompts]
 
 
-def asked_target(folder: Path, config: HeldOutFields) -> Target:
+def load_answering_target(folder: Path, config: HeldOutFields) -> Target:
     """Load the target for decoding held-out prompts, in the dtype and on the devices of the job."""
     return load_target(
         folder,

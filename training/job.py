@@ -11,7 +11,7 @@ from training.bounds import Progress
 from training.config import TrainingJobConfig
 from training.data.packing import PackedData
 from training.loop import fit
-from training.models.build import check_context, folder_of, target_config
+from training.models.build import check_context, find_target_folder, target_config
 from training.parallel.strategy import Parallel
 
 
@@ -22,7 +22,7 @@ class TargetJob(Job[Config]):
         """Store a configuration that has the fields `target` and `data`."""
         super().__init__(config)
         self.target = target_config(config.target)
-        self.target_folder = folder_of(config.target, config.dry_run)
+        self.target_folder = find_target_folder(config.target, config.dry_run)
 
     def prepare(self, run: Run) -> None:
         config: Any = self.config

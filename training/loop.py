@@ -100,8 +100,8 @@ def fit(
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if ended() or _due(progress.step, config.eval_every):
-                figures = timer.timed(evaluate)
-                record = training.look(figures)
+                figures = timer.run_evaluation(evaluate)
+                record = training.record_evaluation(figures)
                 if tracker is not None:
                     tracker.log(progress.step, record)
                 bar.say(f"  step {progress.step}: held-out {_describe(figures)}")
@@ -213,14 +213,14 @@ class Training:
             f"Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
         )
 
-    def look(self, figures: dict[str, float]) -> dict[str, float]:
+    def record_evaluation(self, figures: dict[str, float]) -> dict[str, float]:
         """Compare held-out figures, equal on every rank, with the best and return their record.
 
         They may also change the mixture of the data.
         """
         progress = self.progress
         progress.evaluations.append({"step": progress.step, **figures})
-        changes = self.data.look(figures)
+        changes = self.data.adapt(figures)
         progress.data = self.data.state()
         if figures["score"] > progress.best_score:
             progress.best_step, progress.best_score = progress.step, figures["score"]
@@ -233,7 +233,7 @@ class Training:
         states = self.optimizer.state(keep=parallel.is_main)
         with parallel.gathered_weights():
             if parallel.is_main:
-                weights = checkpoint.untied(self.trained.state_dict())
+                weights = checkpoint.drop_tied(self.trained.state_dict())
                 folder = self.root / f"step_{progress.step:06d}"
                 checkpoint.save(folder, vars(progress), weights, states, checkpoint.rng_state())
                 best = f"step_{progress.best_step:06d}"

@@ -96,9 +96,9 @@ class TeacherStates:
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
         self.teacher = teacher
         self.free_bytes = limit_bytes
-        self.remember = limit_bytes > 0
+        self.caches = limit_bytes > 0
         self.tokens_read = 0  # positions that the teacher has processed
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._cached: dict[tuple[int, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
         """Return self: copies of an objective share the teacher."""
@@ -107,19 +107,19 @@ class TeacherStates:
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return states [N, G] in the order of `PackedBatch.at_supervised`."""
-        if not self.remember:
+        if not self.caches:
             return self._read(batch)
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
 
     def _row(self, batch: PackedBatch, index: int) -> Tensor:
         key = batch.rows[index]
-        if key in self._known:
-            return self._known[key]
+        if key in self._cached:
+            return self._cached[key]
         states_NG = self._read(batch.row(index))
         size = states_NG.numel() * states_NG.element_size()
         if size <= self.free_bytes:
             self.free_bytes -= size
-            self._known[key] = states_NG
+            self._cached[key] = states_NG
         return states_NG
 
     def _read(self, batch: PackedBatch) -> Tensor:

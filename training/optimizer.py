@@ -187,47 +187,51 @@ class SplitOptimizer:
     """
 
     def __init__(
-        self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int
+        self,
+        sharded: Optimizer,
+        unsharded: MasterAdamW,
+        add: Callable[[Tensor], Tensor],
+        ranks: int,
     ) -> None:
         """Store both optimizers.
 
         add: the sum over ranks, each of whose losses is scaled by `ranks`
         (training.parallel.strategy).
         """
-        self.shared, self.apart = shared, apart
+        self.sharded, self.unsharded = sharded, unsharded
         self._add, self._ranks = add, ranks
 
     @property
     def has_copies(self) -> bool:
-        return self.shared.has_copies
+        return self.sharded.has_copies
 
     def collect(self) -> None:
-        self.shared.collect()
-        self.apart.collect()
+        self.sharded.collect()
+        self.unsharded.collect()
 
     def norm(self) -> Tensor:
-        return torch.hypot(self.shared.norm().double(), self.apart.norm().double()).float()
+        return torch.hypot(self.sharded.norm().double(), self.unsharded.norm().double()).float()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Sum the unsharded gradients over ranks and clip all; return the norm before clipping."""
-        for master in self.apart.masters:
+        for master in self.unsharded.masters:
             mine = torch.zeros_like(master) if master.grad is None else master.grad
             master.grad = self._add(mine) / self._ranks
         norm = self.norm() if norm is None else norm
-        self.shared.clip(norm)
-        self.apart.clip(norm)
+        self.sharded.clip(norm)
+        self.unsharded.clip(norm)
         return norm
 
     def step(self, lr: float) -> None:
-        self.shared.step(lr)
-        self.apart.step(lr)
+        self.sharded.step(lr)
+        self.unsharded.step(lr)
 
     def state(self, keep: bool) -> dict[str, Tensor]:
-        return self.shared.state(keep) | self.apart.state(keep)
+        return self.sharded.state(keep) | self.unsharded.state(keep)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self.shared.load(tensors)
-        self.apart.load(tensors)
+        self.sharded.load(tensors)
+        self.unsharded.load(tensors)
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:

@@ -15,12 +15,12 @@ def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
     A field of 0 sets no bound.
     """
     steps = float(loop.max_steps or math.inf)
-    if epochs := passes(loop):
+    if epochs := count_epochs(loop):
         steps = min(steps, max(1, math.ceil(epochs * data.steps_per_epoch)))
     return Bounds(steps, loop.max_tokens or math.inf, loop.max_seconds or math.inf)
 
 
-def passes(loop: LoopConfig) -> float:
+def count_epochs(loop: LoopConfig) -> float:
     """Return the maximum number of passes over the data; 0 if they set no bound."""
     if loop.max_epochs is not None:
         return loop.max_epochs
@@ -42,13 +42,16 @@ def plan_tokens(
     pass_tokens: tokens of one pass over the data; 0: not known.
     """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
-    by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(passes(loop) * pass_tokens)
+    by_steps, by_passes = (
+        loop.max_steps * loop.tokens_per_step,
+        int(count_epochs(loop) * pass_tokens),
+    )
     by_seconds = int(loop.max_seconds * tflops * 1e12 / flops_a_token)
     tokens = min(
         (count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0
     )
-    if passes(loop) and not pass_tokens:
-        words.append(f"{'at most ' if tokens else ''}{passes(loop):g} epochs")
+    if count_epochs(loop) and not pass_tokens:
+        words.append(f"{'at most ' if tokens else ''}{count_epochs(loop):g} epochs")
     if tokens:
         about = "" if tokens in (by_steps, by_passes) else "about "
         words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")

@@ -7,7 +7,7 @@ from decoding.errors import UserError
 from training.bounds import Bounds, Progress
 from training.parallel.strategy import Parallel
 
-RECENT = 0.2  # weight of the last step in the pace
+PACE_WEIGHT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
@@ -36,7 +36,7 @@ class Timer:
         """
         if not self._limits.has_seconds or self._progress.step:
             return
-        self.timed(evaluate)
+        self.run_evaluation(evaluate)
         if self.bounds.seconds <= self._progress.elapsed:
             raise UserError(
                 f"loop.max_seconds is {self._limits.seconds:g}, but a held-out evaluation alone "
@@ -44,7 +44,7 @@ class Timer:
                 f"step and one after the last: give more seconds, or fewer held-out prompts"
             )
 
-    def timed(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Return the held-out figures, equal on every rank, and record the time they took."""
         with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
@@ -54,7 +54,9 @@ class Timer:
     def count_step(self) -> None:
         """Count the time since the last reading, checkpoints included, as that of the last step."""
         seconds = self._count()
-        self._progress.pace = RECENT * seconds + (1 - RECENT) * (self._progress.pace or seconds)
+        self._progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * (
+            self._progress.pace or seconds
+        )
         self._progress.time_up = self._progress.elapsed + self._progress.pace > self.bounds.seconds
 
     def _count(self) -> float:

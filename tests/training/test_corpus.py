@@ -1,6 +1,4 @@
-"""The embedded corpus: a stable split, real functions cut whole, and a tokenizer that loses
-nothing.
-"""
+"""Test the embedded corpus: a stable split, complete functions and a lossless tokenizer."""
 
 import ast
 import json
@@ -49,7 +47,7 @@ def test_documents_are_programs_of_the_standard_library() -> None:
 
 
 @pytest.mark.long
-def test_functions_are_python_again() -> None:
+def test_functions_are_valid_python() -> None:
     functions = corpus.functions("held_out")
     assert len(functions) > 500
     for function in functions:
@@ -61,7 +59,7 @@ def test_functions_are_python_again() -> None:
         assert len(function.body) <= corpus.MAX_BODY_CHARACTERS
 
 
-def test_a_function_is_cut_where_it_should_be(tmp_path: Path) -> None:
+def test_functions_are_cut_into_signature_docstring_and_body(tmp_path: Path) -> None:
     source = '''
 class Queue:
     @property
@@ -116,7 +114,7 @@ def test_chats_alternate_and_some_have_several_turns() -> None:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Pieces of held-out modules and what tokenizers stumble over."""
+    """Return pieces of held-out modules and texts that are hard for tokenizers."""
     pieces = [
         text[start : start + 600]
         for text in corpus.documents("held_out")
@@ -136,7 +134,7 @@ def texts() -> list[str]:
     ]
 
 
-def test_tokenizer_files_agree_and_lose_nothing(embedded_target: Path, texts: list[str]) -> None:
+def test_both_tokenizer_files_agree_and_round_trip(embedded_target: Path, texts: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     pieces = sentencepiece.SentencePieceProcessor(
         model_file=str(embedded_target / "tokenizer.model")

@@ -59,12 +59,14 @@ def render_chat(
     source = template_source(tokenizer, template)
     _check(messages, source)
     if _MARK.search(source):
-        text, spans = _marked(tokenizer, source, messages)
+        text, spans = _locate_by_marks(tokenizer, source, messages)
     else:
         try:
-            text, spans = _by_prefixes(tokenizer, source, messages)
+            text, spans = _locate_by_prefixes(tokenizer, source, messages)
         except _NoPrefixError as reason:
-            text, spans = _marked(tokenizer, TEMPLATES[_family(source, str(reason))], messages)
+            text, spans = _locate_by_marks(
+                tokenizer, TEMPLATES[_choose_family(source, str(reason))], messages
+            )
     return _tokenize(tokenizer, text, spans, messages)
 
 
@@ -101,12 +103,12 @@ def render_next(
     if not tokenizer.is_fast:
         return ids
     before = _render(tokenizer, source, messages[:-2], prompt=True)
-    end = _end_of_answer_text(tokenizer, text, before, messages[-2]["content"], answer)
+    end = _find_answer_text_end(tokenizer, text, before, messages[-2]["content"], answer)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
 
 
-def _end_of_answer_text(
+def _find_answer_text_end(
     tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
 ) -> int | None:
     """Return where the answer after `before` ends, with its end token; None if it is not found."""
@@ -200,7 +202,7 @@ def _check(messages: list[Message], source: str) -> None:
             )
 
 
-def _family(source: str, reason: str) -> str:
+def _choose_family(source: str, reason: str) -> str:
     """Return the name of our template for a template without marks whose prefixes do not match."""
     family = family_of(source)
     if family is None:
@@ -243,7 +245,7 @@ def _render(
 
 
 @lru_cache(maxsize=64)
-def _with_sentinels(source: str) -> str:
+def _insert_sentinels(source: str) -> str:
     """Replace generation marks by blocks that write a sentinel and trim white space as before."""
 
     def block(match: re.Match[str]) -> str:
@@ -253,11 +255,13 @@ def _with_sentinels(source: str) -> str:
     return _MARK.sub(block, source)
 
 
-def _marked(
+def _locate_by_marks(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
     """Return the text and the spans inside the template's generation marks, one per answer."""
-    pieces = re.split(f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _with_sentinels(source), messages))
+    pieces = re.split(
+        f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _insert_sentinels(source), messages)
+    )
     text, starts, ends = "", [], []
     for piece in pieces:
         if piece == _OPEN:
@@ -275,7 +279,7 @@ def _marked(
     return text, list(zip(starts, ends, strict=True))
 
 
-def _by_prefixes(
+def _locate_by_prefixes(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
     """Return the text and, for each answer, the span that it adds to the generation prompt."""
@@ -294,11 +298,11 @@ def _by_prefixes(
             raise _NoPrefixError(f"{turn} does not begin with the template's generation prompt")
         if len(after) == len(before):
             raise _NoPrefixError(f"{turn} leaves no text")
-        spans.append((len(before), _end_of_answer(tokenizer, after, len(before))))
+        spans.append((len(before), _find_answer_end(tokenizer, after, len(before))))
     return text, spans
 
 
-def _end_of_answer(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
+def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
     """Return where the answer ends, without white space after its end token (ChatML's newline)."""
     stripped = text[start:].rstrip()
     if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):

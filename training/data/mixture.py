@@ -26,7 +26,7 @@ from training.data.packing import PackedData, Sample
 MIXINGS = ("fixed", "loss", "acceptance")
 EXHAUSTED = ("wrap", "stop")
 # third word of the sampling key, which separates it from the keys of the epochs' orders
-_DRAW = 1
+_SAMPLING = 1
 
 
 class MixedData(PackedData):
@@ -46,13 +46,13 @@ class MixedData(PackedData):
         """
         self.config = config
         self.domains = {
-            name: _packed(name, samples, config.max_length, rows_per_step, seed)
+            name: _pack(name, samples, config.max_length, rows_per_step, seed)
             for name, samples in domains.items()
         }
         ends = accumulate(len(of.samples) for of in self.domains.values())
         self._start = dict(zip(self.domains, chain((0,), ends), strict=False))
         samples = [sample for of in self.domains.values() for sample in of.samples]
-        rows = [self._global(name, row) for name, of in self.domains.items() for row in of.rows]
+        rows = [self._shift(name, row) for name, of in self.domains.items() for row in of.rows]
         super().__init__(samples, config.max_length, rows_per_step, seed, rows)
         self.load({})
         if self.ended:
@@ -70,8 +70,8 @@ class MixedData(PackedData):
                 f"step {step} was requested, but the next one is {self.step}: load a state first"
             )
         rows = []
-        for name in self._drawn():
-            rows.append(self._global(name, self.domains[name].row(self.used[name])))
+        for name in self._sample_domains():
+            rows.append(self._shift(name, self.domains[name].row(self.used[name])))
             self.used[name] += 1
         self.step += 1
         return rows
@@ -99,7 +99,7 @@ class MixedData(PackedData):
         """Reason why the next step lacks rows, with the domain's name (when_exhausted=stop)."""
         if self.config.when_exhausted == "wrap":
             return ""
-        for name, wanted in Counter(self._drawn()).items():
+        for name, wanted in Counter(self._sample_domains()).items():
             size, used = len(self.domains[name].rows), self.used[name]
             if used + wanted > size:
                 return (
@@ -109,7 +109,7 @@ class MixedData(PackedData):
                 )
         return ""
 
-    def look(self, figures: dict[str, float]) -> dict[str, float]:
+    def adapt(self, figures: dict[str, float]) -> dict[str, float]:
         """Update the shares by `loss/NAME` or `acceptance/NAME`; return share/NAME and rows/NAME.
 
         Figures that are not finite leave the shares unchanged; the loop reports the error.
@@ -140,18 +140,18 @@ class MixedData(PackedData):
             keep, now = config.mixing_smoothing, acceptance_gaps(measured, references)
             before = self.gaps or now  # no average before the first gap
             self.gaps = {name: keep * before[name] + (1 - keep) * now[name] for name in now}
-        self.shares = updated(
+        self.shares = update_shares(
             self.shares, self.gaps, config.mixing_rate, config.uniform_share, config.floor_share
         )
 
-    def _drawn(self) -> list[str]:
+    def _sample_domains(self) -> list[str]:
         """Return the domain of each row of the next step."""
-        draw = np.random.default_rng([self.seed, self.step, _DRAW])
+        draw = np.random.default_rng([self.seed, self.step, _SAMPLING])
         names = list(self.domains)
         shares = [self.shares[name] for name in names]
         return [names[index] for index in draw.choice(len(names), self.rows_per_step, p=shares)]
 
-    def _global(self, name: str, row: Sequence[int]) -> list[int]:
+    def _shift(self, name: str, row: Sequence[int]) -> list[int]:
         return [self._start[name] + index for index in row]
 
 
@@ -177,7 +177,7 @@ def acceptance_gaps(
     }
 
 
-def updated(
+def update_shares(
     shares: Mapping[str, float],
     gaps: Mapping[str, float],
     rate: float,
@@ -191,10 +191,10 @@ def updated(
     mixed = {
         name: (1 - uniform) * share / total + uniform / len(shares) for name, share in grown.items()
     }
-    return floored(mixed, floor)
+    return raise_to_floor(mixed, floor)
 
 
-def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
+def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float]:
     """Raise shares below `floor` to it and rescale the others, so that the sum stays 1.
 
     floor: at most 1 / domains.
@@ -281,7 +281,7 @@ def _check_domain(name: str, data: DataConfig) -> None:
         )
 
 
-def _packed(
+def _pack(
     name: str, samples: Sequence[Sample], capacity: int, rows_per_step: int, seed: int
 ) -> PackedData:
     try:

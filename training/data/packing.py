@@ -228,7 +228,7 @@ class PackedData:
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
 
-    def look(self, figures: dict[str, float]) -> dict[str, float]:
+    def adapt(self, figures: dict[str, float]) -> dict[str, float]:
         """Adapt to the held-out figures of an evaluation and return values to log: nothing here."""
         return {}
 

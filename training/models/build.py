@@ -164,7 +164,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         ) from error
 
 
-def folder_of(target: TargetConfig, dry_run: bool) -> Path:
+def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
     """Return the target's folder, which must exist except in a dry run. Raises UserError."""
     if target_is_here(target):
         return resolve(target.path)
@@ -184,7 +184,7 @@ def published_targets() -> list[str]:
     )
 
 
-def missing_of(target: TargetConfig) -> str:
+def describe_missing_target(target: TargetConfig) -> str:
     """Describe what a dry run lacks without the target's folder; empty if the folder exists."""
     if target_is_here(target):
         return ""
@@ -199,7 +199,7 @@ def missing_of(target: TargetConfig) -> str:
 
 def print_missing(target: TargetConfig) -> None:
     """Print what a dry run lacks without the target's folder."""
-    if missing := missing_of(target):
+    if missing := describe_missing_target(target):
         print(f"note: {missing}")
 
 

@@ -38,8 +38,8 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
                 config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
             )
         )
-    files = {name: file for file in weight_files(folder) for name in _names(file)}
-    why = _unlike(model, files)
+    files = {name: file for file in weight_files(folder) for name in _tensor_names(file)}
+    why = _find_mismatch(model, files)
     if why:
         if parallel.is_main:
             print(f"note: {why}, so every rank reads the full target before sharding it")
@@ -48,11 +48,11 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     # the rope frequencies are in no file
     if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
-    _read(model, files, parallel)
+    _read_weights(model, files, parallel)
     return model
 
 
-def _unlike(model: Any, files: dict[str, Path]) -> str:
+def _find_mismatch(model: Any, files: dict[str, Path]) -> str:
     """Return why the files' tensors cannot be read one by one into the model; empty if they can."""
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
@@ -62,7 +62,7 @@ def _unlike(model: Any, files: dict[str, Path]) -> str:
 
 
 @torch.no_grad()
-def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
+def _read_weights(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
     """Fill every parameter, or this rank's rows. Raises UserError for a tensor of another shape."""
     tied = model.config.tie_word_embeddings
     wanted: dict[str, list[Tensor]] = {}
@@ -73,10 +73,10 @@ def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
         with safe_open(file, "pt") as opened:  # mapped while it is read
             for name in wanted.keys() & opened.keys():
                 for parameter in wanted[name]:
-                    _fill(parameter, opened.get_slice(name), parallel, f"{file}: {name}")
+                    _fill_parameter(parameter, opened.get_slice(name), parallel, f"{file}: {name}")
 
 
-def _fill(parameter: Tensor, rows: Any, parallel: Parallel, source: str) -> None:
+def _fill_parameter(parameter: Tensor, rows: Any, parallel: Parallel, source: str) -> None:
     shape = list(parameter.shape)
     if list(rows.get_shape()) != shape:
         raise UserError(
@@ -93,6 +93,6 @@ def _fill(parameter: Tensor, rows: Any, parallel: Parallel, source: str) -> None
         mine.copy_(rows[first : first + len(mine)])
 
 
-def _names(file: Path) -> list[str]:
+def _tensor_names(file: Path) -> list[str]:
     with safe_open(file, "pt") as opened:
         return list(opened.keys())

@@ -28,7 +28,7 @@ class ShardedModel:
         """Store the caller's model and its sharded copy `live`.
 
         read: gathers a parameter of `live` into new memory; all ranks must call it. Parameters that
-        `live` does not own (`copy_objective`, apart) are shared by both and always present.
+        `live` does not own (`copy_objective`, unsharded) are shared by both and always present.
         """
         self._trained, self._live, self._read = trained, live, read
         self._names = {name for name, _ in live.named_parameters()}
@@ -38,15 +38,15 @@ class ShardedModel:
         """Put the current, unsharded weights into the caller's model on every rank."""
         # Looked up each time: sharding replaces the parameters.
         shares = dict(self._live.named_parameters())
-        for name, parameter in self._cut():
+        for name, parameter in self._sharded_parameters():
             parameter.data = self._read(shares[name])
 
     def empty(self) -> None:
         """Release the memory."""
-        for _, parameter in self._cut():
+        for _, parameter in self._sharded_parameters():
             parameter.data = parameter.data.new_empty(0)
 
-    def _cut(self) -> list[tuple[str, nn.Parameter]]:
+    def _sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [
             (name, parameter)
             for name, parameter in self._trained.named_parameters()
@@ -55,15 +55,15 @@ class ShardedModel:
 
 
 def copy_objective(
-    module: nn.Module, trained: nn.Module, apart: Collection[str] = ()
+    module: nn.Module, trained: nn.Module, unsharded: Collection[str] = ()
 ) -> tuple[nn.Module, nn.Module]:
     """Return a copy of the objective and the copy of `trained` in it.
 
     A frozen teacher (training.objectives.TeacherStates) is shared with the original, and so are
-    the children of `trained` named in `apart`. The copy reads those children but does not own
+    the children of `trained` named in `unsharded`. The copy reads those children but does not own
     them: they are not among its parameters, so sharding skips them.
     """
-    children = {name: trained.get_submodule(name) for name in apart}
+    children = {name: trained.get_submodule(name) for name in unsharded}
     memo: dict[int, Any] = {id(child): child for child in children.values()}
     live = copy.deepcopy(module, memo)
     copied = memo[id(trained)]

@@ -17,7 +17,7 @@ from decoding import devices
 from decoding.values import check_choice
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
-from training.held_out import ANSWERED_TOGETHER, HeldOutFields
+from training.held_out import PROMPTS_PER_BATCH, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
 from training.models.shapes import cache_bytes_per_token, parameter_counts, target_widths
@@ -81,7 +81,7 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1
-    tokens = min(ANSWERED_TOGETHER, config.held_out.max_prompts) * config.data.max_length
+    tokens = min(PROMPTS_PER_BATCH, config.held_out.max_prompts) * config.data.max_length
     parts = {
         "second copy": parameter_counts(target)["all"] * width,
         "keys and values up to": tokens * cache_bytes_per_token(target, width),

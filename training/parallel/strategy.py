@@ -83,7 +83,7 @@ class Parallel:
         return self.rank == 0
 
     @property
-    def cuts(self) -> bool:
+    def shards_state(self) -> bool:
         """True if ranks shard any state of the training."""
         return self.stage > 0 or self.kind == "fsdp"
 
@@ -120,12 +120,12 @@ class Parallel:
         of their own.
         """
         module.to(self.device)
-        if not self.cuts:
+        if not self.shards_state:
             self._inner = module
             wrapped = self.accelerator.prepare_model(module) if self.world_size > 1 else module
             return wrapped, MasterAdamW(trained, config, rates)
-        apart = {name.partition(".")[0] for name in rates}
-        self._inner, live = fsdp.copy_objective(module, trained, apart)
+        unsharded = {name.partition(".")[0] for name in rates}
+        self._inner, live = fsdp.copy_objective(module, trained, unsharded)
         read = zero.gather_parameter if self.stage else fsdp.gather_parameter
         self._sharded = fsdp.ShardedModel(trained, live, read)
         self._sharded.empty()
@@ -136,10 +136,12 @@ class Parallel:
         else:
             fsdp.shard_trained(self._inner, self._mesh())
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
-        if apart:
-            unsharded = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
+        if unsharded:
+            modules = nn.ModuleDict(
+                {name: trained.get_submodule(name) for name in sorted(unsharded)}
+            )
             optimizer = SplitOptimizer(
-                optimizer, MasterAdamW(unsharded, config, rates), self.sum, self.world_size
+                optimizer, MasterAdamW(modules, config, rates), self.sum, self.world_size
             )
         return wrapped, optimizer
 
@@ -172,8 +174,8 @@ class Parallel:
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
-        keeps = self.kind == "ddp" and not last
-        with self.accelerator.no_sync(module) if keeps else contextlib.nullcontext():
+        skips = self.kind == "ddp" and not last
+        with self.accelerator.no_sync(module) if skips else contextlib.nullcontext():
             yield
 
     def backward(self, module: Any, loss: Tensor) -> None:
