@@ -187,19 +187,14 @@ class SplitOptimizer:
     """
 
     def __init__(
-        self,
-        sharded: Optimizer,
-        unsharded: MasterAdamW,
-        add: Callable[[Tensor], Tensor],
-        ranks: int,
+        self, sharded: Optimizer, unsharded: MasterAdamW, add: Callable[[Tensor], Tensor], size: int
     ) -> None:
         """Store both optimizers.
 
-        add: the sum over ranks, each of whose losses is scaled by `ranks`
-        (training.parallel.strategy).
+        add: the sum over the `size` ranks, whose losses are scaled by `size` (Parallel.backward).
         """
         self.sharded, self.unsharded = sharded, unsharded
-        self._add, self._ranks = add, ranks
+        self._add, self._size = add, size
 
     @property
     def has_copies(self) -> bool:
@@ -216,7 +211,7 @@ class SplitOptimizer:
         """Sum the unsharded gradients over ranks and clip all; return the norm before clipping."""
         for master in self.unsharded.masters:
             mine = torch.zeros_like(master) if master.grad is None else master.grad
-            master.grad = self._add(mine) / self._ranks
+            master.grad = self._add(mine) / self._size
         norm = self.norm() if norm is None else norm
         self.sharded.clip(norm)
         self.unsharded.clip(norm)

@@ -42,16 +42,14 @@ def plan_tokens(
     pass_tokens: tokens of one pass over the data; 0: not known.
     """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
-    by_steps, by_passes = (
-        loop.max_steps * loop.tokens_per_step,
-        int(count_epochs(loop) * pass_tokens),
-    )
+    epochs = count_epochs(loop)
+    by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(epochs * pass_tokens)
     by_seconds = int(loop.max_seconds * tflops * 1e12 / flops_a_token)
     tokens = min(
         (count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0
     )
-    if count_epochs(loop) and not pass_tokens:
-        words.append(f"{'at most ' if tokens else ''}{count_epochs(loop):g} epochs")
+    if epochs and not pass_tokens:
+        words.append(f"{'at most ' if tokens else ''}{epochs:g} epochs")
     if tokens:
         about = "" if tokens in (by_steps, by_passes) else "about "
         words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")

@@ -53,11 +53,10 @@ class Timer:
 
     def count_step(self) -> None:
         """Count the time since the last reading, checkpoints included, as that of the last step."""
-        seconds = self._count()
-        self._progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * (
-            self._progress.pace or seconds
-        )
-        self._progress.time_up = self._progress.elapsed + self._progress.pace > self.bounds.seconds
+        seconds, progress = self._count(), self._progress
+        before = progress.pace or seconds
+        progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * before
+        progress.time_up = progress.elapsed + progress.pace > self.bounds.seconds
 
     def _count(self) -> float:
         before, self._before = self._before, self._read()

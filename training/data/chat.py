@@ -64,9 +64,8 @@ def render_chat(
         try:
             text, spans = _locate_by_prefixes(tokenizer, source, messages)
         except _NoPrefixError as reason:
-            text, spans = _locate_by_marks(
-                tokenizer, TEMPLATES[_choose_family(source, str(reason))], messages
-            )
+            ours = TEMPLATES[_choose_family(source, str(reason))]
+            text, spans = _locate_by_marks(tokenizer, ours, messages)
     return _tokenize(tokenizer, text, spans, messages)
 
 

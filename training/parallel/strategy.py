@@ -137,12 +137,9 @@ class Parallel:
             fsdp.shard_trained(self._inner, self._mesh())
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
         if unsharded:
-            modules = nn.ModuleDict(
-                {name: trained.get_submodule(name) for name in sorted(unsharded)}
-            )
-            optimizer = SplitOptimizer(
-                optimizer, MasterAdamW(modules, config, rates), self.sum, self.world_size
-            )
+            children = {name: trained.get_submodule(name) for name in sorted(unsharded)}
+            masters = MasterAdamW(nn.ModuleDict(children), config, rates)
+            optimizer = SplitOptimizer(optimizer, masters, self.sum, self.world_size)
         return wrapped, optimizer
 
     @property
