@@ -27,7 +27,7 @@ from jobs.files import disk_error, force_to_disk, save_tensors, write_text
 from jobs.run_files import read_object
 
 STATE = "state.json"
-_CHECKSUM = "checksum"  # key for the loop state's hash; absent in checkpoints of earlier versions
+_CHECKSUM = "checksum"  # key of the loop state's hash, which checkpoints of earlier versions lack
 _PARTS = ("model", "optimizer", "rng")
 
 
@@ -55,7 +55,7 @@ def save(
     new checkpoint. Raises UserError if a write fails; a previous checkpoint stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    # left by a run that was killed while saving this step
+    # remains of a run that was killed while saving this step
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -81,7 +81,7 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UserError for the name of a missing or damaged file."""
+    """Read a checkpoint. Raises UserError with the name of a missing or damaged file."""
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(
@@ -113,13 +113,13 @@ def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _checksum(state: dict[str, Any]) -> str:
-    """Return the SHA-256 of the state as JSON stores it, with text keys."""
+    """Return the SHA-256 of the loop's state as JSON stores it."""
     as_read = json.loads(json.dumps(state))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop names that share storage with an earlier one: safetensors stores a tensor once."""
+    """Drop names that share storage with an earlier one, as safetensors stores a tensor once."""
     seen: set[int] = set()
     kept = {}
     for name, tensor in weights.items():
@@ -130,7 +130,10 @@ def drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, found: Checkpoint) -> None:
-    """Load a checkpoint's weights. Raises UserError if they are those of another model."""
+    """Load a checkpoint's weights into the model.
+
+    Raises UserError if they belong to another model.
+    """
     odd = sorted(drop_tied(model.state_dict()).keys() ^ found.model.keys())
     if odd:
         raise UserError(
@@ -141,7 +144,7 @@ def load_weights(model: nn.Module, found: Checkpoint) -> None:
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`; report damaged ones and skip them."""
+    """Return the newest complete checkpoint under `root`; report and skip damaged ones."""
     for folder in sorted(root.glob("step_*"), reverse=True):
         try:
             return load(folder)

@@ -37,7 +37,7 @@ class StudentConfig:
 
 @dataclass
 class DomainConfig:
-    """One domain of a mixture; paths are those of DataConfig, relative to data.root."""
+    """One domain of a mixture. Its paths have the forms of DataConfig's, relative to data.root."""
 
     # ShareGPT files
     chats: list[str] = field(default_factory=list)
@@ -69,11 +69,11 @@ class DataConfig:
     held_out_texts: list[str] = field(default_factory=list)
     # chat template: auto (the tokenizer's own) or the name of one of ours
     template: str = "auto"
-    # tokens a packed row holds
+    # tokens of a packed row
     max_length: int = 512
     # largest share of bad records that is skipped and counted; a larger one is an error
     max_bad: float = 0.01
-    # use only the first N chats and texts; 0 uses all
+    # largest number of chats, and of texts, that is used; 0: all
     max_samples: int = 0
     # answers: supervise assistant turns | all: every token of a chat
     train_on: str = "answers"
@@ -88,7 +88,7 @@ class DataConfig:
     mixing_rate: float = 1.0
     # weight of the previous gap in the moving average that mixing=acceptance uses
     mixing_smoothing: float = 0.9
-    # treat a domain below its reference loss as one at it, as the paper does and its code does not
+    # count a loss below the reference as no gap, as the paper does and its code does not
     clip_gaps: bool = True
     # weight of the uniform mixture that every update adds
     uniform_share: float = 1e-4
@@ -128,11 +128,11 @@ class LoopConfig:
     checkpoint_every: int = 50
     # checkpoints kept besides the best one
     keep: int = 1
-    # optimizer steps between metric records
+    # optimizer steps between two metric records
     log_every: int = 1
     # dtype of weights and activations; bfloat16 keeps float32 master weights
     dtype: str = "float32"
-    # store only the input of each decoder layer; the backward pass runs the layer again
+    # store only the input of each decoder layer; the backward pass recomputes the layer
     activation_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -143,11 +143,11 @@ class HeldOutConfig:
 
     # prompts that are never trained on, in any format that benchmark.path accepts
     prompts: str = "embedded:held_out_chats"
-    # form of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
+    # rendering of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
     render: str = "auto"
-    # prompts used
+    # largest number of prompts
     max_prompts: int = 48
-    # length of the target's answer
+    # largest number of tokens of an answer
     max_new_tokens: int = 96
     # temperature at which the target answers and acceptance is counted
     temperature: float = 1.0
@@ -166,14 +166,14 @@ class TrainingJobConfig(JobConfig):
 
 
 class TrainingFields(Protocol):
-    """A job's configuration with data and a loop."""
+    """Configuration of a job with data and a loop."""
 
     data: DataConfig
     loop: LoopConfig
 
 
 def check_values(config: TrainingFields, more: dict[str, tuple[bool, str]]) -> None:
-    """Raise UserError for a number that is out of range.
+    """Raise UserError for the first number that is out of range.
 
     more: further keys -> (whether the value is valid, the expected range).
     """

@@ -43,7 +43,7 @@ def write_model(
 ) -> None:
     """Write weights (safetensors), configuration, generation settings and the tokenizer's files.
 
-    draft_tokens: fixes the draft length of assisted generation, as in every drafter folder. Raises
+    draft_tokens: draft length of transformers' assisted generation, which is then constant. Raises
     UserError if a write fails.
     """
     stored = model.to(dtype)
@@ -64,7 +64,7 @@ def write_untrained(
 ) -> None:
     """Write a folder like `write_model`, with weights of zero in a sparse file.
 
-    model: its tensors are on the meta device.
+    model: on the meta device.
     """
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -82,7 +82,7 @@ def write_untrained(
 
 
 def keeps_folder(folder: Path, was_dry: bool) -> bool:
-    """Return True, with a note, if `folder` holds a trained model; delete a dry run's folder."""
+    """Return True and print a note if `folder` holds a trained model; delete a dry run's folder."""
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -91,7 +91,7 @@ def keeps_folder(folder: Path, was_dry: bool) -> bool:
 
 
 def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """Write a safetensors file of zeros as a header and a hole that takes no disk space."""
+    """Write a safetensors file of zeros: a header, and a hole that takes no disk space."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -120,9 +120,9 @@ def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfi
 class Provenance:
     """Origin and measured figures of a drafter, for its card."""
 
-    # in tables and on the card
+    # name in tables and on the card
     name: str
-    # the path in the configuration
+    # target.path as configured
     target: str
     target_folder: Path
     # sources, and the number of tokens trained on
@@ -131,7 +131,7 @@ class Provenance:
     loss: dict[str, Any]
     # held-out figures
     acceptance: dict[str, Any]
-    # False for a dry run, whose weights do not exist, so that nothing is hashed
+    # False for a dry run, which has no weights to hash
     trained: bool = True
 
     @classmethod
@@ -142,7 +142,7 @@ class Provenance:
 
 
 class DrafterFields(Protocol):
-    """The configuration of a job that trains a drafter, apart from its loss."""
+    """Configuration of a job that trains a drafter, apart from its loss."""
 
     target: TargetConfig
     data: DataConfig
@@ -152,9 +152,9 @@ class DrafterFields(Protocol):
 def origin_of(
     config: DrafterFields, name: str, target_folder: Path, progress: Progress, **measured: float
 ) -> Provenance:
-    """Return the provenance of a trained drafter.
+    """Return the provenance of a trained drafter, with the figures of its best checkpoint.
 
-    It holds the figures of the best checkpoint, then `measured`.
+    measured: further held-out figures.
     """
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
@@ -205,13 +205,13 @@ def write_card(
 
 
 def training_on_card(card: dict[str, Any]) -> str:
-    """Return how the card's drafter was trained, as part of a sentence."""
+    """Describe how the card's drafter was trained, as part of a sentence."""
     loss = card["loss"]
     return f"trained with {loss['name']}" if loss["name"] else str(loss["note"])
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:
-    """Return a README paragraph about a missing tokenizer; empty if the folder has one."""
+    """Return a README paragraph about a missing tokenizer, or an empty text."""
     if card["tokenizer"]:
         return ""
     return (

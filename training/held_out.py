@@ -24,7 +24,7 @@ from training.data.packing import Sample
 from training.data.readers import read_prompts
 from training.models.build import target_is_here
 
-PROMPTS_PER_BATCH = 16  # prompts
+PROMPTS_PER_BATCH = 16
 
 
 class HeldOutFields(Protocol):
@@ -37,7 +37,7 @@ class HeldOutFields(Protocol):
 
 
 class StagedFields(HeldOutFields, Protocol):
-    """Such a configuration, whose experiment decodes with the drafter at the end."""
+    """Configuration of an experiment whose later stages decode with its drafter."""
 
     dry_run: bool
     benchmark_prompts: str
@@ -47,7 +47,7 @@ class StagedFields(HeldOutFields, Protocol):
 def check_stages(config: StagedFields) -> None:
     """Raise UserError for an experiment whose later stages would fail.
 
-    Its prompts may be missing, or this target's tokenizer may be unable to render its chats.
+    Benchmark prompts may be missing, or the target's tokenizer may lack a chat template.
     """
     if config.dry_run or not target_is_here(config.target):
         return
@@ -64,9 +64,9 @@ def check_stages(config: StagedFields) -> None:
 
 
 def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -> list[Sample]:
-    """Return the target's answers to the held-out prompts as samples with supervised answer tokens.
+    """Return the target's answers to the held-out prompts as samples with supervised answers.
 
-    Prompts that do not fit are left out. Raises UserError if none is left.
+    Prompts without room for an answer are left out. Raises UserError if none is left.
     """
     prompts = _fitting_prompts(tokenizer, config)
     target = load_answering_target(target_folder, config)

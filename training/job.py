@@ -1,4 +1,4 @@
-"""Parts shared by training jobs beyond jobs/protocol.py: frozen target and recorded loop."""
+"""Parts of training jobs that jobs/protocol.py lacks: the frozen target and the recorded loop."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from training.parallel.strategy import Parallel
 
 
 class TargetJob(Job[Config]):
-    """A job on a frozen target. A dry run needs only the target's published configuration."""
+    """A job on a frozen target, whose dry run needs only the target's published configuration."""
 
     def __init__(self, config: Any) -> None:
         """Store a configuration that has the fields `target` and `data`."""
@@ -40,7 +40,7 @@ def fit_recorded(
     parallel: Parallel,
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
-    """Train `model` with `training.loop.fit`; the main rank also records manifest and metrics."""
+    """Train `model` with `training.loop.fit`, and record metrics on the main rank."""
     is_main = parallel.is_main
     with track_run(run.folder, config, run.inputs) if is_main else nullcontext() as tracker:
         return fit(

@@ -130,7 +130,7 @@ def fit(
 
 @dataclass
 class Training:
-    """The parts of one training: each step changes the weights, the optimizer and `progress`."""
+    """Parts of one training, whose steps change the weights, the optimizer and `progress`."""
 
     # the objective as the ranks run it
     module: Any
@@ -214,9 +214,9 @@ class Training:
         )
 
     def record_evaluation(self, figures: dict[str, float]) -> dict[str, float]:
-        """Compare held-out figures, equal on every rank, with the best and return their record.
+        """Store held-out figures, which are equal on every rank, and return their record.
 
-        They may also change the mixture of the data.
+        They select the best checkpoint and may change the mixture of the data.
         """
         progress = self.progress
         progress.evaluations.append({"step": progress.step, **figures})
@@ -283,7 +283,7 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
 
 
 def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
-    """Return why the run ended before its bound in steps; empty if it did not."""
+    """Return why the run ended before its bound in steps, or an empty text."""
     if not progress.reached(limits):
         of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
         return f"{of}: {data.ended}"
@@ -293,9 +293,9 @@ def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
 
 
 def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
-    """Format the figures of all domains together; those by domain are in metrics.jsonl.
+    """Format held-out figures, without the score and the figures by domain.
 
-    The score is left out, as it has no unit. most: the number of figures.
+    most: largest number of figures.
     """
     keys = [key for key in figures if key not in ("step", "score") and "/" not in key]
     return "  ".join(f"{key} {figures[key]:.3f}" for key in keys[:most])

@@ -1,6 +1,7 @@
-"""Training objectives: a language model on text, or a student on its teacher. All return sums.
+"""Training objectives: a language model on text, or a student on its teacher.
 
-Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
+All return sums over supervised tokens. Shapes: R rows, T tokens, N supervised tokens, H and G
+widths of student and teacher.
 """
 
 from collections.abc import Mapping
@@ -62,9 +63,9 @@ class Distillation(StaticObjective):
         temperature: float = 1.0,
         states: "TeacherStates | None" = None,
     ) -> None:
-        """Use `states` as the teacher's cached states, which several students may share.
+        """Store the student, and the teacher with a cache of its states.
 
-        None runs the teacher on each batch.
+        states: a cache that several students share; None: no cache.
         """
         super().__init__()
         self.student = student
@@ -72,7 +73,7 @@ class Distillation(StaticObjective):
         self._states = states or TeacherStates(teacher, 0)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1]), supervised only."""
+        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1])."""
         teacher_NG = self._states(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
         return chunked_forward_kl(
@@ -87,17 +88,17 @@ class Distillation(StaticObjective):
 class TeacherStates:
     """Cache of the frozen teacher's hidden states at supervised positions, limited in bytes.
 
-    Rows are packed once and return in every epoch and with every student of the same samples. The
-    teacher's forward is most of a small student's step, and the cache saves it. With a cache the
-    teacher reads one row at a time, so states do not depend on the other rows of a batch and a
-    resumed run equals an uninterrupted one bit for bit.
+    Rows are packed once and return in every epoch and for every student. The teacher's forward
+    takes most of a small student's step, and the cache saves it. With a cache the teacher reads one
+    row at a time, so that states do not depend on the other rows of a batch and a resumed run
+    equals an uninterrupted one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
         self.teacher = teacher
         self.free_bytes = limit_bytes
         self.caches = limit_bytes > 0
-        self.tokens_read = 0  # positions that the teacher has processed
+        self.tokens_read = 0  # positions that the teacher has read
         self._cached: dict[tuple[int, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
@@ -128,7 +129,7 @@ class TeacherStates:
 
 
 def freeze(model: Any) -> Any:
-    """Put a model in eval mode, disable all its gradients (lm_head included) and return it."""
+    """Put a model in eval mode, disable its gradients (lm_head included) and return it."""
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

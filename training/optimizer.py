@@ -34,7 +34,7 @@ class Optimizer(Protocol):
 
     @property
     def has_copies(self) -> bool:
-        """True if every backward pass moves gradients from the weights to float32 copies."""
+        """Return whether every backward pass moves gradients to float32 copies of the weights."""
         ...
 
     def collect(self) -> None: ...
@@ -61,7 +61,7 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """Return torch's AdamW, with weight decay for matrices at the common rate only.
 
-    Its groups hold `scale`, the factor of their learning rate.
+    Each group holds `scale`, the multiplier of its learning rate.
     """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
@@ -77,17 +77,14 @@ def make_adamw(
 
 
 class MasterAdamW:
-    """AdamW (torch.optim.AdamW) over float32 masters of a model's trainable parameters.
-
-    The parameters may be FSDP's shards.
-    """
+    """torch's AdamW over float32 masters of a model's parameters, which may be FSDP's shards."""
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None
     ) -> None:
         """Create the masters.
 
-        rates: rates of single parameters by name, which are never decayed.
+        rates: learning rates of single parameters by name; these parameters are not decayed.
         """
         self.config = config
         named = trained_parameters(model)
@@ -100,7 +97,7 @@ class MasterAdamW:
 
     @property
     def _copies(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """The masters that are copies, each with its parameter."""
+        """Return the masters that are copies, with their parameters."""
         pairs = zip(self.masters, self.parameters, strict=True)
         return [(master, parameter) for master, parameter in pairs if master is not parameter]
 
@@ -180,10 +177,10 @@ class MasterAdamW:
 
 
 class SplitOptimizer:
-    """Pair of optimizers: one for sharded weights, one for the few that every rank holds unsharded.
+    """Pair of optimizers: one for sharded weights, one for weights that every rank holds in full.
 
-    The latter have their own rates and their gradients are summed over ranks here. Both are clipped
-    by the norm of all gradients together.
+    The latter are few and have other learning rates; their gradients are summed over ranks here.
+    Both are clipped by the norm of all gradients.
     """
 
     def __init__(
@@ -233,8 +230,8 @@ def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
     """Return the learning rate of step `step` (from 0).
 
     It rises linearly to lr over `warmup_steps`, then follows a cosine to lr x final_lr. progress:
-    share of the run after the warm-up that is complete, 0 to 1. The cosine starts where the warm-up
-    ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
+    completed share of the run after the warm-up, 0 to 1. The cosine starts at the end of the
+    warm-up, as in the published recipes (Composer's for Sheared-LLaMA, transformers' for
     ReDrafter). A run shorter than its warm-up ends while the rate rises.
     """
     if step < config.warmup_steps:

@@ -1,4 +1,4 @@
-"""The clock of a run with a bound in seconds: time elapsed, and whether another step fits."""
+"""Clock of a run with a bound in seconds: elapsed time, and whether another step fits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +11,9 @@ PACE_WEIGHT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
-    """Clock readings added to `progress`, equal on all ranks.
+    """Clock readings that are added to `progress`.
 
-    Rank 0's clock is read, and only under a bound in seconds.
+    Rank 0's clock counts on all ranks. It is read only under a bound in seconds.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Timer:
 
     @property
     def bounds(self) -> Bounds:
-        """The run's bounds, with room for the evaluation at its end."""
+        """Return the run's bounds, less the time of the evaluation at its end."""
         limits = self._limits
         return replace(limits, seconds=limits.seconds - self._progress.look_seconds)
 
@@ -45,14 +45,14 @@ class Timer:
             )
 
     def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return the held-out figures, equal on every rank, and record the time they took."""
+        """Return held-out figures that are equal on every rank, and record the time they took."""
         with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
         self._progress.look_seconds = self._count()
         return figures
 
     def count_step(self) -> None:
-        """Count the time since the last reading, checkpoints included, as that of the last step."""
+        """Add the time since the last reading, checkpoints included, to the last step."""
         seconds, progress = self._count(), self._progress
         before = progress.pace or seconds
         progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * before

@@ -21,6 +21,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes
 from tests.support import tiny_heads as tiny
+from tests.support.eager_losses import eager_soft
 from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
@@ -28,7 +29,6 @@ from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, positions
 from training.losses.heads import chunked_argmax
-from training.losses.soft import eager_soft
 from training.objectives import hidden_states
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from training.data.chat import Rendered, render_chat, render_prompt
-from training.data.templates import QWEN, TEMPLATES, VICUNA, family_of
+from training.data.templates import QWEN, TEMPLATES, VICUNA, find_family
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -254,5 +254,5 @@ def test_chats_that_cannot_be_rendered_are_refused(embedded_target: Path) -> Non
 
 
 def test_families_are_recognized_by_their_markers() -> None:
-    assert {family_of(template) for template in TEMPLATES.values()} == set(TEMPLATES)
-    assert family_of("{{ messages }}") is None
+    assert {find_family(template) for template in TEMPLATES.values()} == set(TEMPLATES)
+    assert find_family("{{ messages }}") is None

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from scripts.bench.common import peak_bytes
+from tests.support.eager_losses import eager_soft
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
-from training.losses.soft import eager_soft
 
 N, H, G, V = 37, 6, 5, 23
 

@@ -1,15 +1,12 @@
 """Chats as token ids with a mask of the supervised tokens: the answers with their end tokens.
 
-A mask that is wrong by a few tokens trains a drafter with a low acceptance rate, and nothing else
-shows the error. So the chat is rendered to text once, the answers are located as spans of that
-text, and the text is tokenized once, without special tokens (the template writes them; a tokenizer
-that adds its own would double the BOS). Spans are found
-
-- by the template's `{% generation %}` marks, if it has them;
-- else by prefix rendering: turns up to i with the generation prompt must be a prefix of turns up to
-  i + 1, and the difference is supervised;
-- else with our own template of the same family (`training.data.templates`), which has marks; else
-  the error names the turn.
+A mask that is wrong by a few tokens lowers a drafter's acceptance rate, and nothing else shows the
+error. Therefore the chat is rendered to text once, the answers are located as spans of that text,
+and the text is tokenized once. No special tokens are added, as the template writes them and a
+second BOS would follow. Spans are located by the template's `{% generation %}` marks if it has
+them. Otherwise prefixes are rendered: turns up to i with the generation prompt must be a prefix of
+turns up to i + 1, and the difference is supervised. If that fails, our template of the same family
+(training/data/templates.py), which has marks, is used, or an error names the turn.
 """
 
 import re
@@ -24,20 +21,20 @@ from decoding.errors import UserError
 from decoding.models.text.templates import render
 from decoding.values import check_choice
 from training.data.counts import print_note
-from training.data.templates import TEMPLATES, family_of
+from training.data.templates import TEMPLATES, find_family
 
 Message = dict[str, str]
 Span = tuple[int, int]
 RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
 
-# Unicode noncharacters, "for internal use": they mark answers in the rendered text and are removed.
+# Unicode noncharacters, which mark answers in the rendered text and are then removed.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One chat as tokens; `mask[i]` is True if token i belongs to an answer or is its end token."""
+    """One chat as tokens; `mask[i]` is True if token i is part of an answer or ends it."""
 
     ids: list[int]
     mask: list[bool]
@@ -52,8 +49,8 @@ def render_chat(
 ) -> Rendered:
     """Render `messages` ({"role", "content"}) with the tokenizer's chat template or a named one.
 
-    Raises UserError for a chat without an answer, and naming the turn if the template refuses a
-    role or an order of turns, or if the answer's tokens cannot be located.
+    Raises UserError for a chat without an answer. Errors name the turn if the template refuses its
+    role or order, or if the tokens of an answer cannot be located.
     """
     messages = list(messages)
     source = template_source(tokenizer, template)
@@ -88,10 +85,10 @@ def render_next(
 ) -> list[int]:
     """Return the ids of a prompt whose last message but one is the answer of the previous turn.
 
-    prompt, answer: ids of the previous turn as they were decoded. A model may spell a text in other
-    tokens than its tokenizer, and caches hold those; so these ids are kept and the new ones follow.
-    If the rendered text does not show where they end (a template that trims the answer, a tokenizer
-    without offsets), all of it is tokenized again.
+    prompt, answer: ids of the previous turn as they were decoded. A model may write a text with
+    other tokens than its tokenizer, and caches hold the model's. These ids are therefore kept, and
+    the new ones follow. If the rendered text does not show where they end (a template that trims
+    the answer, a tokenizer without offsets), all of it is tokenized again.
     """
     messages, source = list(messages), template_source(tokenizer, template)
     text = _render(tokenizer, source, messages, prompt=True)
@@ -110,7 +107,7 @@ def render_next(
 def _find_answer_text_end(
     tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
 ) -> int | None:
-    """Return where the answer after `before` ends, with its end token; None if it is not found."""
+    """Return the end of the answer after `before`, end token included; None if it is not found."""
     at = text.find(content, len(before)) if text.startswith(before) else -1
     if at < 0 or text[len(before) : at].strip():
         return None
@@ -129,9 +126,9 @@ def choose_rendering(
 ) -> str:
     """Return the form in which a target receives prompts: `chat` or `text`.
 
-    render: chat, text, or auto: chat if the tokenizer has a chat template or `template` names one
-    of ours, and plain text, with a note, for base models. keys: names of the two in the
-    configuration. Raises UserError for an unknown form, and for chat without a template.
+    render: chat, text or auto. auto is chat if the tokenizer has a chat template or `template`
+    names one of ours, else text, with a note. keys: the configuration's keys of `render` and
+    `template`. Raises UserError for an unknown form, and for chat without a template.
     """
     check_choice(keys[0], render, RENDERINGS)
     if render == "text":
@@ -182,7 +179,7 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 
 def _check(messages: list[Message], source: str) -> None:
-    """Raise UserError for chats that no template renders, and for noncharacters in a message."""
+    """Raise UserError for chats that no template renders, and for U+FDD0 or U+FDD1 in a message."""
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
             f"the chat has {len(messages)} turns and no answer (role assistant); there is nothing "
@@ -202,8 +199,8 @@ def _check(messages: list[Message], source: str) -> None:
 
 
 def _choose_family(source: str, reason: str) -> str:
-    """Return the name of our template for a template without marks whose prefixes do not match."""
-    family = family_of(source)
+    """Return the name of our template that replaces one in which answers cannot be located."""
+    family = find_family(source)
     if family is None:
         raise UserError(
             f"cannot locate the tokens of the answer: {reason}. Add {{% generation %}} marks to "
@@ -229,7 +226,7 @@ def _render(
     *,
     prompt: bool = False,
 ) -> str:
-    """Render to text; a template's error becomes a UserError that names the first bad turn."""
+    """Render to text. Raises UserError with the first turn that the template rejects."""
     try:
         return render(tokenizer, messages, source, add_generation_prompt=prompt)
     except TemplateError as error:
@@ -245,7 +242,7 @@ def _render(
 
 @lru_cache(maxsize=64)
 def _insert_sentinels(source: str) -> str:
-    """Replace generation marks by blocks that write a sentinel and trim white space as before."""
+    """Replace generation marks by blocks that write sentinels and trim the same white space."""
 
     def block(match: re.Match[str]) -> str:
         sentinel = _CLOSE if match["end"] else _OPEN
@@ -302,7 +299,7 @@ def _locate_by_prefixes(
 
 
 def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
-    """Return where the answer ends, without white space after its end token (ChatML's newline)."""
+    """Return the end of an answer, without white space after its end token (ChatML's newline)."""
     stripped = text[start:].rstrip()
     if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):
         return start + len(stripped)
@@ -312,10 +309,10 @@ def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) 
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], messages: list[Message]
 ) -> Rendered:
-    """Tokenize once and mark the tokens that lie in a span by their character offsets.
+    """Tokenize once and supervise the tokens whose characters lie in a span.
 
-    A token that begins before a span is supervised if only white space of it lies outside (" Hello"
-    after a prompt that ends in a blank), and not if it mixes text of prompt and answer.
+    A token that begins before a span is supervised if only its white space lies outside (" Hello"
+    after a prompt that ends in a blank), not if it mixes text of prompt and answer.
     """
     if not tokenizer.is_fast:
         raise UserError(

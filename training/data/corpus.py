@@ -1,9 +1,9 @@
-"""Real text available on every machine with Python: the sources of its standard library.
+"""Real text that every machine with Python has: the sources of the standard library.
 
-The embedded target is trained on it, and the embedded chats and prompts are taken from it. A stable
-hash of a module's dotted name chooses its split, so a module held out on one machine is held out on
-every other, for any Python version. A function makes a chat: the request is its signature and
-docstring, the answer its body.
+The embedded target is trained on it, and the embedded chats and prompts come from it. A stable hash
+of a module's dotted name chooses its split, so a module is held out on every machine and for every
+Python version, or on none. A function makes a chat: its signature and docstring are the request,
+its body is the answer.
 """
 
 import ast
@@ -25,12 +25,11 @@ HELD_OUT_PERCENT = 8
 MAX_BODY_CHARACTERS = 1200
 MAX_REQUEST_CHARACTERS = 900
 MAX_TURNS = 3
-# Tests are long lists of cases, and packages that were installed later are not the standard
-# library.
+# Tests are long lists of cases, and installed packages are not the standard library.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-# A file is a table, not a program, when more of it than this share is one literal after another.
+# A file with a larger share of literal data is a table, not a program.
 MAX_TABLE_SHARE = 0.5
 _LITERALS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Constant, ast.BinOp)
 
@@ -59,12 +58,12 @@ class Function:
 
     @property
     def scope(self) -> str:
-        """The dotted name of the module or class that defines it."""
+        """Return the dotted name of the module or class that defines the function."""
         return f"{self.module}.{self.name.rpartition('.')[0]}"
 
     @property
     def request(self) -> str:
-        """The user's turn: the signature, and the docstring if there is one."""
+        """Return the user's turn: the signature, and the docstring if there is one."""
         return f"{self.signature}\n{self.docstring}" if self.docstring else self.signature
 
 
@@ -81,7 +80,7 @@ def documents(split: Split) -> list[str]:
 
 @lru_cache
 def functions(split: Split) -> tuple[Function, ...]:
-    """Return the distinct functions of `split` with request and body of moderate length.
+    """Return the distinct functions of `split` whose request and body are not too long.
 
     A held-out function whose body also occurs in a training module (copied code) is left out.
     """
@@ -95,9 +94,9 @@ def functions(split: Split) -> tuple[Function, ...]:
 
 
 def chats(split: Split) -> list[Messages]:
-    """Return every function of `split` as a chat: its request and, as the answer, its body.
+    """Return every function of `split` as a chat.
 
-    The functions of every tenth module or class are merged to chats of up to 3 turns.
+    In every tenth module or class, up to 3 functions make one chat of several turns.
     """
     conversations: list[list[Function]] = []
     for function in functions(split):
@@ -144,7 +143,7 @@ def _walk(folder: Path) -> Iterator[Module]:
             with warnings.catch_warnings():  # such as "invalid escape sequence"
                 warnings.simplefilter("ignore")
                 table = _is_table(text, ast.parse(text))
-        # templates and codec samples that are not Python of this version
+        # templates and codec samples are not Python of this version
         except (SyntaxError, UnicodeDecodeError):
             continue
         if text.strip() and not table:
@@ -152,7 +151,7 @@ def _walk(folder: Path) -> Iterator[Module]:
 
 
 def _is_table(text: str, tree: ast.Module) -> bool:
-    """Return True if most of a file is literal data (character maps, help topics) to skip."""
+    """Return whether most of a file is literal data, such as character maps and help topics."""
     lines = text.splitlines()
     characters = sum(
         len(line) + 1
@@ -187,7 +186,7 @@ def _definitions(
 def _cut(
     module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Function | None:
-    """Cut one function out of its lines; return None if it shares a line or is too long."""
+    """Cut a function out of its lines; return None if it shares a line or is not usable."""
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
     # the line before the first statement; comments between them belong to the body
@@ -209,9 +208,9 @@ def _cut(
 
 
 def _is_usable(function: Function) -> bool:
-    """Return True if a function fits the limits and is still Python after the cut.
+    """Return whether a function is short enough and still Python after the cut.
 
-    A string at column 0 stops the dedent.
+    A string at column 0 keeps the body from being dedented.
     """
     if len(function.body) > MAX_BODY_CHARACTERS or len(function.request) > MAX_REQUEST_CHARACTERS:
         return False

@@ -10,10 +10,7 @@ SHOWN_PLACES = 5
 
 
 def print_note(text: str) -> None:
-    """Print a note on stderr, on the first rank only.
-
-    Jobs configure no logging, which would hide it.
-    """
+    """Print a note on stderr, on the first rank only; jobs configure no logging to show it."""
     if ranks.rank() == 0:
         print(f"note: {text}", file=sys.stderr)
 
@@ -40,7 +37,7 @@ class Counts:
         self.bad.setdefault(reason, []).append(place)
 
     def line(self, what: str) -> str:
-        """Return one line for the terminal, with places and reasons of the unused records."""
+        """Describe the counts in one line, with reasons and places of skipped and cut records."""
         line = f"{what}: {self.used:,} of {self.read:,} used"
         for fate, reasons in (("skipped", self.bad), ("cut", self.cut)):
             for reason, places in reasons.items():
@@ -50,9 +47,12 @@ class Counts:
         return line
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Print a note of skipped and cut records. Raises UserError above the share `max_bad`."""
+        """Print a note about skipped and cut records.
+
+        Raises UserError if more than the share `max_bad` was skipped.
+        """
         if self.skipped > max_bad * self.read:
-            # Jobs that measure have no such key.
+            # Jobs without training have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: "

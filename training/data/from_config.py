@@ -1,4 +1,4 @@
-"""The samples of a job: chats and texts from files or Python's standard library."""
+"""Samples of a job, from files or from Python's standard library."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ _STDLIB = "embedded:stdlib"
 def training_data(
     tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
 ) -> PackedData:
-    """Return the train split as rows of data.max_length tokens.
+    """Return the train split in packed rows, loop.tokens_per_step tokens a step.
 
-    A step has loop.tokens_per_step tokens. Domains, if any, are mixed.
+    Domains, if any, are mixed.
     """
     made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
     if show and isinstance(made, MixedData):
@@ -32,7 +32,7 @@ def training_data(
 
 
 def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
-    """Return the train split by domain; without domains under an empty name."""
+    """Return the samples of the train split by domain; without domains, under an empty name."""
     if show and (shared := trained_and_held_out(data)):
         print(
             f"warning: {', '.join(shared)} is both trained on and held out: figures measured on it "
@@ -58,7 +58,7 @@ def row_data(
 def held_out_domains(
     tokenizer: Any, data: DataConfig, show: bool = True
 ) -> dict[str, list[Sample]]:
-    """Return held-out samples of every domain, about data.held_out_tokens tokens of each."""
+    """Return about data.held_out_tokens held-out tokens of every domain, as samples."""
     found = {}
     for name, domain in data.domains.items():
         if not (domain.held_out_chats or domain.held_out_texts):
@@ -100,7 +100,7 @@ def _domain_samples(
 
 
 def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Return every n-th sample, so that about `tokens` tokens remain; 0 keeps all."""
+    """Return every n-th sample, so that about `tokens` tokens remain; 0: all samples."""
     total = sum(len(sample.ids) for sample in samples)
     return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
 
@@ -124,12 +124,12 @@ def each_data(data: DataConfig) -> list[DataConfig]:
 
 
 def sources(data: DataConfig) -> list[str]:
-    """Return the paths of the training data as configured."""
+    """Return the configured paths of the training data."""
     return [path for one in each_data(data) for path in one.chats + one.texts]
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
-    """Return the files in both splits; the standard library separates its own."""
+    """Return the paths in both splits, without the standard library, which separates its splits."""
     held_out = {path for one in each_data(data) for path in one.held_out_chats + one.held_out_texts}
     return [path for path in dict.fromkeys(sources(data)) if path in held_out - {_STDLIB}]
 
@@ -146,10 +146,10 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
 
 
 def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
-    """Return the files and folders of both splits, for the manifest, without `embedded:stdlib`.
+    """Return the files and folders of both splits for the manifest.
 
-    The manifest records the Python version instead. dry_run: note and leave out missing files,
-    which an earlier stage may have yet to write.
+    `embedded:stdlib` is left out, as the manifest records the Python version. dry_run: print a note
+    about missing files, which an earlier stage may still write, and leave them out.
     """
     named = [
         path
@@ -165,7 +165,7 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
 
 
 def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
-    """Return chats of the `train` or `held_out` split, and counts of the records they came from."""
+    """Return the chats of the `train` or `held_out` split and the counts of their records."""
     paths = data.chats if split == "train" else data.held_out_chats
     chats, counts = [], Counts()
     if _STDLIB in paths:
@@ -181,7 +181,7 @@ def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Coun
 
 
 def _split_texts(data: DataConfig, split: corpus.Split) -> tuple[list[str], Counts]:
-    """Return the documents of a split as `split_chats` returns its chats."""
+    """Return the documents of a split and the counts of their records."""
     paths = data.texts if split == "train" else data.held_out_texts
     documents, counts = corpus.documents(split) if _STDLIB in paths else [], Counts()
     if files := [resolve(path) for path in paths if path != _STDLIB]:
@@ -194,9 +194,9 @@ def _split_texts(data: DataConfig, split: corpus.Split) -> tuple[list[str], Coun
 def read_samples(
     tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
 ) -> list[Sample]:
-    """Return samples of the `train` or `held_out` split; with `show`, print what was used.
+    """Return the samples of the `train` or `held_out` split; with `show`, print their counts.
 
-    key: the configuration key of the paths, for messages. Raises UserError for an empty split.
+    key: configuration key of the paths, for messages. Raises UserError for an empty split.
     """
     documents, text_counts = _split_texts(data, split)
     chats, chat_counts = split_chats(data, split)

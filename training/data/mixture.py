@@ -1,12 +1,12 @@
 """Dynamic batch loading: rows sampled from named domains by shares that follow held-out figures.
 
-A drafter is judged by its worst domain, and the mixture that suits the start of a training does not
-suit its end. Shares change at evaluations only: by the gap to reference losses (Sheared-LLaMA,
-arXiv 2310.06694, section 2.2 and appendix A, algorithm 1), or by the gap in held-out acceptance,
-which is our method: it is the drafter's purpose and needs no reference model.
+A drafter is judged by its worst domain, and the best mixture changes during a training. Shares
+change at evaluations only. They follow the gap to reference losses (Sheared-LLaMA, arXiv
+2310.06694, section 2.2 and appendix A, algorithm 1) or the gap in held-out acceptance. The latter
+is our method: acceptance is a drafter's purpose and needs no reference model.
 
-A step's rows are a pure function of (seed, step, shares so far): a generator keyed by seed and step
-samples each row's domain, and every domain has its own shuffled epochs. A checkpoint stores only
+A step's rows are a pure function of (seed, step, shares so far). A generator keyed by seed and step
+samples each row's domain, and every domain has separate shuffled epochs. A checkpoint stores only
 the position in each domain and the current shares.
 """
 
@@ -25,12 +25,12 @@ from training.data.packing import PackedData, Sample
 
 MIXINGS = ("fixed", "loss", "acceptance")
 EXHAUSTED = ("wrap", "stop")
-# third word of the sampling key, which separates it from the keys of the epochs' orders
+# third word of the sampling key, which differs from the keys of the epochs' orders
 _SAMPLING = 1
 
 
 class MixedData(PackedData):
-    """PackedData whose rows each belong to one domain; `samples` are ordered by domain."""
+    """PackedData in which every row belongs to one domain; `samples` are ordered by domain."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class MixedData(PackedData):
     ) -> None:
         """Pack the samples of each domain; `config` holds shares, references and rules.
 
-        Raises UserError for a domain without supervised tokens, and with when_exhausted=stop for
+        Raises UserError for a domain without supervised tokens, and under when_exhausted=stop for
         one that is too small for the first step.
         """
         self.config = config
@@ -61,9 +61,9 @@ class MixedData(PackedData):
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """Return the rows of the next step, whose number is `step`, and advance by it.
+        """Return the rows of the next step and advance by it.
 
-        Steps must be requested once each, in order.
+        step: its number. Raises ValueError if steps are not requested in order, once each.
         """
         if step != self.step:
             raise ValueError(
@@ -96,7 +96,7 @@ class MixedData(PackedData):
 
     @property
     def ended(self) -> str:
-        """Reason why the next step lacks rows, with the domain's name (when_exhausted=stop)."""
+        """Return why the next step lacks rows under when_exhausted=stop, or an empty text."""
         if self.config.when_exhausted == "wrap":
             return ""
         for name, wanted in Counter(self._sample_domains()).items():
@@ -112,10 +112,12 @@ class MixedData(PackedData):
     def adapt(self, figures: dict[str, float]) -> dict[str, float]:
         """Update the shares by `loss/NAME` or `acceptance/NAME`; return share/NAME and rows/NAME.
 
-        Figures that are not finite leave the shares unchanged; the loop reports the error.
+        Figures that are not finite leave the shares unchanged, as the loop reports the error.
         """
         if self.config.mixing != "fixed":
-            self._move({name: figures[f"{self.config.mixing}/{name}"] for name in self.domains})
+            self._update_shares(
+                {name: figures[f"{self.config.mixing}/{name}"] for name in self.domains}
+            )
         shares = {f"share/{name}": share for name, share in self.shares.items()}
         return shares | {f"rows/{name}": float(rows) for name, rows in self.used.items()}
 
@@ -127,7 +129,7 @@ class MixedData(PackedData):
         )
         return f"mixture ({self.config.mixing}): {', '.join(parts)}"
 
-    def _move(self, measured: Mapping[str, float]) -> None:
+    def _update_shares(self, measured: Mapping[str, float]) -> None:
         """Update the shares by the domains' held-out losses or acceptance, if all are finite."""
         config = self.config
         if not all(map(math.isfinite, measured.values())):
@@ -158,10 +160,10 @@ class MixedData(PackedData):
 def loss_gaps(
     losses: Mapping[str, float], references: Mapping[str, float], clip: bool
 ) -> dict[str, float]:
-    """Return loss - reference in nats per token, by domain.
+    """Return loss - reference by domain, in nats per token.
 
-    clip: at 0, as in the paper's algorithm 1; its published code does not, so that a domain better
-    than its reference loses share.
+    clip: raise negative gaps to 0, as in the paper's algorithm 1. The published code keeps them, so
+    that a domain below its reference loses share.
     """
     gaps = {name: loss - references[name] for name, loss in losses.items()}
     return {name: max(0.0, gap) for name, gap in gaps.items()} if clip else gaps
@@ -185,7 +187,7 @@ def update_shares(
     floor: float,
 ) -> dict[str, float]:
     """Return the normalised share x exp(rate x gap), mixed with `uniform` / domains and floored."""
-    most = max(gaps.values())  # subtracted from every exponent: it cancels and avoids overflow
+    most = max(gaps.values())  # subtracted from every exponent, where it cancels, to avoid overflow
     grown = {name: share * math.exp(rate * (gaps[name] - most)) for name, share in shares.items()}
     total = sum(grown.values())
     mixed = {
@@ -195,7 +197,7 @@ def update_shares(
 
 
 def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float]:
-    """Raise shares below `floor` to it and rescale the others, so that the sum stays 1.
+    """Raise shares below `floor` to it and rescale the others, keeping the sum of 1.
 
     floor: at most 1 / domains.
     """
@@ -213,9 +215,9 @@ def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float
 
 
 def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
-    """Raise UserError for an invalid mixture, naming the key.
+    """Raise UserError with the key of an invalid setting of a mixture.
 
-    measured: the mixings whose figures the job measures.
+    measured: the values of data.mixing whose figures the job measures.
     """
     check_choice("data.mixing", data.mixing, MIXINGS)
     check_choice("data.when_exhausted", data.when_exhausted, EXHAUSTED)

@@ -1,9 +1,8 @@
 """Best-fit packing of documents into rows of one length, and the batches of a step.
 
 Padding is the largest waste in drafter training, as chats differ tenfold in length. Packed rows
-waste only the space that no document fits into, and attention stays inside a document
-(training/models/attention.py), so that packed and separate documents give equal losses and
-gradients.
+waste only the space that no document fits into. Attention stays inside a document
+(training/models/attention.py), so packed and separate documents give equal losses and gradients.
 
 Shapes: R rows, T tokens a row, N supervised tokens.
 """
@@ -24,17 +23,14 @@ from decoding.errors import UserError
 
 @dataclass
 class Sample:
-    """One document or chat: its token ids, and a mask of the supervised ones.
-
-    A supervised token is predicted from the one before it.
-    """
+    """One document or chat: its token ids, and a mask of the tokens that are predicted."""
 
     ids: np.ndarray  # int32 [length]
     mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
 
 
 class HostRows(NamedTuple):
-    """Arrays of packed rows that the host keeps, to compute indices without waiting."""
+    """Arrays of packed rows that stay on the host, where computing indices waits for no device."""
 
     documents_RT: np.ndarray  # int64, see PackedBatch
     # bool at t: the token at t + 1 is supervised and in the same document
@@ -119,9 +115,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
-    """Split a plain document into samples of at most `max_length` tokens, all supervised.
+    """Split a plain document into supervised samples of at most `max_length` tokens.
 
-    Neighbours share one token, so that none is lost.
+    Neighbours share one token, so that every token but the first is predicted.
     """
     array = np.asarray(ids, dtype=np.int32)
     samples = []
@@ -165,7 +161,7 @@ def collate(
 class PackedData:
     """All samples of a job, packed once; a step's rows are a pure function of (seed, step).
 
-    Nothing is stored between steps, so resuming needs only the number of the step.
+    Nothing is stored between steps, so a run resumes from its step number alone.
     """
 
     def __init__(
@@ -194,12 +190,12 @@ class PackedData:
 
     @property
     def fill(self) -> float:
-        """Share of the packed positions that hold a token."""
+        """Return the share of the packed positions that hold a token."""
         return self.tokens / (len(self.rows) * self.capacity)
 
     @property
     def ended(self) -> str:
-        """Reason why no further step is possible; empty here, as epochs repeat."""
+        """Return why no further step is possible; empty here, as epochs repeat."""
         return ""
 
     @property
@@ -212,7 +208,7 @@ class PackedData:
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
     def row(self, position: int) -> list[int]:
-        """Return the row at `position` of the endless order, which shuffles every epoch."""
+        """Return the row at `position` of the endless order, which is shuffled in every epoch."""
         epoch, offset = divmod(position, len(self.rows))
         if self._order[0] != epoch:
             self._order = (
@@ -222,14 +218,14 @@ class PackedData:
         return self.rows[int(self._order[1][offset])]
 
     def state(self) -> dict[str, Any]:
-        """Return the data's part of a checkpoint, as JSON: nothing here."""
+        """Return the data's part of a checkpoint, as JSON; empty here."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
 
     def adapt(self, figures: dict[str, float]) -> dict[str, float]:
-        """Adapt to the held-out figures of an evaluation and return values to log: nothing here."""
+        """Adapt to the held-out figures of an evaluation and return values to log; none here."""
         return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:

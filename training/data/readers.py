@@ -1,12 +1,12 @@
 """Readers of chats, texts and prompts, which report used and skipped records by file and line.
 
-Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role",
-"content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON
-array or one object per line; texts as `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of
-them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks are published: `{"prompt"}`
+Chats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role",
+"content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes its outputs), in a JSON
+array or one object per line. Texts: `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of
+them. Prompts: `{"id", "category", "turns": [...]}`, or as benchmarks are published: `{"prompt"}`
 (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and texts may also be
 tables with the same columns (Parquet, Arrow, saved datasets). A bad record is skipped, counted and
-named in a note on stderr; above a limit the file is refused.
+named in a note on stderr; a file with too many is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from training.data.records import (
     read_records,
 )
 
-# ShareGPT names the product that answered.
+# Roles of ShareGPT include the product that answered.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
     "system": "system",
 }
-# Keys of a prompt's turns and of its number in published benchmarks.
+# keys of a prompt's turns and id in published benchmarks
 TURN_KEYS = ("turns", "prompt", "question")
 NUMBER_KEYS = ("id", "question_id", "task_id", "prompt_id")
 CHAT_KEYS = ("conversations", "messages", "instruction")
@@ -66,11 +66,9 @@ class Prompt:
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
     """Read ShareGPT, messages or Alpaca files, or folders of them.
 
-    Answers before a chat's first request are cut off and counted: ShareGPT's long chats were split
-    anywhere, and no chat template begins with an answer.
-
-    Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the
-    share `max_bad`.
+    Answers before a chat's first request are removed and counted. ShareGPT's long chats were split
+    anywhere, and no chat template begins with an answer. Raises UserError for a missing or empty
+    file, a broken JSON array, or more bad records than the share `max_bad`.
     """
     expected = "ShareGPT objects (conversations) or objects with messages"
     files = find_files(paths, (".json", ".jsonl", *TABLES))
@@ -86,7 +84,7 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts of any format; of a chat, the system and first user turns.
+    """Read evaluation prompts of any format; a chat's are its system and first user turns.
 
     Raises UserError as `read_chats` does.
     """
@@ -115,7 +113,7 @@ def render_chats(
     template: str = "auto",
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Rendered], Counts]:
-    """Render every chat; skip and count those that the template rejects, like bad lines.
+    """Render every chat; skip and count those that the template rejects.
 
     Raises UserError above the share `max_bad`, and for a tokenizer without a template.
     """
@@ -135,7 +133,7 @@ def render_chats(
 def _read(
     files: Sequence[Any], parse: Callable[[dict[str, Any], str], Parsed], expected: str
 ) -> tuple[list[Parsed], Counts]:
-    """Parse every record of `files`; `parse` gets the object and its place."""
+    """Parse every record of `files`; `parse` receives an object and its place."""
     counts, found = Counts(), []
     for file in files:
         before = counts.read
@@ -227,7 +225,7 @@ def _parse_text(record: dict[str, Any], place: str) -> str:
 
 
 def _check_text(text: str) -> str:
-    """Return a text unchanged. Raises BadRecordError for half a character in a JSON escape."""
+    """Return a text unchanged. Raises BadRecordError for an unpaired surrogate."""
     if lone_surrogate(text) is not None:
         raise BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")
     return text

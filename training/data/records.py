@@ -1,6 +1,6 @@
 """Records of data files: JSON arrays, JSON lines, tables and text files, each with its place.
 
-A record that cannot be decoded is yielded as a BadRecordError; the records after it are still read.
+A record that cannot be decoded is yielded as a BadRecordError, and reading continues.
 """
 
 import json
@@ -21,11 +21,11 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class BadRecordError(Exception):
-    """Reason why a record is skipped; records are counted by this text."""
+    """Reason for skipping a record, by which skipped records are counted."""
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that `paths` name; folders are searched and sorted by name.
+    """Return the files at `paths`, and those inside folders sorted by name.
 
     Raises UserError for a missing, empty or unknown kind of file, and for a folder without data.
     """
@@ -87,7 +87,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Return True for a folder that `datasets.Dataset.save_to_disk` wrote."""
+    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
     return (path / "dataset_info.json").is_file()
 
 
@@ -152,7 +152,7 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _decode_element(text: str, place: int) -> tuple[Any, int]:
-    """Return the value at a place, or a BadRecordError, and its end."""
+    """Return the value that begins at a place, or a BadRecordError, and its end."""
     try:
         return json.JSONDecoder().raw_decode(text, place)
     except json.JSONDecodeError:
@@ -161,10 +161,10 @@ def _decode_element(text: str, place: int) -> tuple[Any, int]:
         reason = TOO_DEEP
     except ValueError:
         reason = "a number of too many digits"
-    return BadRecordError(reason), _end_of_value(text, place)
+    return BadRecordError(reason), _find_value_end(text, place)
 
 
-def _end_of_value(text: str, place: int) -> int:
+def _find_value_end(text: str, place: int) -> int:
     """Return the end of the array or object at a place, ignoring brackets inside strings."""
     depth = 0
     for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():

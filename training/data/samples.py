@@ -1,4 +1,4 @@
-"""Chats and texts as samples for packing, with every loss of tokens counted and reported."""
+"""Chats and texts as samples for packing, with an account of every lost token."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from training.data.readers import MAX_BAD, Chat, render_chats
 
 @dataclass
 class Account:
-    """Counts of the records and tokens of a split."""
+    """Counts of a split's records and tokens."""
 
     used: int = 0
-    # used records of which the end was cut off
+    # used records whose end was cut off
     truncated: int = 0
     # reason -> records
     dropped: Counter[str] = field(default_factory=Counter)
@@ -36,7 +36,7 @@ class Account:
         return pieces
 
     def line(self, what: str) -> str:
-        """Return one line for the terminal."""
+        """Describe the counts in one line for the terminal."""
         share = 100 * self.supervised / max(1, self.tokens)
         parts = [
             f"{what}: {self.used:,} of {self.read:,} used, {self.tokens:,} tokens, {share:.0f} % "
@@ -56,7 +56,7 @@ def chat_samples(
     train_on: str,
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Sample], Account]:
-    """Render chats, cut at `max_length` tokens; chats without an answer before it are dropped.
+    """Render chats and cut them at `max_length` tokens; drop chats without an answer before it.
 
     train_on: `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.

@@ -75,8 +75,8 @@ def widen(values: Tensor) -> Tensor:
 class Outputs:
     """Output layers of the rows: one that all share, or several.
 
-    With several, the rows of one layer are contiguous in every chunk and the host knows the layers,
-    so nothing waits for the device and the logits of all layers are never in memory at once.
+    With several, the rows of one layer must be contiguous in every chunk. Their layers are on the
+    host, so nothing waits for the device, and the logits of all layers are never in memory at once.
     """
 
     # [V, H] each

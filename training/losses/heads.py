@@ -40,7 +40,7 @@ def chunked_by_head(
     """Return (sum of decay^head x loss over predictions, sums by head [2 K]).
 
     The sums are those of the row loss's metric, then of the unweighted loss. against(start, end):
-    the reference of those rows, as `rows` takes it. Gradients flow into features and output layers.
+    the rows' reference, as `rows` takes it. Gradients reach features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 

@@ -1,4 +1,4 @@
-"""Building and loading Hugging Face models, and the published configurations of missing targets."""
+"""Construction and loading of Hugging Face models, and published configurations of targets."""
 
 import contextlib
 from pathlib import Path
@@ -63,13 +63,13 @@ def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
 def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: bool = False) -> Any:
     """Build a causal LM of `config` with random weights and packed attention.
 
-    empty: on the meta device, for weights that follow.
+    empty: build it on the meta device, to be filled later.
     """
     config._attn_implementation = PACKED
     kind: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
     with torch.device("meta") if empty else contextlib.nullcontext():
         model: Any = kind(config)
-    if empty:  # rope's frequencies are in no state dict
+    if empty:  # no state dict holds the rope frequencies
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(dtype)
 
@@ -77,7 +77,7 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
 def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read the configuration of a language model's folder.
 
-    trust_remote_code: run Python in the folder, for model types defined there. Raises UserError for
+    trust_remote_code: run Python of the folder, for model types defined there. Raises UserError for
     a head's folder and for a model type unknown to transformers.
     """
     values = read_config(folder)
@@ -135,15 +135,14 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def target_is_here(target: TargetConfig) -> bool:
-    """Return True if the target's folder exists; otherwise only dry runs are possible."""
+    """Return whether the target's folder exists; without it only dry runs are possible."""
     return is_here(target.path)
 
 
 def target_config(target: TargetConfig) -> PretrainedConfig:
-    """Return the target's configuration: of its folder, or for dry runs the one in target.config.
+    """Return the configuration of the target's folder, or in a dry run its published one.
 
-    Raises UserError if there is neither, naming the path and the targets with a published
-    configuration.
+    Raises UserError, with the names of published targets, if there is neither.
     """
     if target_is_here(target):
         return known_config(resolve(target.path), target.trust_remote_code)
@@ -165,7 +164,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
 
 
 def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
-    """Return the target's folder, which must exist except in a dry run. Raises UserError."""
+    """Return the target's folder. Raises UserError if it is missing, except in a dry run."""
     if target_is_here(target):
         return resolve(target.path)
     if not dry_run:
@@ -185,7 +184,7 @@ def published_targets() -> list[str]:
 
 
 def describe_missing_target(target: TargetConfig) -> str:
-    """Describe what a dry run lacks without the target's folder; empty if the folder exists."""
+    """Describe what a dry run lacks without the target's folder; return an empty text with it."""
     if target_is_here(target):
         return ""
     config = target.config
@@ -206,8 +205,8 @@ def print_missing(target: TargetConfig) -> None:
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """Raise UserError for a target that a training job cannot load.
 
-    That is one with an unknown dtype or backend, or in several processes. A target too large for
-    one GPU is sharded for training, and answers the held-out prompts over several GPUs.
+    Its dtype or backend may be unknown, or it may need Python of its folder. Spreading it over GPUs
+    needs a kind of parallelism that shards weights, and then applies to the held-out answers.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)
@@ -217,7 +216,7 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
 
 
 def refuse_own_code(target: TargetConfig) -> None:
-    """Raise UserError for a target that needs its folder's own Python."""
+    """Raise UserError for a target that needs Python of its folder."""
     if target.trust_remote_code:
         raise UserError(
             "target.trust_remote_code is true, expected false: this job runs only known model "

@@ -1,8 +1,8 @@
-"""The frozen target of a training job: in full on every rank, or sharded while it is read.
+"""The frozen target of a training job, in full on every rank or read shard by shard.
 
 A target too large for one GPU would not fit the machine's memory several times either: eight ranks
-that each read 13.5 GB take 108 GB. So a sharded model starts on the meta device, and each rank
-reads only its rows of every weight.
+that each read 13.5 GB take 108 GB. A sharded model therefore starts on the meta device, and each
+rank reads only its rows of every weight.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _ROPE = "model.rotary_emb."
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
-    """Load a folder's causal LM, frozen, with packed attention, in full or sharded over ranks."""
+    """Load a folder's causal LM with packed attention, frozen, in full or sharded over ranks."""
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
@@ -45,7 +45,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
             print(f"note: {why}, so every rank reads the full target before sharding it")
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     parallel.place_frozen(model)
-    # the rope frequencies are in no file
+    # no file holds the rope frequencies
     if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
     _read_weights(model, files, parallel)
@@ -53,7 +53,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
 
 
 def _find_mismatch(model: Any, files: dict[str, Path]) -> str:
-    """Return why the files' tensors cannot be read one by one into the model; empty if they can."""
+    """Return why the model cannot be filled tensor by tensor from the files, or an empty text."""
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
         return f"none of the target's files holds '{lacking[0]}'"

@@ -1,13 +1,11 @@
 """Bytes that one rank needs for training, computed for each kind of parallelism.
 
 Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes per parameter for Adam in mixed
-precision: 2 for the weight, 2 for its gradient, 12 for the optimizer (float32 master and two
+precision: 2 for the weight, 2 for its gradient, and 12 for the optimizer (float32 master and two
 moments). Their stages shard the 12, then the gradient, then the weight. Here a bfloat16 weight's
-gradient is accumulated in float32 (4 bytes more). In float32 the weight is its own master, except
-with DeepSpeed, which keeps one anyway.
-
-Not counted: the CUDA context and libraries (about 0.5 to 1 GB per GPU) and memory lost by the
-allocator.
+gradient accumulates in float32 (4 more bytes). A float32 weight is its master, except with
+DeepSpeed, which always keeps one. Not counted are the CUDA context and libraries (about 0.5 to 1 GB
+per GPU) and memory that the allocator wastes.
 """
 
 from collections.abc import Mapping
@@ -53,7 +51,7 @@ def bytes_per_rank(
     gradient_ranks = world_size if stage >= 2 or fsdp else 1
     state_ranks = world_size if stage or fsdp else 1
     gradient = float(width) if stage == 1 or not mixed else 4.0 if stage else width + 4.0
-    # DeepSpeed widens its shard of the gradients for the update.
+    # DeepSpeed converts its shard of the gradients to float32 for the update.
     widened = 4.0 / world_size if stage == 1 else 0.0
     plan = {
         "weights": trained_parameters * width / weight_ranks,
@@ -76,8 +74,8 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """Return the bytes of one GPU of rank 0 while the target answers the held-out prompts.
 
     `second copy`: decoding loads the target again in target.dtype, in full or spread over GPUs by
-    target.parallel. `keys and values up to`: of the prompts that are answered together, each of
-    data.max_length tokens. target: its Hugging Face configuration.
+    target.parallel. `keys and values up to`: for one batch of prompts of data.max_length tokens
+    each. target: its Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1

@@ -1,4 +1,4 @@
-"""One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
+"""One class between the loop and the processes, so that one process, DDP, ZeRO and FSDP agree.
 
 accelerate runs one process, DDP and DeepSpeed's ZeRO (training/parallel/zero.py); torch's
 `fully_shard` runs FSDP (training/parallel/fsdp.py). Loss and gradient are divided by the global
@@ -26,11 +26,11 @@ from training.optimizer import MasterAdamW, Optimizer, Rate, SplitOptimizer
 from training.optimizer_config import OptimizerConfig
 from training.parallel import fsdp, zero
 
-LAST_MOMENT = 0.1  # seconds; see Parallel.close
+THREAD_EXIT_SECONDS = 0.1  # see Parallel.close
 
 
 class Parallel:
-    """This process among the workers of a job, and the operations that need the others."""
+    """One worker of a job, and its operations that involve the others."""
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
         self.kind = config.kind
@@ -58,14 +58,14 @@ class Parallel:
         backend = "gloo" if use_cpu else "nccl"
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
         if not self.stage:
-            # otherwise gradients are stored twice
+            # without it gradients are stored twice
             gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
             return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
-        # cpu=True would make accelerate ignore DeepSpeed; without a GPU it uses the CPU anyway.
+        # With cpu=True accelerate would ignore DeepSpeed. Without a GPU it uses the CPU anyway.
         accelerator = Accelerator(
             deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group]
         )
-        zero.forget_transformers()
+        zero.unregister_from_transformers()
         return accelerator
 
     def _choose_card(self, device: str) -> None:
@@ -84,12 +84,12 @@ class Parallel:
 
     @property
     def shards_state(self) -> bool:
-        """True if ranks shard any state of the training."""
+        """Return whether ranks shard any state of the training."""
         return self.stage > 0 or self.kind == "fsdp"
 
     @property
     def shards_weights(self) -> bool:
-        """True if ranks shard weights, so that every forward communicates among all of them."""
+        """Return whether ranks shard weights, so that every forward communicates among all."""
         return self.kind in ranks.SHARDED_WEIGHTS
 
     def place_frozen(self, model: Any) -> Any:
@@ -112,12 +112,12 @@ class Parallel:
         config: OptimizerConfig,
         rates: Mapping[str, Rate],
     ) -> tuple[nn.Module, Optimizer]:
-        """Return the objective to call in the loop and its optimizer.
+        """Return the objective to call in the loop, and its optimizer.
 
         trained: the part of `module` that is saved; see `gathered_weights`. rates: parameters with
-        another learning rate. If ranks shard the training, the children of `trained` that hold
-        these stay unsharded: they are few, clamped between steps, and read outside of any forward
-        of their own.
+        other learning rates. If ranks shard the training, the children of `trained` that hold these
+        parameters stay unsharded: they are small, clamped between steps, and read outside of their
+        forward.
         """
         module.to(self.device)
         if not self.shards_state:
@@ -144,14 +144,15 @@ class Parallel:
 
     @property
     def inner(self) -> Any:
-        """The objective inside the module that `prepare` returned."""
+        """Return the objective inside the module that `prepare` returned."""
         return self._inner
 
     @contextlib.contextmanager
     def gathered_weights(self, for_good: bool = False) -> Iterator[None]:
-        """Give the caller's model the current, unsharded weights on every rank; all enter together.
+        """Give the caller's model the current weights in full; all ranks must enter together.
 
-        Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
+        Under ZeRO and FSDP the model is empty outside, except after `for_good`, which ends the
+        training.
         """
         if self._sharded is not None:
             self._sharded.fill()
@@ -159,7 +160,7 @@ class Parallel:
         if for_good:
             self._sharded = self._inner = None
             if self.stage:
-                self.accelerator.free_memory()  # it would keep the engine
+                self.accelerator.free_memory()  # otherwise it keeps the engine
         elif self._sharded is not None:
             self._sharded.empty()
 
@@ -167,7 +168,7 @@ class Parallel:
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
         """Exchange gradients only in the last backward pass of a step under DDP and ZeRO-1.
 
-        Sharded gradients must be exchanged in every pass.
+        Sharded gradients are exchanged in every pass.
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
@@ -176,7 +177,7 @@ class Parallel:
             yield
 
     def backward(self, module: Any, loss: Tensor) -> None:
-        """Run the backward pass of this rank's part of a sum over ranks."""
+        """Run the backward pass of this rank's part of a loss that is summed over ranks."""
         loss = loss * self.world_size
         if self.stage:
             module.backward(loss)
@@ -191,7 +192,7 @@ class Parallel:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Return True on every rank if the flag is true on one."""
+        """Return on every rank whether the flag is true on any."""
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
@@ -209,13 +210,13 @@ class Parallel:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group; nothing may be sent afterwards."""
+        """Leave the process group, after which ranks cannot communicate."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             # FSDP and ZeRO keep the group's threads alive. A thread that releases the last
             # message while the interpreter shuts down cannot take Python's lock and aborts the
-            # process, so this thread gives them a moment without the lock.
-            time.sleep(LAST_MOMENT)
+            # process, so this thread waits without the lock.
+            time.sleep(THREAD_EXIT_SECONDS)
 
     def _mesh(self) -> Any:
         return init_device_mesh(self.device.type, (self.world_size,))

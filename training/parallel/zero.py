@@ -1,8 +1,8 @@
-"""ZeRO by DeepSpeed, through accelerate: shards optimizer states (1), gradients (2), weights (3).
+"""ZeRO by DeepSpeed and accelerate, which shards optimizer states (1), gradients (2), weights (3).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
-optimizer is torch's AdamW, so DeepSpeed compiles none of its own; the learning rate, the divisor
-and the checkpoints belong to the loop. DeepSpeed is imported only here.
+optimizer is torch's AdamW, so DeepSpeed compiles none of its optimizers. Learning rate, divisor,
+clipping and checkpoints belong to the loop. DeepSpeed is imported only here.
 """
 
 import importlib.util
@@ -67,8 +67,8 @@ def plugin(stage: int, use_cpu: bool) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
 
 
-def forget_transformers() -> None:
-    """Undo accelerate's registration with transformers, which would empty every later model."""
+def unregister_from_transformers() -> None:
+    """Undo accelerate's registration with transformers, which would empty models built later."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -77,8 +77,8 @@ def forget_transformers() -> None:
 class ZeroAdamW:
     """AdamW whose states DeepSpeed shards, with the interface of training.optimizer.MasterAdamW.
 
-    Masters are float32 for any dtype of weights. DeepSpeed accumulates bfloat16 gradients in
-    float32 in stages 2 and 3, and in bfloat16 in stage 1.
+    Masters are always float32. DeepSpeed accumulates bfloat16 gradients in float32 in stages 2 and
+    3, and in bfloat16 in stage 1.
     """
 
     has_copies = False  # DeepSpeed keeps gradients in its own accumulators
@@ -86,7 +86,7 @@ class ZeroAdamW:
     def __init__(
         self, accelerator: Any, module: nn.Module, trained: nn.Module, config: OptimizerConfig
     ) -> None:
-        """Prepare DeepSpeed's engine for the objective `module`, which holds `trained`.
+        """Prepare DeepSpeed's engine for the objective `module`, which contains `trained`.
 
         module: on its device. Raises UserError for weights of several dtypes.
         """
@@ -107,9 +107,9 @@ class ZeroAdamW:
         self._make_states()
 
     def _make_states(self) -> None:
-        """Create the states before the first step.
+        """Create the optimizer states before the first step.
 
-        DeepSpeed links shards to them after the first group's, when other groups still have none.
+        DeepSpeed links shards to states as soon as the first group has them, when others have none.
         """
         optimizer = self.engine.optimizer
         flats = (
@@ -128,7 +128,7 @@ class ZeroAdamW:
 
     @property
     def _gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients."""
+        """Return this rank's shards of the gradients."""
         return [
             share
             for shares in self.engine.optimizer.averaged_gradients.values()
@@ -192,7 +192,7 @@ class ZeroAdamW:
                 self._set(parameter, tensors[f"{key}.{name}"], key)
 
     def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
-        """Put this rank's shard of `value` into a state, or into the master if key is None."""
+        """Write this rank's shard of `value` to a state, or to the master if key is None."""
         from deepspeed import utils
 
         value = value.to(self.device, torch.float32)
@@ -208,7 +208,7 @@ class ZeroAdamW:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a parameter that DeepSpeed shards in full, in new memory; all ranks must call this."""
+    """Return a parameter that DeepSpeed shards in full, in new memory. All ranks must call it."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
@@ -230,7 +230,7 @@ def _complete(
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     if dtype == torch.bfloat16 and stage > 1:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if stage == 3:  # norms and biases are too small for a message each
+    if stage == 3:  # a norm or bias is too small for a message
         vectors = (parameter.numel() for parameter in parameters if parameter.dim() < 2)
         limit = max(vectors, default=0)
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = limit
