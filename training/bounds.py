@@ -127,6 +127,6 @@ class Progress:
             if figures["step"] == self.best_step:
                 return figures
         raise UserError(
-            f"no held-out score was finite in {len(self.evaluations)} evaluations: check the "
+            f"no held-out score was finite in {len(self.evaluations)} evaluations. Check the "
             f"held-out data and the last losses"
         )

@@ -85,15 +85,15 @@ def load(folder: Path) -> Checkpoint:
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(
-            f"checkpoint {folder} was never completed: it has no {STATE}. Delete the folder"
+            f"checkpoint {folder} was never completed, as it has no {STATE}. Delete the folder"
         )
     state, hashes = read_object(state_file, "Delete the checkpoint's folder", _read_state)
     for name, expected in hashes.items():
         path = folder / name
         if not path.is_file() or sha256(path) != expected:
             raise UserError(
-                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; "
-                f"delete the folder"
+                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}. "
+                f"Delete the folder"
             )
     tensors = {name: load_file(folder / f"{name}.safetensors") for name in _PARTS}
     return Checkpoint(folder, state, **tensors)
@@ -138,7 +138,7 @@ def load_weights(model: nn.Module, found: Checkpoint) -> None:
     if odd:
         raise UserError(
             f"checkpoint {found.folder} belongs to another model ('{odd[0]}' is in only one of "
-            f"them): choose another output_dir="
+            f"them). Choose another output_dir="
         )
     model.load_state_dict(found.model, strict=False)  # tied names are stored once
 

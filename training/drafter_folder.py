@@ -86,7 +86,7 @@ def keeps_folder(folder: Path, was_dry: bool) -> bool:
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        print(f"kept: {folder} is there already")
+        print(f"kept: {folder} exists already")
     return folder.exists()
 
 

@@ -90,8 +90,8 @@ def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
     chosen, template = config.held_out, config.data.template
     if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
         print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions); give prompts "
-            f"typical of your target with held_out.prompts=FILE"
+            f"warning: held-out prompts are {chosen.prompts} (Python functions). Give prompts "
+            f"that are typical of your target with held_out.prompts=FILE"
         )
     keys = ("held_out.render", "data.template")
     as_text = choose_rendering(tokenizer, chosen.render, template, keys) == "text"
@@ -108,13 +108,13 @@ def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
     if not fitting:
         raise UserError(
             f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length "
-            f"{config.data.max_length} less held_out.max_new_tokens {chosen.max_new_tokens}): "
-            f"raise data.max_length or lower held_out.max_new_tokens"
+            f"{config.data.max_length} less held_out.max_new_tokens {chosen.max_new_tokens}). "
+            f"Raise data.max_length or lower held_out.max_new_tokens"
         )
     if len(fitting) < len(found):
         print(
-            f"held-out prompts: {len(found) - len(fitting)} of {chosen.prompts} left out, longer "
-            f"than {room} tokens, which leave room for an answer"
+            f"held-out prompts: {len(found) - len(fitting)} of {chosen.prompts} left out, as they "
+            f"have more than {room} tokens and leave no room for an answer"
         )
     return fitting[: chosen.max_prompts]
 

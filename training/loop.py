@@ -208,9 +208,9 @@ class Training:
         lr, clip = self.config.optimizer.lr, self.config.optimizer.clip
         clipping = f"or loop.optimizer.clip (now {clip})" if clip else "or set loop.optimizer.clip"
         return UserError(
-            f"the loss is {loss} and the gradient's norm {norm} at step {self.progress.step + 1}: "
-            f"stopped before the update. The last good checkpoint, if any, is in {self.root}. "
-            f"Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
+            f"the loss is {loss} and the gradient's norm {norm} at step {self.progress.step + 1}, "
+            f"so the run stopped before the update. The last good checkpoint, if any, is in "
+            f"{self.root}. Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
         )
 
     def record_evaluation(self, figures: dict[str, float]) -> dict[str, float]:
@@ -276,8 +276,7 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
         best = checkpoint.load(root / f"step_{progress.best_step:06d}")
     except UserError as error:
         raise UserError(
-            f"{error}. It was the best one, which this run would export. Delete {root} to train "
-            f"again"
+            f"{error}. It was the best one, which this run exports. Delete {root} to train again"
         ) from error
     checkpoint.load_weights(trained, best)
 

@@ -41,7 +41,7 @@ class Timer:
             raise UserError(
                 f"loop.max_seconds is {self._limits.seconds:g}, but a held-out evaluation alone "
                 f"takes {self._progress.look_seconds:.1f} s, and there is one before the first "
-                f"step and one after the last: give more seconds, or fewer held-out prompts"
+                f"step and one after the last. Give more seconds, or fewer held-out prompts"
             )
 
     def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:

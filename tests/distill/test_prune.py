@@ -505,7 +505,7 @@ def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed",
+        match="data.mixing is acceptance, whose figures this job does not measure. Expected fixed",
     ):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 

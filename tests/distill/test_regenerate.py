@@ -307,7 +307,7 @@ def test_an_experiment_trains_on_regenerated_answers(home: Path, tmp_path: Path)
         f"output_dir={tmp_path / 'run'}",
     ]
     output = run_command("+experiment=quickstart_regenerated", *toy, "dry_run=true")
-    assert "would answer 11 requests" in output and "chats.json is not there yet" in output
+    assert "would answer 11 requests" in output and "chats.json does not exist yet" in output
     shutil.rmtree(tmp_path / "run")
     run_command("+experiment=quickstart_regenerated", *toy)
     card = json.loads(

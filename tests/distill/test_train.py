@@ -338,7 +338,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         ),
         (
             ["data.max_length=100000"],
-            "data.max_length is 100000, but the context of .* tokens: lower data.max_length",
+            "data.max_length is 100000, but the context of .* tokens. Lower data.max_length",
         ),
         (["target.device=cuda:7"], "device 'cuda:7' does not exist: PyTorch finds no CUDA device"),
         (["loop.tokens_per_step=100"], "less than one row of data.max_length"),

@@ -223,7 +223,7 @@ def test_a_template_that_drops_marked_turns_is_refused(embedded_target: Path) ->
     template = (
         "{{ messages[1].content }}{% generation %}{{ messages[2].content }}{% endgeneration %}"
     )
-    with pytest.raises(UserError, match="marks 1 answers and the chat has 2"):
+    with pytest.raises(UserError, match="marks 1 answers, but the chat has 2"):
         render_chat(load(embedded_target, chat_template=template), CHAT)
 
 
@@ -249,7 +249,7 @@ def test_chats_that_cannot_be_rendered_are_refused(embedded_target: Path) -> Non
     with pytest.raises(UserError, match="turn 1 is from the assistant"):
         render_chat(load(embedded_target, chat_template=MARKS.sub("", VICUNA)), CHAT[2:])
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"no chat template; name one of ours"):
+    with pytest.raises(UserError, match=r"no chat template. Choose one of ours"):
         render_chat(tokenizer, CHAT)
 
 

@@ -427,7 +427,7 @@ def test_chats_for_a_tokenizer_without_a_template_are_refused_at_once(
     tokenizer.chat_template = None
     [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(GOOD)))
     with pytest.raises(
-        UserError, match=r"has no chat template; name one of ours .data.template="
+        UserError, match=r"has no chat template. Choose one of ours .data.template="
     ) as error:
         render_chats(tokenizer, [chat], max_bad=1.0)
     assert "used" not in str(error.value)

@@ -66,7 +66,7 @@ def test_control_targets_with_a_template_receive_rendered_prompts(
     ("data", "changes", "message"),
     [
         ({"texts": ["a.txt"]}, {}, ""),
-        ({"chats": ["a.json"]}, {}, "has no chat template; name one of ours"),
+        ({"chats": ["a.json"]}, {}, "has no chat template. Choose one of ours"),
         ({"chats": ["a.json"], "template": "vicuna"}, {}, ""),
         ({"template": "vicuna"}, {"benchmark_render": "chat"}, ""),
         (

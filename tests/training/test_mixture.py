@@ -209,7 +209,7 @@ def test_fixed_shares_are_not_updated():
 def test_a_domain_too_small_for_one_step_is_refused():
     with pytest.raises(
         UserError,
-        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*add text to it",
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to it",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
@@ -227,13 +227,13 @@ def test_an_empty_state_is_the_start():
     [
         ({"mixing": "random"}, "data.mixing 'random' is unknown, expected one of fixed, loss,"),
         ({"when_exhausted": "crash"}, "data.when_exhausted 'crash' is unknown, expected one of"),
-        ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each, and a sum above 0"),
+        ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each and a sum above 0"),
         ({"code": {"share": -0.1}}, "expected 0 or more each"),
         ({"code": {"share": math.nan}}, "expected 0 or more each"),
-        ({"prose": {"texts": []}}, "data.domains.prose is empty: give it chats or texts"),
+        ({"prose": {"texts": []}}, "data.domains.prose is empty. Give it chats or texts"),
         (
             {"mixing": "loss", "maths": {"reference": 0.0}},
-            "data.domains.maths.reference is 0: data.mixing=loss needs",
+            "data.domains.maths.reference is 0, but data.mixing=loss needs",
         ),
         (
             {"mixing": "loss", "maths": {"held_out_texts": []}},
@@ -262,7 +262,7 @@ def test_invalid_mixtures_are_refused(changes: dict[str, object], words: str):
 def test_mixings_without_figures_or_domains_are_refused():
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* Expected fixed or loss",
     ):
         check_mixture(config(mixing="acceptance"), ("loss",))
     with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):

@@ -76,7 +76,7 @@ def test_an_existing_folder_overrides_the_published_configuration(
 
 
 def test_a_missing_folder_and_tokenizer_are_reported():
-    assert "models/llama_7b is not there" in describe_missing_target(composed("target=llama_7b"))
+    assert "models/llama_7b does not exist" in describe_missing_target(composed("target=llama_7b"))
     assert "tokenizer is missing" in describe_missing_target(composed("target=llama_7b"))
     assert describe_missing_target(composed()) == ""
 

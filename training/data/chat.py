@@ -139,14 +139,14 @@ def choose_rendering(
     ours = f"{keys[1]}={'|'.join(TEMPLATES)}"
     if render == "chat":
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with; "
-            f"{keys[0]}=text leaves them unchanged (base models), {ours} names one of ours (chat "
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with. "
+            f"{keys[0]}=text leaves them unchanged (base models), {ours} uses one of ours (chat "
             f"models)"
         )
     if show:
         print(
             f"note: {tokenizer.name_or_path}: the tokenizer has no chat template, so prompts are "
-            f"given as plain text; for a chat model name its template: {ours}"
+            f"given as plain text. For a chat model choose its template: {ours}"
         )
     return "text"
 
@@ -172,7 +172,7 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     check_choice("chat template", template, template_names())
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template; name one of ours "
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template. Choose one of ours "
             f"(data.template=...): {', '.join(TEMPLATES)}"
         )
     return tokenizer.get_chat_template()
@@ -182,19 +182,18 @@ def _check(messages: list[Message], source: str) -> None:
     """Raise UserError for chats that no template renders, and for U+FDD0 or U+FDD1 in a message."""
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
-            f"the chat has {len(messages)} turns and no answer (role assistant); there is nothing "
-            f"to learn from it"
+            f"the chat has {len(messages)} turns and no answer (role assistant), so there is "
+            f"nothing to learn from it"
         )
     if messages[0]["role"] == "assistant" and not _MARK.search(source):
         raise UserError(
-            "turn 1 is from the assistant; this template can only be used when a user or system "
-            "turn comes first"
+            "turn 1 is from the assistant, but this template needs a user or system turn first"
         )
     for number, message in enumerate(messages, 1):
         if _OPEN in message["content"] or _CLOSE in message["content"]:
             raise UserError(
                 f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are not "
-                f"characters; remove them"
+                f"characters. Remove them"
             )
 
 
@@ -269,7 +268,7 @@ def _locate_by_marks(
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != answers or len(ends) != answers:
         raise UserError(
-            f"the chat template marks {len(starts)} answers and the chat has {answers}: it drops "
+            f"the chat template marks {len(starts)} answers, but the chat has {answers}. It drops "
             f"turns or marks others"
         )
     return text, list(zip(starts, ends, strict=True))
@@ -316,7 +315,7 @@ def _tokenize(
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets; save it with "
+            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets. Save it with "
             f"a tokenizer.json"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -333,7 +332,7 @@ def _tokenize(
             token += 1
         if not any(mask[first:token]):
             raise UserError(
-                f"turn {turn} (assistant) has no separate token; the tokenizer merges it with the "
-                f"prompt"
+                f"turn {turn} (assistant) has no separate token, as the tokenizer merges it with "
+                f"the prompt"
             )
     return Rendered(list(encoded["input_ids"]), mask)

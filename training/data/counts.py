@@ -55,8 +55,8 @@ class Counts:
             # Jobs without training have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
-                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: "
-                f"fix or remove these lines"
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}. "
+                f"Fix or remove these lines"
             )
         if self.skipped or self.cut:
             print_note(self.line(what))

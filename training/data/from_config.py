@@ -35,8 +35,8 @@ def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[
     """Return the samples of the train split by domain; without domains, under an empty name."""
     if show and (shared := trained_and_held_out(data)):
         print(
-            f"warning: {', '.join(shared)} is both trained on and held out: figures measured on it "
-            f"do not generalize to other text. Hold out another file"
+            f"warning: {', '.join(shared)} is both trained on and held out, so figures measured on "
+            f"it do not generalize to other text. Hold out another file"
         )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
@@ -63,13 +63,13 @@ def held_out_domains(
     for name, domain in data.domains.items():
         if not (domain.held_out_chats or domain.held_out_texts):
             if show:
-                print(f"domain {name} has no held-out text: it is not measured")
+                print(f"domain {name} has no held-out text and is not measured")
             continue
         samples = _domain_samples(tokenizer, data, name, "held_out", show)
         found[name] = sample_evenly(samples, data.held_out_tokens)
         if not any(sample.mask.any() for sample in found[name]):
             raise UserError(
-                f"data.domains.{name}: no token of its held-out text is supervised: check the "
+                f"data.domains.{name}: no token of its held-out text is supervised. Check the "
                 f"chat template and data.train_on"
             )
     return found
@@ -140,7 +140,7 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
     if rows_per_step == 0:
         raise UserError(
             f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length "
-            f"({data.max_length}) tokens: raise it, or lower data.max_length"
+            f"({data.max_length}) tokens. Raise it, or lower data.max_length"
         )
     return rows_per_step
 
@@ -159,7 +159,7 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
     ]
     absent = [path for path in named if not is_here(path)]
     if dry_run and absent:
-        print(f"note: {', '.join(absent)} is not there yet: its tokens are not counted")
+        print(f"note: {', '.join(absent)} does not exist yet, so its tokens are not counted")
         named = [path for path in named if path not in absent]
     return [resolve(path) for path in named]
 
@@ -225,7 +225,7 @@ def read_samples(
         f"the {split} split is empty: "
         + (
             f"zero supervised tokens in {found:,} texts and chats of {key}. The line above gives "
-            f"the reasons: check data.max_length, the chat template and data.train_on"
+            f"the reasons. Check data.max_length, the chat template and data.train_on"
             if found
             else f"give {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )

@@ -57,7 +57,7 @@ class MixedData(PackedData):
         self.load({})
         if self.ended:
             raise UserError(
-                f"{self.ended}: add text to it, or lower its share or loop.tokens_per_step"
+                f"{self.ended}. Add text to it, or lower its share or loop.tokens_per_step"
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ class MixedData(PackedData):
         """
         if step != self.step:
             raise ValueError(
-                f"step {step} was requested, but the next one is {self.step}: load a state first"
+                f"step {step} was requested, but the next one is {self.step}. Load a state first"
             )
         rows = []
         for name in self._sample_domains():
@@ -224,19 +224,19 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
     if not data.domains:
         if data.mixing != "fixed":
             raise UserError(
-                f"data.mixing is {data.mixing}, but data.domains is empty: name the domains and "
+                f"data.mixing is {data.mixing}, but data.domains is empty. Give the domains and "
                 f"their texts"
             )
         return
     if data.mixing not in ("fixed", *measured):
         raise UserError(
-            f"data.mixing is {data.mixing}, whose figures this job does not measure; expected "
+            f"data.mixing is {data.mixing}, whose figures this job does not measure. Expected "
             f"{' or '.join(('fixed', *measured))}"
         )
     if data.chats or data.texts or data.held_out_chats or data.held_out_texts:
         raise UserError(
             "data.domains cannot be combined with data.chats, texts, held_out_chats or "
-            "held_out_texts: put these into a domain, or start from data=domains, which has none"
+            "held_out_texts. Move these into a domain, or start from data=domains, which has none"
         )
     _check_numbers(data)
     for name in data.domains:
@@ -247,7 +247,7 @@ def _check_numbers(data: DataConfig) -> None:
     shares = {name: domain.share for name, domain in data.domains.items()}
     if min(shares.values()) < 0 or not 0 < sum(shares.values()) < math.inf:
         raise UserError(
-            f"the shares of data.domains are {shares}: expected 0 or more each, and a sum above 0"
+            f"the shares of data.domains are {shares}, expected 0 or more each and a sum above 0"
         )
     most = 1 / len(shares)
     equal = f"from 0 to {most:.4g}, equal parts of {len(shares)} domains"
@@ -265,16 +265,16 @@ def _check_numbers(data: DataConfig) -> None:
 def _check_domain(name: str, data: DataConfig) -> None:
     domain, key = data.domains[name], f"data.domains.{name}"
     if not (domain.chats or domain.texts):
-        raise UserError(f"{key} is empty: give it chats or texts, or leave the domain out")
+        raise UserError(f"{key} is empty. Give it chats or texts, or remove the domain")
     if data.mixing != "fixed" and not (domain.held_out_chats or domain.held_out_texts):
         raise UserError(
             f"{key} has no held-out text, which data.mixing={data.mixing} needs to update its "
-            f"share: give held_out_chats or held_out_texts"
+            f"share. Give held_out_chats or held_out_texts"
         )
     if data.mixing == "loss" and domain.reference <= 0:
         raise UserError(
-            f"{key}.reference is {domain.reference:g}: data.mixing=loss needs the held-out loss, "
-            f"in nats a token, that the domain should reach"
+            f"{key}.reference is {domain.reference:g}, but data.mixing=loss needs the held-out "
+            f"loss, in nats per token, that the domain should reach"
         )
     if not 0 <= domain.reference_acceptance <= 1:
         raise UserError(

@@ -98,8 +98,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise UserError(
-                f"sample {index} has {length} tokens, but a packed row holds {capacity}: raise "
-                f"data.max_length or split it first"
+                f"sample {index} has {length} tokens, but a packed row holds {capacity}. Raise "
+                f"data.max_length or split the sample"
             )
         at = bisect.bisect_left(free, (length, -1))
         if at == len(free):
@@ -183,8 +183,8 @@ class PackedData:
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
             raise UserError(
-                f"zero supervised tokens in {len(samples)} samples: check the chat template and "
-                f"data.train_on (no answer is left to learn from)"
+                f"zero supervised tokens in {len(samples)} samples. Check the chat template and "
+                f"data.train_on, as no answer is left to learn from"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 

@@ -67,7 +67,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         stream = file.open("rb")
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}); check its permissions"
+            f"{file}: cannot be read ({error.strerror}). Check its permissions"
         ) from error
     with stream:
         if file.suffix in TEXT_FILES:
@@ -146,8 +146,8 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
-            f"fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
+            f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}). "
+            f"Fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
         ) from error
 
 

@@ -148,7 +148,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         return known_config(resolve(target.path), target.trust_remote_code)
     if not target.config:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give a "
             f"model folder, or for a dry run a target whose published configuration is known: "
             f"target={' | '.join(published_targets())}"
         )
@@ -169,7 +169,7 @@ def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
         return resolve(target.path)
     if not dry_run:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give the "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give the "
             f"target's folder, or download it from the Hub: "
             f"hf download OWNER/NAME --local-dir {target.path}"
         )
@@ -189,7 +189,7 @@ def describe_missing_target(target: TargetConfig) -> str:
         return ""
     config = target.config
     return (
-        f"target.path={target.path} is not there: its shape is that of the published configuration "
+        f"target.path={target.path} does not exist. The published configuration gives its shape "
         f"({config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
         f"{config.get('hidden_size')}), and its tokenizer is missing, so a drafter folder written "
         f"now holds no tokenizer files"
@@ -219,7 +219,7 @@ def refuse_own_code(target: TargetConfig) -> None:
     """Raise UserError for a target that needs Python of its folder."""
     if target.trust_remote_code:
         raise UserError(
-            "target.trust_remote_code is true, expected false: this job runs only known model "
+            "target.trust_remote_code is true, expected false, as this job runs only known model "
             "families. eval.run, distill.regenerate and recurrent_drafting.generate accept it with "
             "target.backend=hf"
         )
@@ -231,5 +231,5 @@ def check_context(target: TargetConfig, data: DataConfig, config: Any) -> None:
     if context is not None and data.max_length > context:
         raise UserError(
             f"data.max_length is {data.max_length}, but the context of {target.path} is {context} "
-            f"tokens: lower data.max_length"
+            f"tokens. Lower data.max_length"
         )

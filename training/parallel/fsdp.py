@@ -91,7 +91,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not decoder_layers(model) or not owners:
         raise UserError(
             f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers "
-            f"to recompute; set it to false"
+            f"to recompute. Set it to false"
         )
     owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -106,7 +106,7 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UserError(
-            f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}': use "
+            f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}'. Use "
             f"parallel=ddp, or a zero kind"
         )
     narrow = next(module.parameters()).dtype in (torch.bfloat16, torch.float16)

@@ -43,7 +43,7 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree: WORLD_SIZE is {self.world_size}, but accelerate has "
+                f"the workers disagree. WORLD_SIZE is {self.world_size}, but accelerate has "
                 f"{self.accelerator.num_processes} processes. Start the job without a launcher's "
                 f"environment variables, or with equal numbers"
             )
@@ -74,7 +74,7 @@ class Parallel:
             return
         if self.world_size > 1:
             raise UserError(
-                f"target.device is '{device}', but every rank has its own GPU: use cuda or auto"
+                f"target.device is '{device}', but every rank has a separate GPU. Use cuda or auto"
             )
         devices.set_default_gpu(torch.device(device))
 

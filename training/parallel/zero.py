@@ -33,13 +33,13 @@ def plugin(stage: int, use_cpu: bool) -> Any:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"parallel.kind is zero{stage}, but DeepSpeed is not installed: pip install "
+            f"parallel.kind is zero{stage}, but DeepSpeed is not installed. Run pip install "
             f"shallow-draft[train]"
         )
     if use_cpu and devices.device_of("auto") == "cuda":
         raise UserError(
             f"parallel.kind is zero{stage} with target.device=cpu, but DeepSpeed would use the "
-            f"GPU of this machine: hide it with CUDA_VISIBLE_DEVICES="
+            f"GPU of this machine. Hide it with CUDA_VISIBLE_DEVICES="
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -95,7 +95,7 @@ class ZeroAdamW:
         if len(dtypes) > 1:
             raise UserError(
                 f"a zero kind keeps all weights in one dtype, found "
-                f"{', '.join(map(str, sorted(dtypes, key=str)))}: use parallel=ddp"
+                f"{', '.join(map(str, sorted(dtypes, key=str)))}. Use parallel=ddp"
             )
         self.names, self.parameters = list(named), list(named.values())
         self.device = self.parameters[0].device
