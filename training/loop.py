@@ -301,8 +301,8 @@ def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
 
 
 def _note(values: dict[str, float], progress: Progress, speed: float) -> str:
-    evaluations = progress.evaluations
-    held_out = f"  held-out {_describe(evaluations[-1], most=1)}" if evaluations else ""
+    figures = _describe(progress.evaluations[-1], most=1) if progress.evaluations else ""
+    held_out = f"  held-out {figures}" if figures else ""
     name, metric = list(values.items())[1]
     return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {speed:,.0f} tok/s"
 
