@@ -190,7 +190,7 @@ def test_invalid_domains_are_refused(
 def test_pretraining_refuses_mixing_by_acceptance(texts: Path, tmp_path: Path):
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* Expected fixed or loss",
     ):
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 

@@ -416,7 +416,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
         (
             ["data.max_length=99999"],
-            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*lower data\.max_length",
+            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*Lower data\.max_length",
         ),
         (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
         (

@@ -87,7 +87,7 @@ def held_out_samples(
     found = held_out_domains(tokenizer, data, show)
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
+            f"no domain has held-out text ({', '.join(data.domains)}). Set held_out_chats or "
             f"held_out_texts for at least one domain"
         )
     return found
