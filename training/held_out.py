@@ -113,8 +113,8 @@ def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
         )
     if len(fitting) < len(found):
         print(
-            f"held-out prompts: {len(found) - len(fitting)} of {chosen.prompts} left out, as they "
-            f"have more than {room} tokens and leave no room for an answer"
+            f"held-out prompts: {len(found) - len(fitting)} of {chosen.prompts} left out, longer "
+            f"than {room} tokens, which leaves no room for an answer"
         )
     return fitting[: chosen.max_prompts]
 

@@ -177,9 +177,10 @@ def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
 
 
 def published_targets() -> list[str]:
-    """Return the names of the targets in conf/target that have a published configuration."""
+    """Return the names of the targets in conf/target that have or inherit a configuration."""
+    texts = {file.stem: file.read_text() for file in CONF_TARGETS.glob("*.yaml")}
     return sorted(
-        file.stem for file in CONF_TARGETS.glob("*.yaml") if "\nconfig:\n" in file.read_text()
+        name for name, text in texts.items() if "\nconfig:\n" in text or "\ndefaults:\n" in text
     )
 
 
