@@ -34,7 +34,6 @@ from jobs.protocol import Job, Run
 from training.drafter_folder import write_model
 from training.models.build import dtype_of, known_config
 from training.models.shapes import millions
-from training.optimizer import count_parameters
 
 _EMBEDDING = "model.embed_tokens.weight"
 # Modules whose weights have residual channels as rows.
@@ -98,7 +97,7 @@ class Compact(Job[CompactConfig]):
                 f"tolerance={config.tolerance:g}. {padded if dtype == torch.float32 else rounded}"
             )
         write_model(model, folder, run.artefact, dtype, draft_tokens=4)
-        stored_width, count = state[_EMBEDDING].shape[1], count_parameters(model.parameters())
+        stored_width, count = state[_EMBEDDING].shape[1], model.num_parameters()
         figures = {
             "stored_hidden_size": stored_width,
             "hidden_size": len(kept_C),

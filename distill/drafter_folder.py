@@ -9,7 +9,6 @@ from jobs.paths import shown
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
 from training.models.shapes import WIDTHS
-from training.optimizer import count_parameters
 
 
 def read_pruning(folder: Path) -> dict[str, Any] | None:
@@ -27,7 +26,7 @@ def write_card(
     """
     keys = ("num_hidden_layers", *WIDTHS, "vocab_size")
     about = {
-        "parameters": count_parameters(model.parameters()),
+        "parameters": model.num_parameters(),
         "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
     }

@@ -25,7 +25,6 @@ from training.job import fit_recorded
 from training.models.build import build_llama, dtype_of, load_causal_lm
 from training.models.shapes import WIDTHS, millions
 from training.objectives import LanguageModelling
-from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
 
@@ -56,7 +55,7 @@ class Pretrain(Job[PretrainConfig]):
         config, dtype = self.config, dtype_of(self.config.loop.dtype)
         with torch.device("meta"):
             model = build_llama(config.model, dtype, **_base_fields(self.tokenizer, config))
-        print(f"model: {millions(count_parameters(model.parameters()))} parameters")
+        print(f"model: {millions(model.num_parameters())} parameters")
         return print_cost(config, config.loop, model.config, {})
 
     def prepare(self, run: Run) -> None:
@@ -76,7 +75,7 @@ class Pretrain(Job[PretrainConfig]):
         data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
         held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
         if parallel.is_main:
-            size = count_parameters(model.parameters()) / 1e6
+            size = model.num_parameters() / 1e6
             print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
             print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
             print(f"plan: {describe_plan(config.loop, data)}")

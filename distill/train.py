@@ -31,7 +31,6 @@ from training.models.build import check_target, dtype_of, known_config
 from training.models.frozen import load_frozen
 from training.models.shapes import millions
 from training.objectives import Distillation, LanguageModelling, TeacherStates
-from training.optimizer import count_parameters
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
 
@@ -141,7 +140,7 @@ def make_objective(
 
 def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
     """Print the models, the data and the plan before the first step."""
-    sizes = [millions(count_parameters(model.parameters())) for model in (student, teacher)]
+    sizes = [millions(model.num_parameters()) for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
     print(
         f"student: {sizes[0]} parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]}, "

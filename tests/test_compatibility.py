@@ -43,6 +43,9 @@ RENAMED = {
     "test_control_characters_of_a_model_are_spelled_out": (
         "test_control_characters_of_a_model_are_escaped"
     ),
+    "test_control_a_target_with_a_template_is_asked_by_it": (
+        "test_control_targets_with_a_template_receive_rendered_prompts"
+    ),
     "draws": "children",
     "plain-drawn": "plain-sampled",
     "plain-picked": "plain-top_k",

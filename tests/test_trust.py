@@ -170,7 +170,7 @@ def test_control_python_of_a_trusted_folder_runs(
         "recurrent_drafting.train",
     ):
         with pytest.raises(
-            UserError, match=r"target.trust_remote_code is true, expected false: this job"
+            UserError, match=r"target.trust_remote_code is true, expected false, as this job"
         ):
             JOBS[name].run(
                 configured(name, tiny_target, tmp_path / name, "target.trust_remote_code=true")

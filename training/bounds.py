@@ -1,20 +1,20 @@
 """Bounds of a run in steps, epochs, tokens and seconds, and the progress towards them.
 
 The first bound that is reached ends the run. Schedules follow the progress recorded after the
-previous step, which checkpoints hold, and not the current clock. So a resumed run uses the same
-learning rates as an uninterrupted one: exactly under bounds in steps and tokens, and under a bound
-in seconds if the clock reads the same.
+previous step, not the current clock. A resumed run therefore repeats the learning rates of an
+uninterrupted one: exactly under bounds in steps and tokens, and under a bound in seconds if the
+clock reads the same.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 
 
 class RunTotals(NamedTuple):
-    """Totals of a run so far."""
+    """Steps, tokens and seconds of a run so far."""
 
     steps: int = 0
     tokens: int = 0
@@ -26,7 +26,7 @@ START = RunTotals()
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a run, the first of which ends it; infinite where none is set."""
+    """Limits of a run, infinite where none is set; the first one reached ends the run."""
 
     steps: float = math.inf
     tokens: float = math.inf
@@ -34,75 +34,66 @@ class Bounds:
 
     @property
     def has_seconds(self) -> bool:
-        """True if a clock ends the run."""
+        """Return whether the run has a bound in seconds."""
         return self.seconds < math.inf
 
-    def reserving(self, seconds: float) -> "Bounds":
-        """Return these bounds with `seconds` reserved for the work after the last step."""
-        return replace(self, seconds=self.seconds - seconds)
-
     def share(self, done: RunTotals, of: float = 1.0, since: RunTotals = START) -> float:
-        """Return the completed share of the way from `since` to the nearest bound, 0 to 1.
+        """Return the completed share (0 to 1) of the way from `since` to the nearest bound.
 
-        of: count only this first share of the run.
+        of: shorten every bound to this share of it.
         """
         if of == 0:
             return 1.0
-        shares = [0.0]
-        for now, bound, before in zip(
-            done, (self.steps, self.tokens, self.seconds), since, strict=True
-        ):
-            way = bound * of - before
-            shares.append((now - before) / way if way > 0 else 1.0)
-        return min(1.0, max(shares))
+        share = 0.0
+        limits = (self.steps, self.tokens, self.seconds)
+        for now, limit, before in zip(done, limits, since, strict=True):
+            way = limit * of - before
+            share = max(share, (now - before) / way if way > 0 else 1.0)
+        return min(1.0, share)
 
     def expected_steps(self, done: RunTotals, pace: float) -> int | None:
-        """Estimate the steps of the run from the totals so far; None while nothing is known.
+        """Estimate the run's number of steps; return None if no bound allows an estimate yet.
 
         pace: recent seconds per step.
         """
-        most = self.steps
-        if done.steps:
-            most = min(
-                most,
-                math.ceil(done.steps * self.tokens / done.tokens)
-                if self.tokens < math.inf
-                else math.inf,
-            )
-            if self.has_seconds and pace > 0:
-                most = min(
-                    most, done.steps + max(0, math.floor((self.seconds - done.seconds) / pace))
-                )
-        return int(most) if most < math.inf else None
+        estimates = [self.steps]
+        if done.steps and self.tokens < math.inf:
+            estimates.append(math.ceil(done.steps * self.tokens / done.tokens))
+        if done.steps and self.has_seconds and pace > 0:
+            left = math.floor((self.seconds - done.seconds) / pace)
+            estimates.append(done.steps + max(0, left))
+        fewest = min(estimates)
+        return int(fewest) if fewest < math.inf else None
 
 
 class Place(NamedTuple):
-    """A step's position in its run."""
+    """Position of a step in its run."""
 
     done: RunTotals
     bounds: Bounds
 
     def share(self, of: float = 1.0) -> float:
-        """Return the completed share of the first `of` of the run, 0 to 1."""
+        """Return the completed share (0 to 1) of the first part `of` of the run."""
         return self.bounds.share(self.done, of)
 
 
 @dataclass
 class Progress:
-    """State of the loop that a checkpoint stores besides tensors."""
+    """State of the loop that a checkpoint stores in addition to tensors."""
 
     step: int = 0
     tokens: int = 0
     supervised: int = 0
     # seconds of the steps alone
     seconds: float = 0.0
-    # Under a bound in seconds, by the loop's clock, evaluations and checkpoints included:
+    # The next four are used under a bound in seconds. Seconds elapsed, evaluations and checkpoints
+    # included:
     elapsed: float = 0.0
     # recent seconds per step
     pace: float = 0.0
     # seconds of the last evaluation
     look_seconds: float = 0.0
-    # no further step fits
+    # True once no further step fits into the bound
     time_up: bool = False
     # totals at the end of the learning rate's warm-up
     warm_tokens: int = 0
@@ -115,7 +106,7 @@ class Progress:
 
     @property
     def done(self) -> RunTotals:
-        """The totals so far."""
+        """Return the totals so far."""
         return RunTotals(self.step, self.tokens, self.elapsed)
 
     def warm(self, steps: int) -> RunTotals:
@@ -128,11 +119,14 @@ class Progress:
 
     @property
     def best(self) -> dict[str, float]:
-        """Held-out figures of the best checkpoint. Raises UserError if no score was finite."""
+        """Return the held-out figures of the best checkpoint.
+
+        Raises UserError if no score was finite.
+        """
         for figures in self.evaluations:
             if figures["step"] == self.best_step:
                 return figures
         raise UserError(
-            f"no held-out score was finite in {len(self.evaluations)} evaluations: check the "
+            f"no held-out score was finite in {len(self.evaluations)} evaluations. Check the "
             f"held-out data and the last losses"
         )

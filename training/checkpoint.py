@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
@@ -27,7 +27,7 @@ from jobs.files import disk_error, force_to_disk, save_tensors, write_text
 from jobs.run_files import read_object
 
 STATE = "state.json"
-_CHECKSUM = "checksum"  # key for the loop state's hash; absent in checkpoints of earlier versions
+_CHECKSUM = "checksum"  # key of the loop state's hash, which checkpoints of earlier versions lack
 _PARTS = ("model", "optimizer", "rng")
 
 
@@ -55,7 +55,7 @@ def save(
     new checkpoint. Raises UserError if a write fails; a previous checkpoint stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    # left by a run that was killed while saving this step
+    # remains of a run that was killed while saving this step
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -81,19 +81,19 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UserError for the name of a missing or damaged file."""
+    """Read a checkpoint. Raises UserError with the name of a missing or damaged file."""
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(
-            f"checkpoint {folder} was never completed: it has no {STATE}. Delete the folder"
+            f"checkpoint {folder} was never completed, as it has no {STATE}. Delete the folder"
         )
     state, hashes = read_object(state_file, "Delete the checkpoint's folder", _read_state)
     for name, expected in hashes.items():
         path = folder / name
         if not path.is_file() or sha256(path) != expected:
             raise UserError(
-                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; "
-                f"delete the folder"
+                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}. "
+                f"Delete the folder"
             )
     tensors = {name: load_file(folder / f"{name}.safetensors") for name in _PARTS}
     return Checkpoint(folder, state, **tensors)
@@ -113,13 +113,38 @@ def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _checksum(state: dict[str, Any]) -> str:
-    """Return the SHA-256 of the state as JSON stores it, with text keys."""
+    """Return the SHA-256 of the loop's state as JSON stores it."""
     as_read = json.loads(json.dumps(state))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
+def drop_tied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop names that share storage with an earlier one, as safetensors stores a tensor once."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in weights.items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor
+    return kept
+
+
+def load_weights(model: nn.Module, found: Checkpoint) -> None:
+    """Load a checkpoint's weights into the model.
+
+    Raises UserError if they belong to another model.
+    """
+    odd = sorted(drop_tied(model.state_dict()).keys() ^ found.model.keys())
+    if odd:
+        raise UserError(
+            f"checkpoint {found.folder} belongs to another model ('{odd[0]}' is in only one of "
+            f"them). Choose another output_dir="
+        )
+    model.load_state_dict(found.model, strict=False)  # tied names are stored once
+
+
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`; report damaged ones and skip them."""
+    """Return the newest complete checkpoint under `root`; report and skip damaged ones."""
     for folder in sorted(root.glob("step_*"), reverse=True):
         try:
             return load(folder)

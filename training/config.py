@@ -37,7 +37,7 @@ class StudentConfig:
 
 @dataclass
 class DomainConfig:
-    """One domain of a mixture; paths are those of DataConfig, relative to data.root."""
+    """One domain of a mixture. Its paths have the forms of DataConfig's, relative to data.root."""
 
     # ShareGPT files
     chats: list[str] = field(default_factory=list)
@@ -69,11 +69,11 @@ class DataConfig:
     held_out_texts: list[str] = field(default_factory=list)
     # chat template: auto (the tokenizer's own) or the name of one of ours
     template: str = "auto"
-    # tokens a packed row holds
+    # tokens of a packed row
     max_length: int = 512
     # largest share of bad records that is skipped and counted; a larger one is an error
     max_bad: float = 0.01
-    # use only the first N chats and texts; 0 uses all
+    # largest number of chats, and of texts, that is used; 0: all
     max_samples: int = 0
     # answers: supervise assistant turns | all: every token of a chat
     train_on: str = "answers"
@@ -88,7 +88,7 @@ class DataConfig:
     mixing_rate: float = 1.0
     # weight of the previous gap in the moving average that mixing=acceptance uses
     mixing_smoothing: float = 0.9
-    # treat a domain below its reference loss as one at it, as the paper does and its code does not
+    # count a loss below the reference as no gap, as the paper does and its code does not
     clip_gaps: bool = True
     # weight of the uniform mixture that every update adds
     uniform_share: float = 1e-4
@@ -128,11 +128,11 @@ class LoopConfig:
     checkpoint_every: int = 50
     # checkpoints kept besides the best one
     keep: int = 1
-    # optimizer steps between metric records
+    # optimizer steps between two metric records
     log_every: int = 1
     # dtype of weights and activations; bfloat16 keeps float32 master weights
     dtype: str = "float32"
-    # store only the input of each decoder layer; the backward pass runs the layer again
+    # store only the input of each decoder layer; the backward pass recomputes the layer
     activation_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -143,11 +143,11 @@ class HeldOutConfig:
 
     # prompts that are never trained on, in any format that benchmark.path accepts
     prompts: str = "embedded:held_out_chats"
-    # form of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
+    # rendering of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
     render: str = "auto"
-    # prompts used
+    # largest number of prompts
     max_prompts: int = 48
-    # length of the target's answer
+    # largest number of tokens of an answer
     max_new_tokens: int = 96
     # temperature at which the target answers and acceptance is counted
     temperature: float = 1.0
@@ -166,27 +166,25 @@ class TrainingJobConfig(JobConfig):
 
 
 class TrainingFields(Protocol):
-    """A job's configuration with data and a loop."""
+    """Configuration of a job with data and a loop."""
 
     data: DataConfig
     loop: LoopConfig
 
 
 def check_values(config: TrainingFields, more: dict[str, tuple[bool, str]]) -> None:
-    """Raise UserError for a number that is out of range.
+    """Raise UserError for the first number that is out of range.
 
     more: further keys -> (whether the value is valid, the expected range).
     """
-    loops = {key: value for key, value in vars(config).items() if isinstance(value, LoopConfig)}
-    rules = [rule for key, loop in loops.items() for rule in loop_rules(key, loop)]
-    refuse(
-        config, [*rules, *data_rules(config.data), *((key, *rule) for key, rule in more.items())]
-    )
+    rules = [*data_rules(config.data), *((key, *rule) for key, rule in more.items())]
+    for key, value in vars(config).items():
+        if isinstance(value, LoopConfig):
+            rules += loop_rules(key, value)
+    refuse(config, rules)
 
 
 LONGEST_ROW = 2**20  # tokens
-
-
 LARGEST_STEP = 10**9  # tokens
 
 
@@ -195,36 +193,28 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
     optimizer, betas = loop.optimizer, loop.optimizer.betas
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
-    return [
-        (f"{key}.max_steps", loop.max_steps >= 0, "0 (no bound) or more"),
-        (f"{key}.max_tokens", loop.max_tokens >= 0, "0 (no bound) or more"),
-        (f"{key}.max_seconds", 0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
-        (
-            f"{key}.max_epochs",
-            0 < epochs < math.inf or (epochs == 0 and bool(others)),
-            f"more than 0, or 0 (no bound) with {key}.max_steps, max_tokens or max_seconds",
-        ),
-        (
-            f"{key}.tokens_per_step",
-            1 <= loop.tokens_per_step <= LARGEST_STEP,
-            f"1 to {LARGEST_STEP:,}",
-        ),
-        (f"{key}.micro_batch_tokens", loop.micro_batch_tokens >= 1, "1 or more"),
-        (f"{key}.eval_every", loop.eval_every >= 0, "0 (only at the end) or more"),
-        (f"{key}.checkpoint_every", loop.checkpoint_every >= 0, "0 (only at the end) or more"),
-        (f"{key}.keep", loop.keep >= 0, "0 or more"),
-        (f"{key}.log_every", loop.log_every >= 1, "1 or more"),
-        (f"{key}.optimizer.lr", 0 < optimizer.lr < math.inf, "more than 0"),
-        (
-            f"{key}.optimizer.betas",
-            len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-            "two numbers from 0 to below 1",
-        ),
-        (f"{key}.optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or more"),
-        (f"{key}.optimizer.warmup_steps", optimizer.warmup_steps >= 0, "0 or more"),
-        (f"{key}.optimizer.final_lr", 0 <= optimizer.final_lr < math.inf, "0 or more"),
-        (f"{key}.optimizer.clip", 0 <= optimizer.clip < math.inf, "0 (off) or more"),
+    no_bound = f"more than 0, or 0 (no bound) with {key}.max_steps, max_tokens or max_seconds"
+    step_fits = 1 <= loop.tokens_per_step <= LARGEST_STEP
+    betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    rules = [
+        ("max_steps", loop.max_steps >= 0, "0 (no bound) or more"),
+        ("max_tokens", loop.max_tokens >= 0, "0 (no bound) or more"),
+        ("max_seconds", 0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
+        ("max_epochs", 0 < epochs < math.inf or (epochs == 0 and bool(others)), no_bound),
+        ("tokens_per_step", step_fits, f"1 to {LARGEST_STEP:,}"),
+        ("micro_batch_tokens", loop.micro_batch_tokens >= 1, "1 or more"),
+        ("eval_every", loop.eval_every >= 0, "0 (only at the end) or more"),
+        ("checkpoint_every", loop.checkpoint_every >= 0, "0 (only at the end) or more"),
+        ("keep", loop.keep >= 0, "0 or more"),
+        ("log_every", loop.log_every >= 1, "1 or more"),
+        ("optimizer.lr", 0 < optimizer.lr < math.inf, "more than 0"),
+        ("optimizer.betas", betas_fit, "two numbers from 0 to below 1"),
+        ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or more"),
+        ("optimizer.warmup_steps", optimizer.warmup_steps >= 0, "0 or more"),
+        ("optimizer.final_lr", 0 <= optimizer.final_lr < math.inf, "0 or more"),
+        ("optimizer.clip", 0 <= optimizer.clip < math.inf, "0 (off) or more"),
     ]
+    return [(f"{key}.{name}", valid, expected) for name, valid, expected in rules]
 
 
 def data_rules(data: DataConfig) -> list[Rule]:

@@ -30,6 +30,9 @@ _SAFETENSORS_NAMES = {
     torch.float64: "F64",
 }
 
+# transformers' assisted generation would vary the draft length
+_FIXED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+
 
 def write_model(
     model: Any,
@@ -40,7 +43,7 @@ def write_model(
 ) -> None:
     """Write weights (safetensors), configuration, generation settings and the tokenizer's files.
 
-    draft_tokens: fixes the draft length of assisted generation, as in every drafter folder. Raises
+    draft_tokens: draft length of transformers' assisted generation, which is then constant. Raises
     UserError if a write fails.
     """
     stored = model.to(dtype)
@@ -61,7 +64,7 @@ def write_untrained(
 ) -> None:
     """Write a folder like `write_model`, with weights of zero in a sparse file.
 
-    model: its tensors are on the meta device.
+    model: on the meta device.
     """
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -79,16 +82,16 @@ def write_untrained(
 
 
 def keeps_folder(folder: Path, was_dry: bool) -> bool:
-    """Return True, with a note, if `folder` holds a trained model; delete a dry run's folder."""
+    """Return True and print a note if `folder` holds a trained model; delete a dry run's folder."""
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        print(f"kept: {folder} is there already")
+        print(f"kept: {folder} exists already")
     return folder.exists()
 
 
 def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """Write a safetensors file of zeros as a header and a hole that takes no disk space."""
+    """Write a safetensors file of zeros: a header, and a hole that takes no disk space."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -106,28 +109,20 @@ def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) ->
 
 
 def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
-    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
+    assisted = {} if draft_tokens is None else {"num_assistant_tokens": draft_tokens, **_FIXED}
     special = {
         name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     return GenerationConfig(**special, **assisted)
 
 
-def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
-    return {
-        "num_assistant_tokens": draft_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
-
-
 @dataclass(frozen=True)
 class Provenance:
     """Origin and measured figures of a drafter, for its card."""
 
-    # in tables and on the card
+    # name in tables and on the card
     name: str
-    # the path in the configuration
+    # target.path as configured
     target: str
     target_folder: Path
     # sources, and the number of tokens trained on
@@ -136,7 +131,7 @@ class Provenance:
     loss: dict[str, Any]
     # held-out figures
     acceptance: dict[str, Any]
-    # False for a dry run, whose weights do not exist, so that nothing is hashed
+    # False for a dry run, which has no weights to hash
     trained: bool = True
 
     @classmethod
@@ -147,7 +142,7 @@ class Provenance:
 
 
 class DrafterFields(Protocol):
-    """The configuration of a job that trains a drafter, apart from its loss."""
+    """Configuration of a job that trains a drafter, apart from its loss."""
 
     target: TargetConfig
     data: DataConfig
@@ -157,9 +152,9 @@ class DrafterFields(Protocol):
 def origin_of(
     config: DrafterFields, name: str, target_folder: Path, progress: Progress, **measured: float
 ) -> Provenance:
-    """Return the provenance of a trained drafter.
+    """Return the provenance of a trained drafter, with the figures of its best checkpoint.
 
-    It holds the figures of the best checkpoint, then `measured`.
+    measured: further held-out figures.
     """
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
@@ -210,13 +205,13 @@ def write_card(
 
 
 def training_on_card(card: dict[str, Any]) -> str:
-    """Return how the card's drafter was trained, as part of a sentence."""
+    """Describe how the card's drafter was trained, as part of a sentence."""
     loss = card["loss"]
     return f"trained with {loss['name']}" if loss["name"] else str(loss["note"])
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:
-    """Return a README paragraph about a missing tokenizer; empty if the folder has one."""
+    """Return a README paragraph about a missing tokenizer, or an empty text."""
     if card["tokenizer"]:
         return ""
     return (

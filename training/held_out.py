@@ -24,7 +24,7 @@ from training.data.packing import Sample
 from training.data.readers import read_prompts
 from training.models.build import target_is_here
 
-ANSWERED_TOGETHER = 16  # prompts
+PROMPTS_PER_BATCH = 16
 
 
 class HeldOutFields(Protocol):
@@ -37,7 +37,7 @@ class HeldOutFields(Protocol):
 
 
 class StagedFields(HeldOutFields, Protocol):
-    """Such a configuration, whose experiment decodes with the drafter at the end."""
+    """Configuration of an experiment whose later stages decode with its drafter."""
 
     dry_run: bool
     benchmark_prompts: str
@@ -47,80 +47,79 @@ class StagedFields(HeldOutFields, Protocol):
 def check_stages(config: StagedFields) -> None:
     """Raise UserError for an experiment whose later stages would fail.
 
-    Its prompts may be missing, or this target's tokenizer may be unable to render its chats.
+    Benchmark prompts may be missing, or the target's tokenizer may lack a chat template.
     """
     if config.dry_run or not target_is_here(config.target):
         return
     tokenizer = load_tokenizer(resolve(config.target.path))
-    template, asked = config.data.template, "data.template"
+    template = config.data.template
     if any(one.chats or one.held_out_chats for one in each_data(config.data)):
         template_source(tokenizer, template)
-    choose_rendering(
-        tokenizer, config.held_out.render, template, ("held_out.render", asked), show=False
-    )
+    renders = {"held_out.render": config.held_out.render}
     if config.benchmark_prompts:
         resolve(config.benchmark_prompts)
-        choose_rendering(
-            tokenizer, config.benchmark_render, template, ("benchmark_render", asked), show=False
-        )
+        renders["benchmark_render"] = config.benchmark_render
+    for key, render in renders.items():
+        choose_rendering(tokenizer, render, template, (key, "data.template"), show=False)
 
 
 def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -> list[Sample]:
-    """Return the target's answers to the held-out prompts as samples with supervised answer tokens.
+    """Return the target's answers to the held-out prompts as samples with supervised answers.
 
-    Prompts that do not fit are left out.
+    Prompts without room for an answer are left out. Raises UserError if none is left.
     """
-    chosen = config.held_out
-    room = config.data.max_length - chosen.max_new_tokens
-    if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
-        print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions); give prompts "
-            f"typical of your target with held_out.prompts=FILE"
-        )
-    template = config.data.template
-    render = choose_rendering(
-        tokenizer, chosen.render, template, ("held_out.render", "data.template")
-    )
-    prompts: list[list[int]] = []
-    too_long = 0
-    for prompt in read_prompts(resolve(chosen.prompts)):
-        if render == "text":
-            ids = render_text(tokenizer, prompt.turns[0])
-        else:
-            ids = render_prompt(
-                tokenizer, [{"role": "user", "content": prompt.turns[0]}], template=template
-            )
-        if len(ids) > room:
-            too_long += 1
-        elif len(prompts) < chosen.max_prompts:
-            prompts.append(ids)
-    if not prompts:
-        raise UserError(
-            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length "
-            f"{config.data.max_length} less held_out.max_new_tokens {chosen.max_new_tokens}): "
-            f"raise data.max_length or lower held_out.max_new_tokens"
-        )
-    if too_long:
-        print(
-            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} "
-            f"tokens, which leave room for an answer"
-        )
-    target = asked_target(target_folder, config)
-    stops = stop_tokens(target_folder, tokenizer)
+    prompts = _fitting_prompts(tokenizer, config)
+    target = load_answering_target(target_folder, config)
     settings = Settings(
-        chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops
+        config.held_out.max_new_tokens,
+        config.held_out.temperature,
+        seed=config.seed,
+        stop_token_ids=stop_tokens(target_folder, tokenizer),
     )
     samples = []
-    for start in range(0, len(prompts), ANSWERED_TOGETHER):
-        part = prompts[start : start + ANSWERED_TOGETHER]
+    for start in range(0, len(prompts), PROMPTS_PER_BATCH):
+        part = prompts[start : start + PROMPTS_PER_BATCH]
         for ids, answer in zip(part, decode(target, None, part, settings), strict=True):
-            mask = np.zeros(len(ids) + len(answer.tokens), dtype=bool)
-            mask[len(ids) :] = True
+            mask = np.arange(len(ids) + len(answer.tokens)) >= len(ids)
             samples.append(Sample(np.asarray(ids + answer.tokens, dtype=np.int32), mask))
     return samples
 
 
-def asked_target(folder: Path, config: HeldOutFields) -> Target:
+def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
+    """Return the ids of the first held_out.max_prompts prompts that leave room for an answer."""
+    chosen, template = config.held_out, config.data.template
+    if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
+        print(
+            f"warning: held-out prompts are {chosen.prompts} (Python functions). Give prompts "
+            f"that are typical of your target with held_out.prompts=FILE"
+        )
+    keys = ("held_out.render", "data.template")
+    as_text = choose_rendering(tokenizer, chosen.render, template, keys) == "text"
+    room = config.data.max_length - chosen.max_new_tokens
+    found = [
+        render_text(tokenizer, prompt.turns[0])
+        if as_text
+        else render_prompt(
+            tokenizer, [{"role": "user", "content": prompt.turns[0]}], template=template
+        )
+        for prompt in read_prompts(resolve(chosen.prompts))
+    ]
+    fitting = [ids for ids in found if len(ids) <= room]
+    if not fitting:
+        raise UserError(
+            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length "
+            f"{config.data.max_length} less held_out.max_new_tokens {chosen.max_new_tokens}). "
+            f"Raise data.max_length or lower held_out.max_new_tokens"
+        )
+    if len(fitting) < len(found):
+        print(
+            f"held-out prompts: {len(found) - len(fitting)} of {chosen.prompts} left out, longer "
+            f"than {room} tokens, which leaves no room for an answer"
+        )
+    return fitting[: chosen.max_prompts]
+
+
+def load_answering_target(folder: Path, config: HeldOutFields) -> Target:
     """Load the target for decoding held-out prompts, in the dtype and on the devices of the job."""
     return load_target(
         folder,

@@ -1,4 +1,4 @@
-"""Parts shared by training jobs beyond jobs/protocol.py: frozen target and recorded loop."""
+"""Parts of training jobs that jobs/protocol.py lacks: the frozen target and the recorded loop."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,18 +11,18 @@ from training.bounds import Progress
 from training.config import TrainingJobConfig
 from training.data.packing import PackedData
 from training.loop import fit
-from training.models.build import check_context, folder_of, target_config
+from training.models.build import check_context, find_target_folder, target_config
 from training.parallel.strategy import Parallel
 
 
 class TargetJob(Job[Config]):
-    """A job on a frozen target. A dry run needs only the target's published configuration."""
+    """A job on a frozen target, whose dry run needs only the target's published configuration."""
 
     def __init__(self, config: Any) -> None:
         """Store a configuration that has the fields `target` and `data`."""
         super().__init__(config)
         self.target = target_config(config.target)
-        self.target_folder = folder_of(config.target, config.dry_run)
+        self.target_folder = find_target_folder(config.target, config.dry_run)
 
     def prepare(self, run: Run) -> None:
         config: Any = self.config
@@ -40,7 +40,7 @@ def fit_recorded(
     parallel: Parallel,
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
-    """Train `model` with `training.loop.fit`; the main rank also records manifest and metrics."""
+    """Train `model` with `training.loop.fit`, and record metrics on the main rank."""
     is_main = parallel.is_main
     with track_run(run.folder, config, run.inputs) if is_main else nullcontext() as tracker:
         return fit(

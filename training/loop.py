@@ -7,9 +7,12 @@ process; under a bound in seconds this needs the same clock readings.
 
 import math
 import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -75,213 +78,194 @@ def fit(
     Raises Interrupted, and UserError for a loss that is not finite or a time limit without room for
     a step.
     """
-    limits = bounds_of(config, data)
-    root = folder / "checkpoints"
-    wrapped, optimizer, progress = _begin(root, module, trained, config, parallel)
-    data.load(progress.data)
+    root, limits = folder / "checkpoints", bounds_of(config, data)
+    training = _begin(root, module, trained, data, config, parallel)
+    progress = training.progress
     if tracker is not None:
         tracker.rewind(progress.step)
     timer = Timer(progress, limits, parallel, clock)
     timer.time_evaluation(evaluate)
-    signals = _Signals()
-    rates: deque[float] = deque(maxlen=20)
-    with (
-        ProgressBar(
-            title, limits.expected_steps(progress.done, 0.0), progress.step, parallel.is_main
-        ) as bar,
-        signals,
-    ):
-        while not progress.reached(limits) and not data.ended:
+    expected = limits.expected_steps(progress.done, pace=0.0)
+    bar = ProgressBar(title, expected, progress.step, parallel.is_main)
+    speeds: deque[float] = deque(maxlen=20)
+
+    def ended() -> bool:
+        return progress.reached(limits) or bool(data.ended)
+
+    with bar, _deferred_signals() as signalled:
+        while not ended():
             bounds = timer.bounds
-            values = _step(wrapped, data, config, parallel, optimizer, progress, bounds, root)
+            values = training.step(bounds)
             timer.count_step()
-            last = progress.reached(limits)
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
-            if last or data.ended or _due(progress.step, config.eval_every):
-                _look(progress, timer.timed(evaluate), data, tracker, bar)
-            stop = parallel.any(signals.received)
-            due = (
-                _due(progress.step, config.checkpoint_every) or progress.best_step == progress.step
+            if ended() or _due(progress.step, config.eval_every):
+                figures = timer.run_evaluation(evaluate)
+                record = training.record_evaluation(figures)
+                if tracker is not None:
+                    tracker.log(progress.step, record)
+                bar.say(f"  step {progress.step}: held-out {_describe(figures)}")
+            stop = parallel.any(signalled.is_set())
+            best = progress.best_step == progress.step
+            if ended() or best or stop or _due(progress.step, config.checkpoint_every):
+                training.save()
+            speeds.append(values["tokens_per_second"])
+            total = bounds.expected_steps(progress.done, progress.pace)
+            bar.update(
+                progress.step,
+                _note(values, progress, sum(speeds) / len(speeds)),
+                progress.step if ended() else total,
             )
-            if last or due or stop or data.ended:
-                _save(root, progress, config, trained, optimizer, parallel)
-            rates.append(values["tokens_per_second"])
-            total = progress.step if last else bounds.expected_steps(progress.done, progress.pace)
-            bar.update(progress.step, _note(values, progress, sum(rates) / len(rates)), total)
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the "
                     f"same command to continue"
                 )
-        if not progress.reached(limits):
-            of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
-            bar.say(f"  ended after step {progress.step}{of}: {data.ended}")
-        elif progress.time_up and progress.step < limits.steps:
-            bar.say(
-                f"  ended after step {progress.step}: no other fits in {config.max_seconds:g} s "
-                f"(loop.max_seconds)"
-            )
+        if reason := _early_end(progress, limits, data):
+            bar.say(f"  ended after step {progress.step}{reason}")
     with parallel.gathered_weights(for_good=True):
         _load_best(root, progress, trained, parallel)
     return progress
 
 
-def _step(
-    module: Any,
-    data: PackedData,
-    config: LoopConfig,
-    parallel: Parallel,
-    optimizer: Optimizer,
-    progress: Progress,
-    bounds: Bounds,
-    root: Path,
-) -> dict[str, float]:
-    """Run one optimizer step, advance `progress` and return the step's record.
+@dataclass
+class Training:
+    """Parts of one training, whose steps change the weights, the optimizer and `progress`."""
 
-    Raises UserError before the update if the loss or the gradient is not finite.
-    """
-    began = time.monotonic()
-    rows = data.step_rows(progress.step)
-    progress.data = data.state()
-    if progress.step == config.optimizer.warmup_steps:
-        progress.warm_tokens, progress.warm_elapsed = progress.tokens, progress.elapsed
-    place = Place(progress.done, bounds)
-    parallel.inner.begin(progress.step, place)
-    sums, tokens = _backward(module, rows, data, config, parallel, optimizer)
-    # the step's one wait for the device
-    (loss, *metrics), norm = devices.read(sums, optimizer.clip())
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        clip = config.optimizer.clip
-        remedy = (
-            f"or loop.optimizer.clip (now {clip})"
-            if clip > 0
-            else "or set loop.optimizer.clip (now off)"
+    # the objective as the ranks run it
+    module: Any
+    # the part of it that is saved
+    trained: nn.Module
+    data: PackedData
+    config: LoopConfig
+    parallel: Parallel
+    optimizer: Optimizer
+    progress: Progress
+    # folder of the checkpoints
+    root: Path
+
+    def step(self, bounds: Bounds) -> dict[str, float]:
+        """Run one optimizer step, advance `progress` and return the step's record.
+
+        Raises UserError before the update if the loss or the gradient is not finite.
+        """
+        began = time.monotonic()
+        progress, config, objective = self.progress, self.config.optimizer, self.parallel.inner
+        rows = self.data.step_rows(progress.step)
+        progress.data = self.data.state()
+        if progress.step == config.warmup_steps:
+            progress.warm_tokens, progress.warm_elapsed = progress.tokens, progress.elapsed
+        place = Place(progress.done, bounds)
+        objective.begin(progress.step, place)
+        sums, tokens = self._backward(rows)
+        # the step's one wait for the device
+        (loss, *metrics), norm = devices.read(sums, self.optimizer.clip())
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise self._not_finite(loss, norm)
+        share = bounds.share(place.done, since=progress.warm(config.warmup_steps))
+        lr = learning_rate(config, progress.step, share)
+        self.optimizer.step(lr)
+        seconds = time.monotonic() - began
+        progress.step += 1
+        progress.tokens += tokens
+        progress.supervised += self.data.supervised_in(rows)
+        progress.seconds += seconds
+        return {
+            "loss": loss,
+            **dict(zip(objective.metric_names, metrics, strict=True)),
+            "lr": lr,
+            "progress": place.share(),
+            "gradient_norm": norm,
+            "tokens": progress.tokens,
+            "supervised_tokens": progress.supervised,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def _backward(self, rows: list[list[int]]) -> tuple[Tensor, int]:
+        """Compute the gradient of one step, divided by the global count of supervised tokens.
+
+        Returns ([loss, *metrics] on the device, tokens), both over all ranks.
+        """
+        data, parallel = self.data, self.parallel
+        count = max(1, data.supervised_in(rows))
+        rows_per_forward = max(1, self.config.micro_batch_tokens // data.capacity)
+        sums = []
+        forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
+        for number, part in enumerate(forwards):
+            # Gradients of bfloat16 weights accumulate in float32 masters, so ranks exchange them
+            # after every forward; others are exchanged once a step.
+            last = self.optimizer.has_copies or number == len(forwards) - 1
+            with parallel.exchange(self.module, last):
+                batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
+                loss_sum, metric_sums = self.module(batch)
+                parallel.backward(self.module, loss_sum / count)
+            self.optimizer.collect()
+            sums.append(torch.cat([loss_sum.detach().double()[None], metric_sums.double()]))
+        tokens = sum(len(data.samples[index].ids) for row in rows for index in row)
+        return parallel.sum(torch.stack(sums).sum(dim=0)) / count, tokens
+
+    def _not_finite(self, loss: float, norm: float) -> UserError:
+        lr, clip = self.config.optimizer.lr, self.config.optimizer.clip
+        clipping = f"or loop.optimizer.clip (now {clip})" if clip else "or set loop.optimizer.clip"
+        return UserError(
+            f"the loss is {loss} and the gradient's norm {norm} at step {self.progress.step + 1}, "
+            f"so the run stopped before the update. The last good checkpoint, if any, is in "
+            f"{self.root}. Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
         )
-        raise UserError(
-            f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: "
-            f"stopped before the update. The last good checkpoint, if any, is in {root}. "
-            f"Lower loop.optimizer.lr (now {config.optimizer.lr}) {remedy}, then run again"
-        )
-    behind = bounds.share(place.done, since=progress.warm(config.optimizer.warmup_steps))
-    rate = learning_rate(config.optimizer, progress.step, behind)
-    optimizer.step(rate)
-    seconds = time.monotonic() - began
-    progress.step += 1
-    progress.tokens += tokens
-    progress.supervised += data.supervised_in(rows)
-    progress.seconds += seconds
-    named = dict(zip(parallel.inner.metric_names, metrics, strict=True))
-    record = {
-        "loss": loss,
-        **named,
-        "lr": rate,
-        "progress": place.share(),
-        "gradient_norm": norm,
-        "tokens": progress.tokens,
-    }
-    return record | {
-        "supervised_tokens": progress.supervised,
-        "tokens_per_second": tokens / seconds,
-    }
 
+    def record_evaluation(self, figures: dict[str, float]) -> dict[str, float]:
+        """Store held-out figures, which are equal on every rank, and return their record.
 
-def _backward(
-    module: nn.Module,
-    rows: list[list[int]],
-    data: PackedData,
-    config: LoopConfig,
-    parallel: Parallel,
-    optimizer: Optimizer,
-) -> tuple[Tensor, int]:
-    """Compute the gradient of one step, divided by the global count of supervised tokens.
+        They select the best checkpoint and may change the mixture of the data.
+        """
+        progress = self.progress
+        progress.evaluations.append({"step": progress.step, **figures})
+        changes = self.data.adapt(figures)
+        progress.data = self.data.state()
+        if figures["score"] > progress.best_score:
+            progress.best_step, progress.best_score = progress.step, figures["score"]
+        held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
+        return held_out | changes
 
-    Returns ([loss, *metrics] on the device, tokens), both over all ranks.
-    """
-    count = max(1, data.supervised_in(rows))
-    rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
-    totals = torch.zeros(
-        1 + len(parallel.inner.metric_names), dtype=torch.float64, device=parallel.device
-    )
-    forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
-    for number, part in enumerate(forwards):
-        # Gradients of bfloat16 weights accumulate in float32 masters, so ranks exchange them after
-        # every forward; others are exchanged once a step.
-        travel = optimizer.has_copies or number == len(forwards) - 1
-        with parallel.exchange(module, last=travel):
-            batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
-            loss_sum, metric_sums = module(batch)
-            parallel.backward(module, loss_sum / count)
-        optimizer.collect()
-        totals += torch.cat([loss_sum.detach().double().reshape(1), metric_sums.double()])
-    tokens = sum(len(data.samples[index].ids) for row in rows for index in row)
-    return parallel.sum(totals) / count, tokens
+    def save(self) -> None:
+        """Write the complete state in one format, which every kind of parallelism can resume."""
+        progress, parallel = self.progress, self.parallel
+        states = self.optimizer.state(keep=parallel.is_main)
+        with parallel.gathered_weights():
+            if parallel.is_main:
+                weights = checkpoint.drop_tied(self.trained.state_dict())
+                folder = self.root / f"step_{progress.step:06d}"
+                checkpoint.save(folder, vars(progress), weights, states, checkpoint.rng_state())
+                best = f"step_{progress.best_step:06d}"
+                checkpoint.prune(self.root, self.config.keep, best)
+        parallel.wait()
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _look(
-    progress: Progress,
-    figures: dict[str, float],
-    data: PackedData,
-    tracker: Recorder | None,
-    bar: ProgressBar,
-) -> None:
-    """Record held-out figures, which are the same on every rank.
-
-    They decide what is saved and may change the mixture of the data.
-    """
-    progress.evaluations.append({"step": progress.step, **figures})
-    learned = data.look(figures)
-    progress.data = data.state()
-    if figures["score"] > progress.best_score:
-        progress.best_step, progress.best_score = progress.step, figures["score"]
-    if tracker is not None:
-        held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
-        tracker.log(progress.step, held_out | learned)
-    # Figures by domain would fill a line; they are in metrics.jsonl.
-    shown = "  ".join(
-        f"{key} {value:.3f}" for key, value in figures.items() if key != "score" and "/" not in key
-    )
-    bar.say(f"  step {progress.step}: held-out {shown}")
-
-
-def _save(
-    root: Path,
-    progress: Progress,
-    config: LoopConfig,
-    trained: nn.Module,
-    optimizer: Optimizer,
-    parallel: Parallel,
-) -> None:
-    """Write the complete state in one format, which every kind of parallelism can resume."""
-    states = optimizer.state(keep=parallel.is_main)
-    with parallel.gathered_weights():
-        if parallel.is_main:
-            weights = _untied(dict(trained.state_dict()))
-            name = f"step_{progress.step:06d}"
-            checkpoint.save(root / name, vars(progress), weights, states, checkpoint.rng_state())
-            checkpoint.prune(root, config.keep, best=f"step_{progress.best_step:06d}")
-    parallel.wait()
-
-
 def _begin(
-    root: Path, module: Any, trained: nn.Module, config: LoopConfig, parallel: Parallel
-) -> tuple[nn.Module, Optimizer, Progress]:
-    """Load the newest complete checkpoint, if any, and prepare the objective for the ranks."""
+    root: Path,
+    module: Any,
+    trained: nn.Module,
+    data: PackedData,
+    config: LoopConfig,
+    parallel: Parallel,
+) -> Training:
+    """Prepare the training for the ranks, from its newest complete checkpoint if there is one."""
     if config.activation_checkpointing:
         checkpoint_activations(trained)
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
     if found is not None:  # before the weights are sharded
-        _load_weights(trained, found)
+        checkpoint.load_weights(trained, found)
     wrapped, optimizer = parallel.prepare(module, trained, config.optimizer, module.rates)
-    if found is None:
-        return wrapped, optimizer, Progress()
-    optimizer.load(found.optimizer)
-    checkpoint.restore_rng(found.rng)
-    return wrapped, optimizer, Progress(**found.state)
+    progress = Progress() if found is None else Progress(**found.state)
+    if found is not None:
+        optimizer.load(found.optimizer)
+        checkpoint.restore_rng(found.rng)
+    data.load(progress.data)
+    return Training(wrapped, trained, data, config, parallel, optimizer, progress, root)
 
 
 def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Parallel) -> None:
@@ -292,61 +276,53 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
         best = checkpoint.load(root / f"step_{progress.best_step:06d}")
     except UserError as error:
         raise UserError(
-            f"{error}. It was the best one, which this run would export. Delete {root} to train "
-            f"again"
+            f"{error}. It was the best one, which this run exports. Delete {root} to train again"
         ) from error
-    _load_weights(trained, best)
+    checkpoint.load_weights(trained, best)
 
 
-def _load_weights(trained: nn.Module, found: checkpoint.Checkpoint) -> None:
-    wanted = _untied(dict(trained.state_dict()))
-    if wanted.keys() != found.model.keys():
-        odd = sorted(wanted.keys() ^ found.model.keys())[0]
-        raise UserError(
-            f"checkpoint {found.folder} belongs to another model ('{odd}' is in only one of them): "
-            f"choose another output_dir="
-        )
-    trained.load_state_dict(found.model, strict=False)  # tied names are stored once
+def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
+    """Return why the run ended before its bound in steps, or an empty text."""
+    if not progress.reached(limits):
+        of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
+        return f"{of}: {data.ended}"
+    if progress.time_up and progress.step < limits.steps:
+        return ": the next one would exceed loop.max_seconds"
+    return ""
 
 
-def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop names that share storage with an earlier one: safetensors stores a tensor once."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in weights.items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            seen.add(tensor.data_ptr())
-            kept[name] = tensor
-    return kept
+def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
+    """Format held-out figures, without the score and the figures by domain.
+
+    most: largest number of figures.
+    """
+    keys = [key for key in figures if key not in ("step", "score") and "/" not in key]
+    return "  ".join(f"{key} {figures[key]:.3f}" for key in keys[:most])
 
 
-def _note(values: dict[str, float], progress: Progress, rate: float) -> str:
-    # the score itself has no unit
-    looked = progress.evaluations[-1] if progress.evaluations else {}
-    held_out = next(
-        (f"  held-out {key} {looked[key]:.3f}" for key in looked if key not in ("step", "score")),
-        "",
-    )
-    (name, metric) = list(values.items())[1]
-    return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {rate:,.0f} tok/s"
+def _note(values: dict[str, float], progress: Progress, speed: float) -> str:
+    figures = _describe(progress.evaluations[-1], most=1) if progress.evaluations else ""
+    held_out = f"  held-out {figures}" if figures else ""
+    name, metric = list(values.items())[1]
+    return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {speed:,.0f} tok/s"
 
 
-class _Signals:
-    """Recorder of SIGINT and SIGTERM while the loop runs; a second signal acts at once."""
+@contextmanager
+def _deferred_signals() -> Iterator[threading.Event]:
+    """Set the yielded event at the first SIGINT or SIGTERM; a second one acts at once."""
+    received = threading.Event()
 
-    def __init__(self) -> None:
-        self.received = False
-        self._before: dict[int, Any] = {}
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.set()
+        signal.signal(number, before[number])
 
-    def __enter__(self) -> "_Signals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        signal.signal(number, self._before[number])

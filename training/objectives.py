@@ -1,6 +1,7 @@
-"""Training objectives: a language model on text, or a student on its teacher. All return sums.
+"""Training objectives: a language model on text, or a student on its teacher.
 
-Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
+All return sums over supervised tokens. Shapes: R rows, T tokens, N supervised tokens, H and G
+widths of student and teacher.
 """
 
 from collections.abc import Mapping
@@ -50,20 +51,6 @@ class LanguageModelling(StaticObjective):
         )
 
 
-class Frozen:
-    """Reference to a model that an objective reads but does not own as a submodule.
-
-    So the model is in no optimizer, gradient exchange or checkpoint, and copies of the objective,
-    such as those that ranks shard, share it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Frozen":
-        return self
-
-
 class Distillation(StaticObjective):
     """Forward KL from a frozen teacher at the supervised positions."""
 
@@ -76,29 +63,24 @@ class Distillation(StaticObjective):
         temperature: float = 1.0,
         states: "TeacherStates | None" = None,
     ) -> None:
-        """Use `states` as the teacher's cached states, which several students may share.
+        """Store the student, and the teacher with a cache of its states.
 
-        None runs the teacher on each batch.
+        states: a cache that several students share; None: no cache.
         """
         super().__init__()
         self.student = student
-        self._teacher = Frozen(teacher)
         self.temperature = temperature
         self._states = states or TeacherStates(teacher, 0)
 
-    @property
-    def teacher(self) -> Any:
-        return self._teacher.model
-
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1]), supervised only."""
+        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1])."""
         teacher_NG = self._states(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
         return chunked_forward_kl(
             hidden_NH,
             self.student.lm_head.weight,
             teacher_NG,
-            self.teacher.lm_head.weight,
+            self._states.teacher.lm_head.weight,
             temperature=self.temperature,
         )
 
@@ -106,18 +88,18 @@ class Distillation(StaticObjective):
 class TeacherStates:
     """Cache of the frozen teacher's hidden states at supervised positions, limited in bytes.
 
-    Rows are packed once and return in every epoch and with every student of the same samples. The
-    teacher's forward is most of a small student's step, and the cache saves it. With a cache the
-    teacher reads one row at a time, so states do not depend on the other rows of a batch and a
-    resumed run equals an uninterrupted one bit for bit.
+    Rows are packed once and return in every epoch and for every student. The teacher's forward
+    takes most of a small student's step, and the cache saves it. With a cache the teacher reads one
+    row at a time, so that states do not depend on the other rows of a batch and a resumed run
+    equals an uninterrupted one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
-        self._teacher = Frozen(teacher)
+        self.teacher = teacher
         self.free_bytes = limit_bytes
-        self.remember = limit_bytes > 0
-        self.tokens_read = 0  # positions that the teacher has processed
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self.caches = limit_bytes > 0
+        self.tokens_read = 0  # positions that the teacher has read
+        self._cached: dict[tuple[int, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
         """Return self: copies of an objective share the teacher."""
@@ -126,28 +108,28 @@ class TeacherStates:
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return states [N, G] in the order of `PackedBatch.at_supervised`."""
-        if not self.remember:
+        if not self.caches:
             return self._read(batch)
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
 
     def _row(self, batch: PackedBatch, index: int) -> Tensor:
         key = batch.rows[index]
-        if key in self._known:
-            return self._known[key]
+        if key in self._cached:
+            return self._cached[key]
         states_NG = self._read(batch.row(index))
         size = states_NG.numel() * states_NG.element_size()
         if size <= self.free_bytes:
             self.free_bytes -= size
-            self._known[key] = states_NG
+            self._cached[key] = states_NG
         return states_NG
 
     def _read(self, batch: PackedBatch) -> Tensor:
         self.tokens_read += batch.ids_RT.numel()
-        return batch.at_supervised(hidden_states(self._teacher.model, batch))
+        return batch.at_supervised(hidden_states(self.teacher, batch))
 
 
 def freeze(model: Any) -> Any:
-    """Put a model in eval mode, disable all its gradients (lm_head included) and return it."""
+    """Put a model in eval mode, disable its gradients (lm_head included) and return it."""
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -7,7 +7,7 @@ every step writes the rounded result back. float32 weights are their own masters
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Optimizer(Protocol):
 
     @property
     def has_copies(self) -> bool:
-        """True if every backward pass moves gradients from the weights to float32 copies."""
+        """Return whether every backward pass moves gradients to float32 copies of the weights."""
         ...
 
     def collect(self) -> None: ...
@@ -50,62 +50,65 @@ class Optimizer(Protocol):
     def load(self, tensors: dict[str, Tensor]) -> None: ...
 
 
-def parameter_groups(
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name."""
+    named = model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def make_adamw(
     named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
-) -> list[dict[str, Any]]:
-    """Return torch's parameter groups, with weight decay for matrices at the common rate only."""
+) -> torch.optim.AdamW:
+    """Return torch's AdamW, with weight decay for matrices at the common rate only.
+
+    Each group holds `scale`, the multiplier of its learning rate.
+    """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         kind = rates.get(name, PLAIN)
         decay = config.weight_decay if parameter.dim() >= 2 and kind == PLAIN else 0.0
         groups.setdefault((decay, kind.scale, kind.ascends), []).append(parameter)
-    return [
+    settings = [
         {"params": members, "weight_decay": decay, "scale": scale, "maximize": ascends}
         for (decay, scale, ascends), members in groups.items()
     ]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, fused=True)
 
 
 class MasterAdamW:
-    """AdamW (torch.optim.AdamW) over float32 masters of a model's trainable parameters.
-
-    The parameters may be FSDP's shards.
-    """
+    """torch's AdamW over float32 masters of a model's parameters, which may be FSDP's shards."""
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None
     ) -> None:
         """Create the masters.
 
-        rates: rates of single parameters by name, which are never decayed.
+        rates: learning rates of single parameters by name; these parameters are not decayed.
         """
         self.config = config
-        named = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        named = trained_parameters(model)
+        self.names, self.parameters = list(named), list(named.values())
         self.masters = [
             p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
             for p in self.parameters
         ]
-        groups = parameter_groups(zip(self.names, self.masters, strict=True), config, rates or {})
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
-        )
+        self.optimizer = make_adamw(zip(self.names, self.masters, strict=True), config, rates or {})
+
+    @property
+    def _copies(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Return the masters that are copies, with their parameters."""
+        pairs = zip(self.masters, self.parameters, strict=True)
+        return [(master, parameter) for master, parameter in pairs if master is not parameter]
 
     @property
     def has_copies(self) -> bool:
-        return any(
-            master is not parameter
-            for master, parameter in zip(self.masters, self.parameters, strict=True)
-        )
+        return bool(self._copies)
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to those of the masters."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is parameter or parameter.grad is None:
+        for master, parameter in self._copies:
+            if parameter.grad is None:
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
@@ -124,9 +127,8 @@ class MasterAdamW:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the masters, rounded, into the model."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+        for master, parameter in self._copies:
+            parameter.copy_(master)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients, over all ranks."""
@@ -154,9 +156,8 @@ class MasterAdamW:
             parts = {"master": master.detach(), **self.optimizer.state.get(master, {})}
             for key, value in parts.items():
                 full = gather_tensor(value)
-                if (
-                    keep
-                ):  # gathered tensors move to the host: the GPU of rank 0 cannot hold them all
+                if keep:
+                    # gathered tensors move to the host: rank 0's GPU cannot hold them all
                     tensors[f"{key}.{name}"] = full if full is value else full.cpu()
         return tensors
 
@@ -176,73 +177,64 @@ class MasterAdamW:
 
 
 class SplitOptimizer:
-    """Pair of optimizers: one for sharded weights, one for the few that every rank holds unsharded.
+    """Pair of optimizers: one for sharded weights, one for weights that every rank holds in full.
 
-    The latter have their own rates and their gradients are summed over ranks here. Both are clipped
-    by the norm of all gradients together.
+    The latter are few and have other learning rates; their gradients are summed over ranks here.
+    Both are clipped by the norm of all gradients.
     """
 
     def __init__(
-        self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int
+        self, sharded: Optimizer, unsharded: MasterAdamW, add: Callable[[Tensor], Tensor], size: int
     ) -> None:
         """Store both optimizers.
 
-        add: the sum over ranks, each of whose losses is scaled by `ranks`
-        (training.parallel.strategy).
+        add: the sum over the `size` ranks, whose losses are scaled by `size` (Parallel.backward).
         """
-        self.shared, self.apart = shared, apart
-        self._add, self._ranks = add, ranks
+        self.sharded, self.unsharded = sharded, unsharded
+        self._add, self._size = add, size
 
     @property
     def has_copies(self) -> bool:
-        return self.shared.has_copies
+        return self.sharded.has_copies
 
     def collect(self) -> None:
-        self.shared.collect()
-        self.apart.collect()
+        self.sharded.collect()
+        self.unsharded.collect()
 
     def norm(self) -> Tensor:
-        return (
-            (self.shared.norm().double().square() + self.apart.norm().double().square())
-            .sqrt()
-            .float()
-        )
+        return torch.hypot(self.sharded.norm().double(), self.unsharded.norm().double()).float()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Sum the unsharded gradients over ranks and clip all; return the norm before clipping."""
-        for master in self.apart.masters:
+        for master in self.unsharded.masters:
             mine = torch.zeros_like(master) if master.grad is None else master.grad
-            master.grad = self._add(mine) / self._ranks
+            master.grad = self._add(mine) / self._size
         norm = self.norm() if norm is None else norm
-        self.shared.clip(norm)
-        self.apart.clip(norm)
+        self.sharded.clip(norm)
+        self.unsharded.clip(norm)
         return norm
 
     def step(self, lr: float) -> None:
-        self.shared.step(lr)
-        self.apart.step(lr)
+        self.sharded.step(lr)
+        self.unsharded.step(lr)
 
     def state(self, keep: bool) -> dict[str, Tensor]:
-        return self.shared.state(keep) | self.apart.state(keep)
+        return self.sharded.state(keep) | self.unsharded.state(keep)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self.shared.load(tensors)
-        self.apart.load(tensors)
+        self.sharded.load(tensors)
+        self.unsharded.load(tensors)
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
     """Return the learning rate of step `step` (from 0).
 
     It rises linearly to lr over `warmup_steps`, then follows a cosine to lr x final_lr. progress:
-    share of the run after the warm-up that is complete, 0 to 1. The cosine starts where the warm-up
-    ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
+    completed share of the run after the warm-up, 0 to 1. The cosine starts at the end of the
+    warm-up, as in the published recipes (Composer's for Sheared-LLaMA, transformers' for
     ReDrafter). A run shorter than its warm-up ends while the rate rises.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
-
-
-def count_parameters(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

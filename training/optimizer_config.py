@@ -1,4 +1,4 @@
-"""Settings of the optimizer, in a module that imports no Hydra packages."""
+"""Settings of the optimizer, in a module that does not import Hydra."""
 
 from dataclasses import dataclass, field
 
@@ -11,11 +11,11 @@ class OptimizerConfig:
     lr: float = 1e-3
     # AdamW betas
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    # on matrices; norms and biases are never decayed
+    # weight decay of matrices; norms and biases are not decayed
     weight_decay: float = 0.0
-    # linear warm-up from 0; the cosine starts at its end
+    # steps of the linear warm-up, after which the cosine starts
     warmup_steps: int = 20
-    # share of the peak that the cosine ends at
+    # learning rate at the end, as a share of the peak
     final_lr: float = 0.1
     # largest global gradient norm; 0 turns clipping off
     clip: float = 1.0

@@ -1,7 +1,7 @@
-"""The bounds that a configuration sets for its run, and a summary of the run in words."""
+"""Bounds that a configuration sets for a run, and descriptions of the planned run."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.amounts import hours, operations
 from training.bounds import Bounds
@@ -10,29 +10,24 @@ from training.data.packing import PackedData
 
 
 def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
-    """Return the bounds of a configuration; without any, one pass over the data.
-
-    A field of 0 sets no bound.
-    """
+    """Return the bounds of a configuration; without any, one pass over the data."""
     steps = float(loop.max_steps or math.inf)
-    if epochs := passes(loop):
+    if epochs := resolve_max_epochs(loop):
         steps = min(steps, max(1, math.ceil(epochs * data.steps_per_epoch)))
     return Bounds(steps, loop.max_tokens or math.inf, loop.max_seconds or math.inf)
 
 
-def passes(loop: LoopConfig) -> float:
-    """Return the maximum number of passes over the data; 0 if they set no bound."""
+def resolve_max_epochs(loop: LoopConfig) -> float:
+    """Return the bound on passes over the data; 0 if there is none."""
     if loop.max_epochs is not None:
         return loop.max_epochs
     return 0.0 if loop.max_steps or loop.max_tokens or loop.max_seconds else 1.0
 
 
-@dataclass(frozen=True)
-class TokenPlan:
-    """Size of a run that a dry run estimates without reading data."""
+class TokenPlan(NamedTuple):
+    """Estimated size of a run in a dry run, which reads no data."""
 
-    # 0: not known before the data is read
-    tokens: int
+    tokens: int  # 0: unknown until the data is read
     words: str
 
 
@@ -44,13 +39,14 @@ def plan_tokens(
     pass_tokens: tokens of one pass over the data; 0: not known.
     """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
-    by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(passes(loop) * pass_tokens)
+    epochs = resolve_max_epochs(loop)
+    by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(epochs * pass_tokens)
     by_seconds = int(loop.max_seconds * tflops * 1e12 / flops_a_token)
     tokens = min(
         (count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0
     )
-    if passes(loop) and not pass_tokens:
-        words.append(f"{'at most ' if tokens else ''}{passes(loop):g} epochs")
+    if epochs and not pass_tokens:
+        words.append(f"{'at most ' if tokens else ''}{epochs:g} epochs")
     if tokens:
         about = "" if tokens in (by_steps, by_passes) else "about "
         words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")
@@ -68,7 +64,7 @@ def print_plan(
 ) -> float:
     """Print the plan of a run. Returns its FLOPs; 0 if the number of tokens depends on the data.
 
-    key: the option that determines the number. pass_tokens: see `plan_tokens`.
+    key: the option that fixes the number of tokens. pass_tokens: see `plan_tokens`.
     """
     plan = plan_tokens(loop, flops_a_token, tflops, pass_tokens)
     flops = float(flops_a_token * plan.tokens)
@@ -80,7 +76,7 @@ def print_plan(
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:
-    """Describe the run: `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
+    """Describe the run, such as `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
     bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
     words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
     steps, about = bounds.steps, ""

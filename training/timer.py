@@ -1,35 +1,33 @@
-"""The clock of a run with a bound in seconds: time elapsed, and whether another step fits."""
+"""Clock of a run with a bound in seconds: elapsed time, and whether another step fits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from decoding.errors import UserError
 from training.bounds import Bounds, Progress
 from training.parallel.strategy import Parallel
 
-RECENT = 0.2  # weight of the last step in the pace
+PACE_WEIGHT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
-    """Clock readings added to `progress`, equal on all ranks.
+    """Clock readings that are added to `progress`.
 
-    Rank 0's clock is read, and only under a bound in seconds.
+    Rank 0's clock counts on all ranks. It is read only under a bound in seconds.
     """
 
     def __init__(
         self, progress: Progress, bounds: Bounds, parallel: Parallel, clock: Callable[[], float]
     ) -> None:
-        self._progress, self._limits, self._parallel, self._clock = (
-            progress,
-            bounds,
-            parallel,
-            clock,
-        )
+        self._progress, self._limits = progress, bounds
+        self._parallel, self._clock = parallel, clock
         self._before = self._read()
 
     @property
     def bounds(self) -> Bounds:
-        """The run's bounds, with room for the evaluation at its end."""
-        return self._limits.reserving(self._progress.look_seconds)
+        """Return the run's bounds, less the time of the evaluation at its end."""
+        limits = self._limits
+        return replace(limits, seconds=limits.seconds - self._progress.look_seconds)
 
     def time_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Time an evaluation before the first step.
@@ -38,26 +36,27 @@ class Timer:
         """
         if not self._limits.has_seconds or self._progress.step:
             return
-        self.timed(evaluate)
+        self.run_evaluation(evaluate)
         if self.bounds.seconds <= self._progress.elapsed:
             raise UserError(
                 f"loop.max_seconds is {self._limits.seconds:g}, but a held-out evaluation alone "
                 f"takes {self._progress.look_seconds:.1f} s, and there is one before the first "
-                f"step and one after the last: give more seconds, or fewer held-out prompts"
+                f"step and one after the last. Give more seconds, or fewer held-out prompts"
             )
 
-    def timed(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return the held-out figures, equal on every rank, and record the time they took."""
+    def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return held-out figures that are equal on every rank, and record the time they took."""
         with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
         self._progress.look_seconds = self._count()
         return figures
 
     def count_step(self) -> None:
-        """Count the time since the last reading, checkpoints included, as that of the last step."""
-        seconds = self._count()
-        self._progress.pace = RECENT * seconds + (1 - RECENT) * (self._progress.pace or seconds)
-        self._progress.time_up = self._progress.elapsed + self._progress.pace > self.bounds.seconds
+        """Add the time since the last reading, checkpoints included, to the last step."""
+        seconds, progress = self._count(), self._progress
+        before = progress.pace or seconds
+        progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * before
+        progress.time_up = progress.elapsed + progress.pace > self.bounds.seconds
 
     def _count(self) -> float:
         before, self._before = self._before, self._read()
@@ -65,4 +64,4 @@ class Timer:
         return self._before - before
 
     def _read(self) -> float:
-        return self._parallel.from_main(self._clock()) if self._limits.has_seconds else 0.0
+        return self._parallel.broadcast(self._clock()) if self._limits.has_seconds else 0.0

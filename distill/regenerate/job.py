@@ -49,7 +49,13 @@ from jobs.run_folder import RunFolder
 from training.config import data_rules
 from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
-from training.models.build import check_context, dtype_of, folder_of, target_config, target_is_here
+from training.models.build import (
+    check_context,
+    dtype_of,
+    find_target_folder,
+    target_config,
+    target_is_here,
+)
 
 # Supported kinds of parallelism: each rank loads the target and answers a part of the chats.
 KINDS = ("single", "ddp")
@@ -62,7 +68,7 @@ def run(config: RegenerateConfig) -> Path:
     if config.dry_run:
         dry_run(config)
         return artefact
-    target_folder = folder_of(config.target, dry_run=False)
+    target_folder = find_target_folder(config.target, dry_run=False)
     check_model(target_folder)
     processes = count_processes(config.parallel)
     if processes > 1:

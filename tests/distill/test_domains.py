@@ -150,7 +150,7 @@ def test_fixed_shares_need_no_held_out_text_and_unmeasured_domains_are_noted(
     distill.train.run(
         training(tiny_target, tmp_path, *given, "data.mixing=fixed", "loop.max_steps=2")
     )
-    assert "domain words has no held-out text: it is not measured" in capsys.readouterr().out
+    assert "domain words has no held-out text and is not measured" in capsys.readouterr().out
     assert records(tmp_path, "held_out_acceptance/functions")
     assert not records(tmp_path, "held_out_acceptance/words")
     assert records(tmp_path, "share/words") == [0.25]
@@ -190,7 +190,7 @@ def test_invalid_domains_are_refused(
 def test_pretraining_refuses_mixing_by_acceptance(texts: Path, tmp_path: Path):
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* Expected fixed or loss",
     ):
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 

@@ -61,7 +61,7 @@ def test_the_cost_of_importance_is_printed(tiny_target, tmp_path, capsys):
     assert float(found[2]) == pytest.approx(flops / 1e14 / 3600, abs=0.006)
     assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in output
     assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in output
-    assert "/nowhere/llama is not there" in output and "its tokenizer is missing" in output
+    assert "/nowhere/llama does not exist" in output and "its tokenizer is missing" in output
     readme = (tmp_path / "run" / "student" / "README.md").read_text()
     assert "**No tokenizer here**: `/nowhere/llama` had none" in readme
 

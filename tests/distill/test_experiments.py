@@ -344,7 +344,7 @@ def test_a_dry_run_of_a_recipe_needs_neither_weights_nor_data(
     assert output.count(f"student: {millions}") == 2, "hours of the cut and of the distillation"
     assert words in output
     assert "target: 6738.4 M parameters" in output
-    assert "hours at" in output and "is not there" in output
+    assert "hours at" in output and "does not exist" in output
     assert "embedded:prompts are requests for Python functions" in output
     assert "memory of rank 0 while the target answers the held-out prompts" in output
     assert (

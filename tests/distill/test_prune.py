@@ -194,7 +194,7 @@ def test_an_interrupted_distillation_resumes_exactly(
 ):
     """Check that finished distillations are not repeated, and that every step is made once."""
     steps = {"straight": 0, "resumed": 0}
-    step, at_work = training.loop._step, "straight"
+    step, at_work = training.loop.Training.step, "straight"
 
     def counted(*arguments: Any) -> dict[str, float]:
         steps[at_work] += 1
@@ -202,7 +202,7 @@ def test_an_interrupted_distillation_resumes_exactly(
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*arguments)
 
-    monkeypatch.setattr(training.loop, "_step", counted)
+    monkeypatch.setattr(training.loop.Training, "step", counted)
     run(configured(tiny_target, tmp_path / "straight", *given))
     at_work = "resumed"
     with pytest.raises(Interrupted):
@@ -416,7 +416,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
         (
             ["data.max_length=99999"],
-            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*lower data\.max_length",
+            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*Lower data\.max_length",
         ),
         (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
         (
@@ -505,7 +505,7 @@ def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures this job does not measure; expected fixed",
+        match="data.mixing is acceptance, whose figures this job does not measure. Expected fixed",
     ):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 

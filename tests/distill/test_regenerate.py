@@ -245,7 +245,7 @@ def test_a_dry_run_counts_and_writes_nothing(
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
             r"has verify=token, max_draft_tokens=9, which only eval.run supports",
         ),
-        (["data.template=nothing"], r"no usable chat is left.*unknown chat template 'nothing'"),
+        (["data.template=nothing"], r"no usable chat is left.*chat template 'nothing' is unknown"),
         (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )
@@ -307,7 +307,7 @@ def test_an_experiment_trains_on_regenerated_answers(home: Path, tmp_path: Path)
         f"output_dir={tmp_path / 'run'}",
     ]
     output = run_command("+experiment=quickstart_regenerated", *toy, "dry_run=true")
-    assert "would answer 11 requests" in output and "chats.json is not there yet" in output
+    assert "would answer 11 requests" in output and "chats.json does not exist yet" in output
     shutil.rmtree(tmp_path / "run")
     run_command("+experiment=quickstart_regenerated", *toy)
     card = json.loads(

@@ -485,7 +485,7 @@ def test_the_published_recipe_prints_its_cost_without_weights_or_data(tmp_path: 
     assert (
         "248,000,000 tokens in 947 steps" in done.stdout and "hours at 2400 TFLOP/s" in done.stdout
     )
-    assert "is not there" in done.stdout
+    assert "does not exist" in done.stdout
     assert (
         "[3/3] eval.compare" in done.stdout
         and "would write comparison.jsonl, comparison.html" in done.stdout

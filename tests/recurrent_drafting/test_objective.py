@@ -21,6 +21,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes
 from tests.support import tiny_heads as tiny
+from tests.support.eager_losses import eager_soft
 from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
@@ -28,7 +29,6 @@ from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, positions
 from training.losses.heads import chunked_argmax
-from training.losses.soft import eager_soft
 from training.objectives import hidden_states
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_predicted_across_documents():
     apart = sum(objective(collate([one], [[0]], tiny.ROW))[0] for one in documents)
     torch.testing.assert_close(together, apart)
     merged = tiny.packed(documents)
-    merged.send()  # attention still separates documents
+    # only the host's copy: attention keeps the documents apart
     merged.host.documents_RT[:] = (merged.host.documents_RT > 0).astype(np.int64)
     assert abs(float((objective(merged)[0] - apart).detach())) > 1e-3
 
@@ -286,13 +286,15 @@ def test_a_micro_batch_never_waits_and_is_copied_once(
 
     monkeypatch.setattr(devices, "copy_to_device", counted)
     assert seen(lambda: micro_batch(objective)) == ([], set())
-    assert len(copies) == 1
+    assert len(copies) == 2, "the rows, then the indices computed from them"
     batch = tiny.packed(tiny.samples(3))
     assert seen(lambda: objective(batch)[0].item()) == (
         ["item"],
         {"aten::item", "aten::_local_scalar_dense"},
     )
-    assert seen(lambda: torch.from_numpy(batch.host.ids_RT).to("cpu"))[0] == ["torch.from_numpy"]
+    assert seen(lambda: torch.from_numpy(batch.host.documents_RT).to("cpu"))[0] == [
+        "torch.from_numpy"
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

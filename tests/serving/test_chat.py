@@ -232,7 +232,7 @@ def test_misfits_are_refused_before_the_chat(
                 load(cfg)
     cfg = config_of(tiny_target, "none", template="mine")
     loaded = load(cfg)
-    with pytest.raises(UserError, match="unknown chat template 'mine'"):
+    with pytest.raises(UserError, match="chat template 'mine' is unknown"):
         ChatSession(loaded, cfg)
 
 

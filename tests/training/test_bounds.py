@@ -1,6 +1,4 @@
-"""What ends a run: seconds, steps, tokens or epochs, whichever comes first; schedules by the
-progress recorded with each step.
-"""
+"""Test the bounds of a run in seconds, steps, tokens and epochs, and the schedules under them."""
 
 import json
 import math
@@ -26,16 +24,18 @@ from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan, plan_tokens
 
-from .test_loop import TrackerConfig, make_data, make_model, newest, same, stopping
+from .test_loop import TrackerConfig, is_equal, make_data, make_model, newest, stop_after_step
 
 
 class Clock:
-    """Seconds that pass only with the work: a step takes `a_step` of them, an evaluation `a_look`.
-    All sums are of quarters, so exact.
+    """Clock in which only work takes time.
+
+    A step takes `per_step` seconds and an evaluation `per_evaluation`. All sums are multiples of
+    0.25 and therefore exact.
     """
 
-    def __init__(self, a_step: float = 1.0, a_look: float = 0.5) -> None:
-        self.now, self.a_step, self.a_look = 100.0, a_step, a_look
+    def __init__(self, per_step: float = 1.0, per_evaluation: float = 0.5) -> None:
+        self.now, self.per_step, self.per_evaluation = 100.0, per_step, per_evaluation
 
     def __call__(self) -> float:
         return self.now
@@ -44,19 +44,17 @@ class Clock:
 def train(
     folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any
 ) -> tuple[Progress, list[dict[str, Any]]]:
-    """A run whose steps and evaluations take the clock's seconds. Returns what it did, and its
-    records of steps.
-    """
+    """Train by the given clock; return the progress and the records of the steps."""
     folder.mkdir(parents=True, exist_ok=True)
-    module, data = make_model(), stopping(make_data(), stop_after)
+    module, data = make_model(), stop_after_step(make_data(), stop_after)
     rows_of = data.step_rows
 
     def step_rows(step: int) -> list[list[int]]:
-        clock.now += clock.a_step
+        clock.now += clock.per_step
         return rows_of(step)
 
     def evaluate() -> dict[str, float]:
-        clock.now += clock.a_look
+        clock.now += clock.per_evaluation
         return {"score": -float(module.model.lm_head.weight.detach().square().mean())}
 
     data.step_rows = step_rows  # type: ignore[method-assign]
@@ -78,13 +76,13 @@ def train(
     return progress, [record for record in records if "loss" in record]
 
 
-# Steps of the data: about 250 tokens each, 8 rows of 4 a step in an epoch.
+# A step of this data has about 250 tokens. An epoch has 8 rows, 4 per step.
 @pytest.mark.parametrize(
     ("bounds", "steps"),
     [
         ({"max_steps": 5}, 5),
         ({"max_steps": 3, "max_seconds": 60.0}, 3),
-        # 0.5 s before the first step and as much after the last
+        # an evaluation of 0.5 s before the first step and after the last
         ({"max_steps": 50, "max_seconds": 8.0}, 7),
         ({"max_tokens": 1}, 1),
         ({"max_tokens": 600, "max_seconds": 60.0}, 3),
@@ -93,7 +91,7 @@ def train(
         ({"max_epochs": 0.3, "max_tokens": 10**9, "max_seconds": 1e9}, 3),
         ({"max_epochs": 0.0, "max_steps": 4}, 4),
         ({}, None),  # one epoch
-        ({"max_seconds": 1.25}, 1),  # no step fits, and one is made
+        ({"max_seconds": 1.25}, 1),  # no step fits, but one is always made
     ],
 )
 def test_the_first_bound_ends_the_run(tmp_path: Path, bounds: dict[str, Any], steps: int | None):
@@ -106,8 +104,8 @@ def test_the_first_bound_ends_the_run(tmp_path: Path, bounds: dict[str, Any], st
     assert records[0]["progress"] < 1 or bounds == {"max_seconds": 1.25}
 
 
-def test_a_bound_by_steps_has_the_learning_rates_and_masks_that_it_always_had():
-    """To the last bit: the formulas as they stood before there were other bounds."""
+def test_bounds_in_steps_keep_the_original_learning_rates_and_masks():
+    """Compare, to the last bit, with the formulas of the time when steps were the only bound."""
     for total, warmup in ((12, 4), (997, 20), (2000, 0), (7, 7), (5, 20)):
         config, bounds = (
             OptimizerConfig(lr=0.3, warmup_steps=warmup, final_lr=0.1),
@@ -137,12 +135,8 @@ def test_a_bound_by_steps_has_the_learning_rates_and_masks_that_it_always_had():
         {"max_seconds": 13.0, "max_steps": 40, "max_tokens": 5000},
     ],
 )
-def test_a_stopped_run_goes_on_bit_for_bit_whatever_bounds_it(
-    tmp_path: Path, bounds: dict[str, Any]
-):
-    """Under a bound in seconds with the clock replayed: each step and evaluation takes what it
-    took, and nothing passes in between.
-    """
+def test_resuming_is_exact_under_every_bound(tmp_path: Path, bounds: dict[str, Any]):
+    """Replay the clock: every step and evaluation takes the same time, and the pause takes none."""
     straight = train(tmp_path / "straight", Clock(), **bounds)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", Clock(), stop_after=6, **bounds)
@@ -150,27 +144,27 @@ def test_a_stopped_run_goes_on_bit_for_bit_whatever_bounds_it(
     clock.now = 5000.0  # another day
     resumed = train(tmp_path / "stopped", clock, **bounds)
     assert resumed[0].step == straight[0].step > 8
-    assert same(newest(tmp_path / "straight"), newest(tmp_path / "stopped"))
+    assert is_equal(newest(tmp_path / "straight"), newest(tmp_path / "stopped"))
     assert [(r["lr"], r["progress"], r["loss"]) for r in resumed[1]] == [
         (r["lr"], r["progress"], r["loss"]) for r in straight[1]
     ]
-    # what has ended stays ended, however fast its last evaluation was
+    # a finished run stays finished, even if its last evaluation was fast
     again = train(tmp_path / "stopped", clock, **bounds)
     assert again[0].step == straight[0].step
 
 
-def test_another_clock_is_another_schedule(tmp_path: Path):
-    """The control of the test above."""
+def test_another_clock_gives_another_schedule(tmp_path: Path):
+    """Check the control: the test above can fail."""
     rates = [
-        [r["lr"] for r in train(tmp_path / str(s), Clock(a_step=s), max_seconds=13.0)[1]]
+        [r["lr"] for r in train(tmp_path / str(s), Clock(per_step=s), max_seconds=13.0)[1]]
         for s in (1.0, 0.75)
     ]
     assert rates[0][:2] == rates[1][:2], "the warm-up goes by steps"
     assert rates[0][3] != rates[1][3]
 
 
-def test_the_last_step_ends_the_cosine_and_the_evaluation_behind_it_ends_in_time(tmp_path: Path):
-    clock = Clock(a_step=0.25, a_look=2.0)
+def test_the_schedule_is_complete_and_the_last_evaluation_fits_in_time(tmp_path: Path):
+    clock = Clock(per_step=0.25, per_evaluation=2.0)
     progress, records = train(tmp_path, clock, max_seconds=40.0, eval_every=30, checkpoint_every=0)
     assert progress.time_up
     assert 40.0 - 0.5 <= progress.elapsed == clock.now - 100.0 <= 40.0
@@ -179,25 +173,25 @@ def test_the_last_step_ends_the_cosine_and_the_evaluation_behind_it_ends_in_time
     assert max(record["lr"] for record in records) == 1e-2
 
 
-def test_a_step_that_grows_slower_does_not_overrun_by_much(tmp_path: Path):
+def test_slower_steps_exceed_the_time_limit_only_slightly(tmp_path: Path):
     clock = Clock()
 
     class Slower(Clock):
         def __call__(self) -> float:
-            self.a_step = min(1.0, self.a_step * 1.125)
+            self.per_step = min(1.0, self.per_step * 1.125)
             return self.now
 
-    clock = Slower(a_step=0.25)
+    clock = Slower(per_step=0.25)
     train(tmp_path, clock, max_seconds=20.0, eval_every=0)
     assert 18.0 < clock.now - 100.0 <= 20.5
 
 
-def test_no_time_beside_the_evaluation_is_an_error(tmp_path: Path):
+def test_a_time_limit_shorter_than_the_evaluations_is_refused(tmp_path: Path):
     with pytest.raises(
         UserError,
         match=r"loop.max_seconds is 3, but a held-out evaluation alone takes 2.0 s.*more seconds",
     ):
-        train(tmp_path, Clock(a_look=2.0), max_seconds=3.0)
+        train(tmp_path, Clock(per_evaluation=2.0), max_seconds=3.0)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_no_time_beside_the_evaluation_is_an_error(tmp_path: Path):
         ),
     ],
 )
-def test_bounds_that_bound_nothing_are_refused(name: str, value: float):
+def test_invalid_bounds_are_refused(name: str, value: float):
     config = TrainConfig(job="distill.train", output_dir="x")
     setattr(config.loop, name, value)
     with pytest.raises(UserError, match=rf"loop.{name} is {value}, expected "):
@@ -262,18 +256,14 @@ def test_no_bound_at_all_is_refused():
     ],
 )
 def test_a_plan_names_every_bound(loop: dict[str, Any], before: str, dry: str):
-    """Before the first step, and in a dry run at 100 tokens a second, which knows nothing of the
-    data.
-    """
+    """Check the plans of a run before its first step and of a dry run without data."""
     config = LoopConfig(**loop, tokens_per_step=256)
     assert before in describe_plan(config, make_data())
     assert dry in plan_tokens(config, 1e10, 1.0).words
 
 
-def test_a_folder_of_before_holds_the_same_configuration(tmp_path: Path):
-    """Its file lacks today's keys, and has max_epochs=1.0 beside max_steps, where it bounded
-    nothing.
-    """
+def test_a_saved_configuration_of_an_earlier_version_is_unchanged(tmp_path: Path):
+    """Check a file without newer keys, in which max_epochs=1.0 with max_steps set no bound."""
     config = TrainConfig(job="distill.train", output_dir=str(tmp_path))
     config.target.path, config.loop.max_steps = "somewhere", 100
     RunFolder(config).write_manifest([], {}, finished=False)
@@ -287,7 +277,7 @@ def test_a_folder_of_before_holds_the_same_configuration(tmp_path: Path):
     config.loop.max_seconds = 60.0
     with pytest.raises(UserError, match=r"different: loop\.max_seconds \(0\.0 -> 60\.0\)"):
         RunFolder(config)
-    # run once more by --config-file, it means what it meant
+    # --config-file runs it again with the same meaning
     assert upgrade_config(old)["loop"]["max_epochs"] is None
     epochs = {"loop": {"max_steps": 0, "max_epochs": 3.0}}
     assert upgrade_config(epochs) == epochs

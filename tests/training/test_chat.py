@@ -1,6 +1,4 @@
-"""Chat rendering: golden texts of our templates, and masks that cover the answers with their end
-tokens and nothing else.
-"""
+"""Test chat rendering: golden texts of our templates, and masks that cover exactly the answers."""
 
 import json
 import re
@@ -12,7 +10,7 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from training.data.chat import Rendered, render_chat, render_prompt
-from training.data.templates import QWEN, TEMPLATES, VICUNA, family_of
+from training.data.templates import QWEN, TEMPLATES, VICUNA, find_family
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -57,9 +55,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def load(folder: Path, family: str = "", chat_template: str | None = None):
-    """The embedded tokenizer (exact round trips), with the special tokens of a family, and its
-    template replaced.
-    """
+    """Load the embedded tokenizer with a family's special tokens and another chat template."""
     tokenizer = AutoTokenizer.from_pretrained(folder, **SPECIAL.get(family, {}))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -67,7 +63,7 @@ def load(folder: Path, family: str = "", chat_template: str | None = None):
 
 
 def answers(tokenizer, rendered: Rendered) -> list[str]:
-    """The decoded runs of supervised tokens."""
+    """Return the decoded runs of supervised tokens."""
     runs = groupby(zip(rendered.ids, rendered.mask, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for supervised, run in runs if supervised]
 
@@ -81,7 +77,7 @@ def test_golden_renders(embedded_target: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_prompt_is_what_stands_before_the_answer(embedded_target: Path, family: str) -> None:
+def test_the_prompt_is_the_text_before_the_answer(embedded_target: Path, family: str) -> None:
     tokenizer = load(embedded_target, family)
     rendered = render_chat(tokenizer, CHAT[:3], template=family)
     assert (
@@ -91,12 +87,12 @@ def test_prompt_is_what_stands_before_the_answer(embedded_target: Path, family: 
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_prefix_rendering_equals_the_marks(embedded_target: Path, family: str) -> None:
+def test_prefix_rendering_finds_the_marked_answers(embedded_target: Path, family: str) -> None:
     tokenizer = load(embedded_target, family, chat_template=MARKS.sub("", TEMPLATES[family]))
     assert render_chat(tokenizer, CHAT) == render_chat(tokenizer, CHAT, template=family)
 
 
-def test_without_a_system_turn(embedded_target: Path) -> None:
+def test_chats_without_a_system_turn_are_rendered(embedded_target: Path) -> None:
     tokenizer = load(embedded_target)
     texts = {
         name: tokenizer.decode(render_chat(tokenizer, CHAT[1:3], template=name).ids)
@@ -115,9 +111,7 @@ def test_without_a_system_turn(embedded_target: Path) -> None:
 
 
 def test_marks_agree_with_transformers(embedded_target: Path) -> None:
-    """On chats with line ends, runs of spaces and characters of several bytes, with marks that trim
-    white space too.
-    """
+    """Check chats with line ends, runs of spaces and multibyte characters, and trimming marks."""
     chat = [
         *CHAT,
         {"role": "user", "content": "if x:\n\tпривет  🙂"},
@@ -167,7 +161,7 @@ def test_embedded_chats(embedded_target: Path) -> None:
 def test_real_chats_with_a_template_without_marks(
     chat24m: Path, shared_data: Path, name: str
 ) -> None:
-    """Prefix rendering on a real tokenizer whose tokens take the blank before a word with them."""
+    """Check prefix rendering with a tokenizer whose tokens include the preceding blank."""
     tokenizer = AutoTokenizer.from_pretrained(chat24m)
     for record in json.loads((shared_data / "chat" / f"{name}.json").read_text())[:100]:
         turns = record["conversations"]
@@ -198,10 +192,10 @@ def test_a_blank_at_the_end_of_the_prompt_may_merge_with_the_answer(embedded_tar
     assert answers(tokenizer, rendered) == [" return it</s>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_way_to_ours(
+def test_a_template_that_rewrites_earlier_turns_is_replaced_by_ours(
     embedded_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Qwen3 does: only the last answer is rendered with an empty thought."""
+    """Imitate Qwen3, which renders an empty thought in the last answer only."""
     rewriting = MARKS.sub("", QWEN).replace(
         "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}",
         "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + "
@@ -229,7 +223,7 @@ def test_a_template_that_drops_marked_turns_is_refused(embedded_target: Path) ->
     template = (
         "{{ messages[1].content }}{% generation %}{{ messages[2].content }}{% endgeneration %}"
     )
-    with pytest.raises(UserError, match="marks 1 answers and the chat has 2"):
+    with pytest.raises(UserError, match="marks 1 answers, but the chat has 2"):
         render_chat(load(embedded_target, chat_template=template), CHAT)
 
 
@@ -242,12 +236,12 @@ def test_unknown_roles_name_the_turn(embedded_target: Path, template: str) -> No
         render_chat(load(embedded_target), chat, template=template)
 
 
-def test_other_refusals(embedded_target: Path) -> None:
+def test_chats_that_cannot_be_rendered_are_refused(embedded_target: Path) -> None:
     tokenizer = load(embedded_target)
     with pytest.raises(UserError, match="1 turns and no answer"):
         render_chat(tokenizer, CHAT[:1])
     with pytest.raises(
-        UserError, match=r"unknown chat template 'vikuna'; expected auto or one of: vicuna"
+        UserError, match=r"chat template 'vikuna' is unknown, expected one of auto, vicuna"
     ):
         render_chat(tokenizer, CHAT, template="vikuna")
     with pytest.raises(UserError, match=r"turn 2 \(assistant\) holds U\+FDD0"):
@@ -255,10 +249,10 @@ def test_other_refusals(embedded_target: Path) -> None:
     with pytest.raises(UserError, match="turn 1 is from the assistant"):
         render_chat(load(embedded_target, chat_template=MARKS.sub("", VICUNA)), CHAT[2:])
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"no chat template; name one of ours"):
+    with pytest.raises(UserError, match=r"no chat template. Choose one of ours"):
         render_chat(tokenizer, CHAT)
 
 
-def test_families_are_told_by_their_markers() -> None:
-    assert {family_of(template) for template in TEMPLATES.values()} == set(TEMPLATES)
-    assert family_of("{{ messages }}") is None
+def test_families_are_recognized_by_their_markers() -> None:
+    assert {find_family(template) for template in TEMPLATES.values()} == set(TEMPLATES)
+    assert find_family("{{ messages }}") is None

@@ -1,4 +1,4 @@
-"""Every number that no job can go by is refused by its key, before anything is loaded."""
+"""Test that every job refuses an invalid number by its key, before anything is loaded."""
 
 import os
 from functools import cache
@@ -122,7 +122,7 @@ CASES = [
 
 @cache
 def composed(job: str) -> DictConfig:
-    """The usual configuration of a job."""
+    """Return the default configuration of a job."""
     register(job, JOBS[job][0])
     more = {PRETRAIN: ["+experiment=quickstart_target", "stages=[]"], PRUNE: ["data=embedded"]}.get(
         job, []
@@ -132,7 +132,7 @@ def composed(job: str) -> DictConfig:
 
 
 def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
-    """The error of a job with one value changed; it is not to begin its run."""
+    """Return the error of a job with one changed value, which must not begin its run."""
     config = composed(job).copy()
     changes = {
         "output_dir": str(folder),
@@ -143,12 +143,12 @@ def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
         OmegaConf.update(config, name, one)
     with pytest.raises(UserError) as error:
         run_typed(config, job, *JOBS[job])
-    assert not (folder / "manifest.json").exists(), "the mended command takes the same folder"
+    assert not (folder / "manifest.json").exists(), "a corrected command can use the same folder"
     return str(error.value)
 
 
 @pytest.mark.parametrize(("job", "key", "value"), CASES, ids=lambda value: str(value))
-def test_a_number_that_nothing_can_go_by_is_named(
+def test_an_invalid_number_is_refused_by_its_key(
     job: str, key: str, value: Any, tmp_path: Path, tiny_target: Path
 ):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
@@ -167,15 +167,15 @@ def test_a_number_that_nothing_can_go_by_is_named(
         ("threads", THREADS_PER_CORE * (os.cpu_count() or 1) + 1),
     ],
 )
-def test_seeds_and_threads_of_every_job(
+def test_every_job_checks_seed_and_threads(
     job: str, key: str, value: int, tmp_path: Path, tiny_target: Path
 ):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
     assert words.startswith(f"{key} is {value}, expected ")
 
 
-def test_the_limits_themselves_are_fine(tmp_path: Path, tiny_target: Path):
-    """The control: so the tables above refuse no more than they say."""
+def test_values_at_the_limits_are_accepted(tmp_path: Path, tiny_target: Path):
+    """Check the control: valid extreme values are accepted."""
     register(TRAIN, TrainConfig)
     fine = [
         "seed=18446744073709551615",

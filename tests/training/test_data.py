@@ -1,6 +1,4 @@
-"""Readers: every record is used or named with its file and line, and a file with too many bad ones
-is refused.
-"""
+"""Test the readers: bad records are counted by file and line, and files with many are refused."""
 
 import json
 from pathlib import Path
@@ -88,7 +86,7 @@ def test_a_broken_array_names_the_line(tmp_path: Path) -> None:
         read_chats(write(tmp_path / "more.json", whole, "{}"))
 
 
-def test_messages_form_and_roles(tmp_path: Path) -> None:
+def test_messages_are_read_with_their_roles(tmp_path: Path) -> None:
     record = {
         "messages": [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     }
@@ -97,7 +95,7 @@ def test_messages_form_and_roles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_chats, read_prompts, read_texts])
-def test_missing_empty_and_foreign_files(tmp_path: Path, read) -> None:
+def test_missing_empty_and_unknown_files_are_refused(tmp_path: Path, read) -> None:
     with pytest.raises(UserError, match="no such file"):
         read(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").touch()
@@ -112,7 +110,7 @@ def test_missing_empty_and_foreign_files(tmp_path: Path, read) -> None:
         read(write(tmp_path / "blank.jsonl", "", ""))
 
 
-def test_prompts_of_both_forms(tmp_path: Path) -> None:
+def test_prompts_are_read_from_turns_and_chats(tmp_path: Path) -> None:
     with_system = {
         "id": "s",
         "conversations": [{"from": "system", "value": "Be brief."}, *GOOD["conversations"]],
@@ -146,7 +144,7 @@ def test_prompts_of_both_forms(tmp_path: Path) -> None:
         ({"prompt": "not this", **GOOD}, ["Hi"], "a"),
     ],
 )
-def test_prompts_as_they_are_published(
+def test_published_prompt_formats_are_read(
     tmp_path: Path, record: dict[str, Any], turns: list[str], named: str
 ) -> None:
     file = write(tmp_path / "prompts.json", json.dumps(record))
@@ -164,13 +162,15 @@ def test_prompts_as_they_are_published(
         ({"turns": "one text"}, "turns is not a list of strings"),
     ],
 )
-def test_what_is_no_prompt_is_named(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
+def test_records_without_a_prompt_are_refused(
+    tmp_path: Path, record: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UserError, match=reason):
         read_prompts(write(tmp_path / "prompts.jsonl", json.dumps(record)))
 
 
-def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
-    """Whichever product answered: its turns are answers, and are trained on."""
+def test_every_sharegpt_role_is_known(tmp_path: Path) -> None:
+    """Check that answers of every product are supervised."""
     for answers in ("gpt", "chatgpt", "bing", "bard", "assistant"):
         for asks in ("human", "user"):
             turns = [("system", "Be brief."), (asks, "Hi"), (answers, "Hello")]
@@ -183,8 +183,9 @@ def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
 def test_answers_before_the_first_request_are_cut_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ShareGPT's long chats were split anywhere: most of some files would be too much for a limit
-    of bad records.
+    """Check chats that begin with an answer, as ShareGPT's long chats were split anywhere.
+
+    Counted as bad records, they would exceed the limit in some files.
     """
     turns = [
         ("system", "Be brief."),
@@ -204,7 +205,7 @@ def test_answers_before_the_first_request_are_cut_and_counted(
     assert "1 cut: answers before the first request" in capsys.readouterr().err
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_texts_are_read_and_bad_ones_counted(tmp_path: Path) -> None:
     write(
         tmp_path / "a.jsonl",
         json.dumps({"text": "one"}),
@@ -220,9 +221,8 @@ def test_texts(tmp_path: Path) -> None:
     assert (counts.read, counts.used, counts.skipped) == (7, 3, 4)
     assert counts.bad == {
         'no "text"': [f"{tmp_path}/a.jsonl:2"],
-        'an empty "text"': [f"{tmp_path}/a.jsonl:4"],
+        "an empty text": [f"{tmp_path}/a.jsonl:4", f"{tmp_path}/d.md"],
         "not UTF-8": [f"{tmp_path}/c.txt"],
-        "no text": [f"{tmp_path}/d.md"],
     }
     with pytest.raises(UserError, match="3 of 7 used"):
         read_texts(tmp_path)
@@ -242,7 +242,7 @@ def test_chats_that_the_template_refuses_are_counted(embedded_target: Path) -> N
         render_chats(tokenizer, chats)
 
 
-def test_real_files(shared_data: Path) -> None:
+def test_published_files_are_read_completely(shared_data: Path) -> None:
     chats, counts = read_chats(
         [shared_data / "chat" / "mt_bench_101.json", shared_data / "fixtures"]
     )
@@ -255,7 +255,7 @@ def test_real_files(shared_data: Path) -> None:
     assert len(documents) == counts.used == counts.read - 1, "one arXiv record has no text"
 
 
-def test_embedded_files(embedded_target: Path) -> None:
+def test_embedded_prompts_and_answers_are_held_out(embedded_target: Path) -> None:
     folder = embedded_target.parent
     prompts = read_prompts(folder / "prompts.jsonl")
     held_out, _ = read_chats(folder / "held_out_chats.json")
@@ -313,7 +313,7 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
 CUT = json.dumps(
     {"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "x"}]}
 )
-ODD_RECORDS = {
+MALFORMED_RECORDS = {
     "half a character": CUT,
     "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "a role is a list, expected a string": json.dumps(
@@ -332,11 +332,13 @@ ODD_RECORDS = {
 }
 
 
-@pytest.mark.parametrize("reason", ODD_RECORDS)
+@pytest.mark.parametrize("reason", MALFORMED_RECORDS)
 @pytest.mark.parametrize("array", [False, True])
-def test_an_odd_record_is_counted_like_any_other(tmp_path: Path, reason: str, array: bool) -> None:
-    """It stands between two good ones; in an array its end is found by its brackets."""
-    lines = [json.dumps(GOOD), ODD_RECORDS[reason], json.dumps(GOOD)]
+def test_a_malformed_record_is_skipped_and_counted(
+    tmp_path: Path, reason: str, array: bool
+) -> None:
+    """Check an invalid record between two valid ones; in an array its brackets show its end."""
+    lines = [json.dumps(GOOD), MALFORMED_RECORDS[reason], json.dumps(GOOD)]
     file = tmp_path / ("chats.json" if array else "chats.jsonl")
     file.write_text("[" + ",\n".join(lines) + "]" if array else "\n".join(lines))
     chats, counts = read_chats(file, max_bad=0.4)
@@ -350,7 +352,7 @@ def test_an_odd_record_is_counted_like_any_other(tmp_path: Path, reason: str, ar
 @pytest.mark.parametrize(
     "text", ['"\\ud83d"', "[" * 100_000, '["a"]', "{}", "7", "null", '"\\udc00 after"']
 )
-def test_an_odd_text_is_counted_like_any_other(tmp_path: Path, text: str) -> None:
+def test_a_malformed_text_is_skipped_and_counted(tmp_path: Path, text: str) -> None:
     file = write(
         tmp_path / "texts.jsonl",
         '{"text": "one"}',
@@ -363,7 +365,7 @@ def test_an_odd_text_is_counted_like_any_other(tmp_path: Path, text: str) -> Non
 
 @pytest.mark.parametrize("key", ["id", "category", "turns"])
 def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> None:
-    """Ids and categories go into reports and records."""
+    """Check ids and categories too, as they are written to reports and records."""
     whole = {"id": "a", "category": "b", "turns": ["c"]}
     lines = [
         json.dumps(one)
@@ -372,10 +374,10 @@ def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> No
     assert len(read_prompts(write(tmp_path / "prompts.jsonl", *lines), max_bad=0.4)) == 2
 
 
-def test_the_line_of_a_split_counts_what_was_read_from_the_file(
+def test_the_summary_of_a_split_counts_every_record_of_the_file(
     embedded_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A record that the reader skipped is one of those read, and so are those beyond the limit."""
+    """Check that skipped records and those over the limit count as read."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     half = json.dumps(
         {"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "Hello"}]}
@@ -386,7 +388,7 @@ def test_the_line_of_a_split_counts_what_was_read_from_the_file(
     read_samples(tokenizer, data, "train")
     shown = capsys.readouterr()
     assert "train chats: 5 of 6 used" in shown.out and "1 dropped: half a character" in shown.out
-    assert "train texts: 3 of 4 used" in shown.out and '1 dropped: an empty "text"' in shown.out
+    assert "train texts: 3 of 4 used" in shown.out and "1 dropped: an empty text" in shown.out
     assert (
         "note: chats: 5 of 6 used; 1 skipped: half a character" in shown.err
         and f"({chats}:6)" in shown.err
@@ -399,7 +401,7 @@ def test_the_line_of_a_split_counts_what_was_read_from_the_file(
     )
 
 
-def test_skipped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_prompts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}')
     assert len(read_prompts(file, max_bad=0.5)) == 1
     assert (
@@ -425,7 +427,7 @@ def test_chats_for_a_tokenizer_without_a_template_are_refused_at_once(
     tokenizer.chat_template = None
     [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(GOOD)))
     with pytest.raises(
-        UserError, match=r"has no chat template; name one of ours .data.template="
+        UserError, match=r"has no chat template. Choose one of ours .data.template="
     ) as error:
         render_chats(tokenizer, [chat], max_bad=1.0)
     assert "used" not in str(error.value)

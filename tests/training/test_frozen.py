@@ -156,7 +156,7 @@ def test_a_target_with_other_tensor_names_is_loaded_complete(
     write_target(tmp_path, False)
     monkeypatch.setattr(Parallel, "shards_weights", True)
     monkeypatch.setattr(Parallel, "place_frozen", lambda self, model: model)
-    monkeypatch.setattr("training.models.frozen._names", lambda file: [])
+    monkeypatch.setattr("training.models.frozen._tensor_names", lambda file: [])
     model = load_frozen(tmp_path, torch.float32, Parallel(ParallelConfig(), "cpu"))
     assert "every rank reads the full target before sharding it" in capsys.readouterr().out
     assert not next(model.parameters()).is_meta and not next(model.parameters()).requires_grad

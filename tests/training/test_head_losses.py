@@ -9,14 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.bench.common import peak_bytes
-from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
-from training.losses.heads import (
-    at_temperature,
-    chunked_argmax,
-    chunked_by_head,
-    listed_cross_entropy_rows,
-)
-from training.losses.soft import Teacher, TeacherRows, eager_soft, kl_rows, lk_hybrid_rows, lk_rows
+from tests.support.eager_losses import eager_soft
+from training.losses.chunked import Outputs, RowLoss, at_temperature, cross_entropy_rows
+from training.losses.heads import chunked_argmax, chunked_by_head, listed_cross_entropy_rows
+from training.losses.soft import Teacher, TeacherRows, kl_rows, lk_hybrid_rows, lk_rows
 
 N, E, G, V, K = 37, 6, 5, 23, 3
 SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}

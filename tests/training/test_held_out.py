@@ -1,6 +1,4 @@
-"""Held-out prompts: how a target is asked them, and what an experiment refuses before its first
-stage.
-"""
+"""Test held-out prompts: their rendering, and experiments refused before their first stage."""
 
 import dataclasses
 import json
@@ -21,7 +19,7 @@ from training.held_out import check_stages, target_answers
 QUESTION = "A man holds a sax.\nThe man"
 
 
-def asking(target: Path, prompts: Path, template: str = "auto", **fields: Any) -> TrainConfig:
+def make_config(target: Path, prompts: Path, template: str = "auto", **fields: Any) -> TrainConfig:
     prompts.write_text(json.dumps({"prompt": QUESTION}))
     held_out = HeldOutConfig(str(prompts), max_new_tokens=4, **fields)
     data = DataConfig(max_length=128, template=template)
@@ -37,11 +35,11 @@ def asking(target: Path, prompts: Path, template: str = "auto", **fields: Any) -
     ("template", "fields", "plain"),
     [("auto", {}, True), ("vicuna", {}, False), ("vicuna", {"render": "text"}, True)],
 )
-def test_a_base_model_is_asked_on_plain_text(
+def test_base_models_receive_prompts_as_plain_text(
     base_target: Path, tmp_path: Path, template: str, fields: dict[str, str], plain: bool
 ):
     tokenizer = AutoTokenizer.from_pretrained(base_target)
-    config = asking(base_target, tmp_path / "prompts.jsonl", template, **fields)
+    config = make_config(base_target, tmp_path / "prompts.jsonl", template, **fields)
     [sample] = target_answers(base_target, tokenizer, config)
     chat = [{"role": "user", "content": QUESTION}]
     expected = (
@@ -53,10 +51,12 @@ def test_a_base_model_is_asked_on_plain_text(
     assert sample.mask.sum() <= 4
 
 
-def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_path: Path):
+def test_control_targets_with_a_template_receive_rendered_prompts(
+    tiny_target: Path, tmp_path: Path
+):
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     [sample] = target_answers(
-        tiny_target, tokenizer, asking(tiny_target, tmp_path / "prompts.jsonl")
+        tiny_target, tokenizer, make_config(tiny_target, tmp_path / "prompts.jsonl")
     )
     expected = render_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     assert sample.ids[: int(np.argmax(sample.mask))].tolist() == expected
@@ -66,7 +66,7 @@ def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_
     ("data", "changes", "message"),
     [
         ({"texts": ["a.txt"]}, {}, ""),
-        ({"chats": ["a.json"]}, {}, "has no chat template; name one of ours"),
+        ({"chats": ["a.json"]}, {}, "has no chat template. Choose one of ours"),
         ({"chats": ["a.json"], "template": "vicuna"}, {}, ""),
         ({"template": "vicuna"}, {"benchmark_render": "chat"}, ""),
         (
@@ -78,15 +78,15 @@ def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_
         (
             {},
             {"benchmark_render": "plain"},
-            "benchmark_render='plain' is unknown. Expected one of: auto, chat, text",
+            "benchmark_render 'plain' is unknown, expected one of auto, chat, text",
         ),
         ({}, {"benchmark_prompts": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ],
 )
-def test_an_experiment_that_could_not_ask_is_refused_at_once(
+def test_an_experiment_with_unusable_prompts_is_refused_at_once(
     base_target: Path, tmp_path: Path, data: dict[str, Any], changes: dict[str, Any], message: str
 ):
-    config = asking(base_target, tmp_path / "prompts.jsonl")
+    config = make_config(base_target, tmp_path / "prompts.jsonl")
     given = {
         "benchmark_prompts": config.held_out.prompts,
         "data": dataclasses.replace(config.data, **data),

@@ -1,4 +1,4 @@
-"""The loop: exact resume, whole checkpoints, signals, losses that are not finite."""
+"""Test the training loop: exact resume, complete checkpoints, signals and non-finite losses."""
 
 import json
 import os
@@ -17,11 +17,10 @@ from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from tests.support.host_waits import Waits
 from training import checkpoint
-from training import loop as loop_module
 from training.bounds import Bounds, Progress
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedBatch, PackedData, Sample
-from training.loop import fit
+from training.loop import Training, fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
 from training.optimizer_config import OptimizerConfig
@@ -70,8 +69,8 @@ def loop(steps: int, **changes: object) -> LoopConfig:
     )
 
 
-def stopping(data: PackedData, stop_after: int) -> PackedData:
-    """The data, with a SIGTERM as the rows of step `stop_after` (from 1) are asked for."""
+def stop_after_step(data: PackedData, stop_after: int) -> PackedData:
+    """Return data that send a SIGTERM when the rows of step `stop_after` (from 1) are read."""
     rows_of = data.step_rows
     calls = 0
 
@@ -89,9 +88,9 @@ def stopping(data: PackedData, stop_after: int) -> PackedData:
 def train(
     folder: Path, config: LoopConfig, stop_after: int = 0, dtype: torch.dtype = torch.float32
 ) -> LanguageModelling:
-    """A run; with stop_after, it is stopped as a SIGTERM would stop it after that many steps."""
+    """Train, with a SIGTERM in step `stop_after` if it is given."""
     module = make_model(dtype)
-    data = stopping(make_data(), stop_after)
+    data = stop_after_step(make_data(), stop_after)
     score = iter(range(100))
     parallel = Parallel(ParallelConfig(), "cpu")
     tracker = (
@@ -119,7 +118,7 @@ def newest(folder: Path) -> checkpoint.Checkpoint:
     return found
 
 
-def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
+def is_equal(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
     parts = ((a.model, b.model), (a.optimizer, b.optimizer), (a.rng, b.rng))
     return all(
         x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in parts
@@ -127,7 +126,7 @@ def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
     train(tmp_path / "straight", loop(8), dtype=dtype)
     with pytest.raises(Interrupted, match="Run the same command to continue"):
         train(tmp_path / "stopped", loop(8), stop_after=5, dtype=dtype)
@@ -135,7 +134,7 @@ def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dt
     train(tmp_path / "stopped", loop(8), dtype=dtype)
     straight, resumed = newest(tmp_path / "straight"), newest(tmp_path / "stopped")
     assert straight.state["step"] == resumed.state["step"] == 8
-    assert same(straight, resumed)
+    assert is_equal(straight, resumed)
     losses = [
         [
             json.loads(line)["loss"]
@@ -147,18 +146,21 @@ def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dt
     assert losses[0] == losses[1]
 
 
-def test_the_equality_of_runs_can_fail(tmp_path: Path):
+def test_runs_with_another_order_of_additions_differ(tmp_path: Path):
     train(tmp_path / "a", loop(4))
     # the control: another order of additions
     train(tmp_path / "b", loop(4, tokens_per_step=256, micro_batch_tokens=64))
     a, b = newest(tmp_path / "a"), newest(tmp_path / "b")
-    assert not same(a, b)
-    for name in a.model:  # and yet the same mathematics
+    assert not is_equal(a, b)
+    for name in a.model:  # only by rounding
         torch.testing.assert_close(a.model[name], b.model[name], rtol=1e-2, atol=1e-4)
 
 
 def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two forwards, the gradient's norm, an update; the control reads the loss of every forward."""
+    """Count the waits of two forwards, a norm and an update.
+
+    The control reads the loss of every forward.
+    """
     module, config, parallel, waits = (
         make_model(),
         loop(4),
@@ -166,13 +168,13 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
         Waits(),
     )
     wrapped, optimizer = parallel.prepare(module, module.model, config.optimizer, module.rates)
-    data, progress = make_data(), Progress()
+    training = Training(
+        wrapped, module.model, make_data(), config, parallel, optimizer, Progress(), tmp_path
+    )
 
     def step() -> None:
         with waits.counting(monkeypatch):
-            loop_module._step(
-                wrapped, data, config, parallel, optimizer, progress, Bounds(steps=4), tmp_path
-            )
+            training.step(Bounds(steps=4))
 
     step()
     step()
@@ -189,7 +191,7 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (waits.meant, waits.stray) == (3, ["item"] * 2)
 
 
-def test_a_damaged_or_half_written_checkpoint_is_named_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     train(tmp_path, loop(7))
@@ -204,14 +206,14 @@ def test_a_damaged_or_half_written_checkpoint_is_named_and_the_one_before_is_tak
     assert "was never completed" in capsys.readouterr().out
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path: Path):
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path):
     train(tmp_path, loop(3))
     before = newest(tmp_path)
     module = make_model()
     real = module.forward
     module.forward = lambda batch: tuple(value * float("nan") for value in real(batch))
     with pytest.raises(
-        UserError, match=r"the loss is nan and .* at step 4: .* last good checkpoint"
+        UserError, match=r"the loss is nan and .* at step 4, .* last good checkpoint"
     ):
         fit(
             "t",
@@ -224,10 +226,10 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
             None,
             lambda: {"score": 0.0},
         )
-    assert same(before, newest(tmp_path))
+    assert is_equal(before, newest(tmp_path))
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path):
+def test_a_non_finite_gradient_never_changes_the_weights(tmp_path: Path):
     module = make_model()
     before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
     module.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -248,7 +250,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path)
     )
 
 
-def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
+def test_the_model_ends_at_its_best_checkpoint(tmp_path: Path):
     module = make_model()
     scores = iter([0.1, 0.9, 0.3, 0.2])
     config = loop(8, eval_every=2, checkpoint_every=2, keep=1)
@@ -275,7 +277,7 @@ def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
 
 
 def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(tmp_path: Path):
-    """The write runs in a child whose files may not grow beyond 20 kB."""
+    """Write in a child process whose files may not exceed 20 kB."""
     tensors = {"w": torch.zeros(100)}
     checkpoint.save(tmp_path / "step_000001", {"step": 1}, tensors, tensors, tensors)
     code = f"""

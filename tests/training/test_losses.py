@@ -1,15 +1,11 @@
-"""Chunked losses against their eager twins, against float64 gradients, and in memory."""
+"""Test chunked losses against eager twins and float64 gradients, and their peak memory."""
 
 import pytest
 import torch
 
 from scripts.bench.common import peak_bytes
-from training.losses.chunked import (
-    chunked_cross_entropy,
-    chunked_forward_kl,
-    eager_cross_entropy,
-    eager_forward_kl,
-)
+from tests.support.eager_losses import eager_soft
+from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
 
 N, H, G, V = 37, 6, 5, 23
 
@@ -25,6 +21,18 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
         torch.randn(V, G, dtype=dtype),
         torch.randint(0, V, (N,)),
     )
+
+
+def eager_forward_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Return the sum of KL(teacher || student), computed with autograd from full logits."""
+    log_p = torch.log_softmax(teacher @ teacher_weight.T / temperature, dim=-1)
+    return eager_soft("forward_kl", hidden @ weight.T / temperature, log_p).sum()
 
 
 @pytest.mark.parametrize("chunk", [1, 10, 64])
@@ -50,11 +58,9 @@ def test_cross_entropy_equals_its_eager_twin(chunk: int):
     hidden, weight, _, _, labels = inputs()
     loss, correct = chunked_cross_entropy(hidden, weight, labels, chunk)
     grads = torch.autograd.grad(loss, (hidden, weight))
-    expected = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum"),
-        (hidden, weight),
-    )
-    torch.testing.assert_close(loss.float(), eager_cross_entropy(hidden, weight, labels))
+    twin = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    expected = torch.autograd.grad(twin, (hidden, weight))
+    torch.testing.assert_close(loss, twin)
     for a, b in zip(grads, expected):
         torch.testing.assert_close(a, b)
     assert int(correct) == int((torch.argmax(hidden @ weight.T, -1) == labels).sum())
@@ -80,14 +86,14 @@ def test_gradcheck_rejects_a_wrong_gradient():
         torch.autograd.gradcheck(wrong, (hidden, weight))
 
 
-def test_kl_of_a_model_with_itself_is_zero_and_accepts_everything():
+def test_a_model_has_kl_zero_and_full_acceptance_with_itself():
     hidden, weight, _, _, _ = inputs()
     loss, overlap = chunked_forward_kl(hidden, weight, hidden.detach(), weight.detach(), 8)
     assert abs(loss.item()) < 1e-9
     assert abs(float(overlap) - N) < 1e-9
 
 
-def test_bfloat16_follows_float32():
+def test_bfloat16_losses_are_close_to_float32():
     hidden, weight, teacher, teacher_weight, _ = inputs(torch.float32)
     exact = chunked_forward_kl(hidden, weight, teacher, teacher_weight, 8)[0]
     rough = chunked_forward_kl(
@@ -97,23 +103,23 @@ def test_bfloat16_follows_float32():
     assert abs((rough / exact).item() - 1) < 0.05
 
 
-def test_nothing_of_the_size_of_the_vocabulary_is_held_whole():
-    """Peak memory of chunked against whole logits: N x V tensors must not be there at once."""
+def test_no_tensor_of_tokens_by_vocabulary_is_kept():
+    """Compare the peak memory with that of full logits [N, V]."""
     count, vocabulary, width = 2048, 4096, 8
     hidden = torch.randn(count, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)
     teacher = torch.randn(count, width)
     teacher_weight = torch.randn(vocabulary, width)
-    whole = count * vocabulary * 4
+    full = count * vocabulary * 4
 
     assert (
         peak_bytes(
             lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0].backward()
         )
-        < whole / 2
+        < full / 2
     )
     # the control
     assert (
         peak_bytes(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight).backward())
-        > 2 * whole
+        > 2 * full
     )

@@ -1,6 +1,4 @@
-"""The plan of memory against the published counts, and against what is really allocated
-and kept.
-"""
+"""Test planned memory against published figures and against what is allocated."""
 
 import pytest
 import torch
@@ -23,9 +21,10 @@ from training.parallel.memory_plan import (
 )
 
 
-def test_the_stages_are_the_papers():
-    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9
-    GB at 2 + 2 + 12 bytes.
+def test_zero_stages_need_the_published_bytes():
+    """Check Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks.
+
+    At 2 + 2 + 12 bytes a parameter a rank needs 120, 31.4, 16.6 and 1.9 GB.
     """
     published = {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
     for kind, gigabytes in published.items():
@@ -39,7 +38,7 @@ def test_the_stages_are_the_papers():
         assert (ours - more) / 1e9 == pytest.approx(gigabytes, rel=0.02), kind
 
 
-def test_more_ranks_never_need_more():
+def test_more_ranks_never_need_more_memory():
     for kind in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp"):
         for dtype in ("float32", "bfloat16"):
             totals = [
@@ -53,19 +52,17 @@ def test_more_ranks_never_need_more():
             assert cut == (kind in ("zero3", "fsdp"))
 
 
-def test_unknown_kinds_are_named():
+def test_unknown_kinds_and_dtypes_are_refused():
     with pytest.raises(
-        UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"
+        UserError, match="parallel.kind 'zero4' is unknown, expected one of single, ddp, zero1"
     ):
         bytes_per_rank(1, 1, "zero4", 2, "float32")
-    with pytest.raises(UserError, match="dtype is 'float16'"):
+    with pytest.raises(UserError, match="dtype 'float16' is unknown, expected one of float32"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
 
 
-def test_a_target_that_answers_is_held_a_second_time():
-    """Whole and in its own dtype, or spread over cards; with keys and values of a batch
-    of prompts.
-    """
+def test_the_answering_target_is_counted_as_a_second_copy():
+    """Check a copy in its dtype, in full or spread over GPUs, with keys and values of a batch."""
     target = LlamaConfig(
         num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008
     )
@@ -120,8 +117,9 @@ def one_row(tokens: int) -> list[Sample]:
 
 
 def kept_bytes(model: torch.nn.Module, tokens: int) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that autograd keeps of a forward through the layers, parameters and the attention mask
-    left out; and the gradients.
+    """Return the bytes that autograd keeps of a forward through the layers, and the gradients.
+
+    Parameters and the attention mask are not counted.
     """
     batch = collate(one_row(tokens), [[0]], tokens)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -145,14 +143,15 @@ def kept_bytes(model: torch.nn.Module, tokens: int) -> tuple[int, list[torch.Ten
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [("float32", 512), ("bfloat16", 1280)])
-def test_activations_are_what_autograd_keeps(dtype: str, tokens: int):
+def test_planned_activations_match_autograd(dtype: str, tokens: int):
     kept, _ = kept_bytes(make(getattr(torch, dtype)), tokens)
     assert kept == pytest.approx(activation_bytes(SHAPE, tokens, dtype)["layers"], rel=0.1)
 
 
-def test_checkpointing_keeps_less_and_changes_nothing():
-    """Peak memory of a forward and a backward, and the same gradients bit for bit; the control is
-    the same model without it.
+def test_activation_checkpointing_saves_memory_and_keeps_gradients():
+    """Compare peak memory with the control, the same model without checkpointing.
+
+    Gradients must be equal bit for bit.
     """
     peaks, gradients = [], []
     for checkpointing in (False, True):
@@ -180,7 +179,7 @@ def test_checkpointing_keeps_less_and_changes_nothing():
     assert saved[1] < 0.5 * saved[0]
 
 
-def test_a_model_without_layers_to_run_again_is_refused():
+def test_activation_checkpointing_refuses_a_model_without_layers():
     with pytest.raises(
         UserError, match="activation_checkpointing=true, but Linear has no decoder layers"
     ):
@@ -188,7 +187,7 @@ def test_a_model_without_layers_to_run_again_is_refused():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_process_allocates_what_is_planned(dtype: str):
+def test_one_process_allocates_the_planned_bytes(dtype: str):
     model = make(getattr(torch, dtype))
     optimizer = MasterAdamW(model, OptimizerConfig())
     for parameter in model.parameters():

@@ -1,5 +1,6 @@
-"""Mixtures: the update is the paper's, shares are what is drawn, nothing is lost, bad ones are
-named. In the loop: test_mixture_in_training.py.
+"""Test mixtures: published updates, sampled shares, complete epochs and refused settings.
+
+For mixtures inside the loop see test_mixture_in_training.py.
 """
 
 import json
@@ -21,9 +22,9 @@ from training.data.mixture import (
     MixedData,
     acceptance_gaps,
     check_mixture,
-    floored,
     loss_gaps,
-    updated,
+    raise_to_floor,
+    update_shares,
 )
 from training.data.packing import Sample
 
@@ -31,7 +32,7 @@ NAMES = ("code", "prose", "maths")
 
 
 def samples(seed: int, count: int, low: int, high: int) -> list[Sample]:
-    """Documents over ids low .. high - 1, so that a row shows its domain."""
+    """Return documents over ids low .. high - 1, which show a row's domain."""
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -55,7 +56,7 @@ HELD_OUT = {
 
 
 def config(**changes: object) -> DataConfig:
-    """Three domains with texts and references; a change of a domain is given as NAME=dict."""
+    """Configure three domains with texts and references; NAME=dict changes a domain."""
     domains = {
         name: DomainConfig(texts=["x.txt"], held_out_texts=["y.txt"], share=share, reference=3.0)
         for name, share in zip(NAMES, (0.5, 0.3, 0.2), strict=True)
@@ -70,37 +71,37 @@ def mixed(rows_per_step: int = 4, seed: int = 7, **changes: object) -> MixedData
 
 
 def domain_of(data: MixedData, row: list[int]) -> str:
-    """The domain that a row's tokens are of; a row of two domains would be none."""
+    """Return the domain of a row's tokens. Raises ValueError for tokens of two domains."""
     tokens = np.concatenate([data.samples[index].ids for index in row])
     (found,) = {NAMES[int(token) // 20] for token in tokens}
     return found
 
 
-def test_the_update_is_the_papers():
-    """w exp(eta delta), normalised, then (1 - c) w + c / k: written out for two steps."""
+def test_the_update_follows_the_paper():
+    """Compute w exp(eta delta), normalise, then (1 - c) w + c / k, written out for two steps."""
     shares = {"a": 0.6, "b": 0.3, "c": 0.1}
     losses, references = {"a": 2.0, "b": 2.5, "c": 1.0}, {"a": 2.1, "b": 2.0, "c": 0.2}
     gaps = loss_gaps(losses, references, clip=True)
     assert gaps == pytest.approx({"a": 0.0, "b": 0.5, "c": 0.8})
-    after = updated(shares, gaps, 1.0, 1e-4, 0.0)
+    after = update_shares(shares, gaps, 1.0, 1e-4, 0.0)
     grown = [0.6, 0.3 * math.exp(0.5), 0.1 * math.exp(0.8)]
     assert list(after.values()) == pytest.approx(
         [(1 - 1e-4) * w / sum(grown) + 1e-4 / 3 for w in grown], rel=1e-12
     )
     assert sum(after.values()) == pytest.approx(1)
-    unclipped = updated(shares, loss_gaps(losses, references, clip=False), 1.0, 1e-4, 0.0)
+    unclipped = update_shares(shares, loss_gaps(losses, references, clip=False), 1.0, 1e-4, 0.0)
     assert unclipped["a"] < after["a"], (
         "the published code takes share from a domain that is below its reference"
     )
-    assert updated(shares, dict.fromkeys(shares, 0.7), 1.0, 0.0, 0.0) == pytest.approx(shares), (
-        "equal gaps move nothing"
-    )
-    assert updated(shares, {"a": 0.0, "b": 5000.0, "c": 0.0}, 1.0, 0.0, 0.0)["b"] == 1.0, (
+    assert update_shares(shares, dict.fromkeys(shares, 0.7), 1.0, 0.0, 0.0) == pytest.approx(
+        shares
+    ), "equal gaps move nothing"
+    assert update_shares(shares, {"a": 0.0, "b": 5000.0, "c": 0.0}, 1.0, 0.0, 0.0)["b"] == 1.0, (
         "no overflow"
     )
 
 
-def test_the_acceptance_gap_is_to_the_best_domain_or_the_reference():
+def test_acceptance_gaps_are_measured_to_the_reference_or_the_best_domain():
     alpha = {"a": 0.8, "b": 0.5, "c": 0.7}
     assert acceptance_gaps(alpha, dict.fromkeys(alpha, 0.0)) == pytest.approx(
         {"a": 0.0, "b": 0.3, "c": 0.1}
@@ -111,23 +112,23 @@ def test_the_acceptance_gap_is_to_the_best_domain_or_the_reference():
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.05, 0.2, 1 / 3])
-def test_no_share_falls_below_the_floor_and_none_is_lost(floor: float):
+def test_shares_keep_the_floor_and_their_sum(floor: float):
     for shares in (
         {"a": 0.98, "b": 0.02, "c": 0.0},
         {"a": 0.4, "b": 0.35, "c": 0.25},
         {"a": 1.0, "b": 0.0, "c": 0.0},
     ):
-        after = floored(shares, floor)
+        after = raise_to_floor(shares, floor)
         assert sum(after.values()) == pytest.approx(1)
         assert min(after.values()) >= floor * (1 - 1e-9)
     untouched = {"a": 0.4, "b": 0.35, "c": 0.25}
     if floor <= 0.25:
-        assert floored(untouched, floor) == pytest.approx(untouched), (
+        assert raise_to_floor(untouched, floor) == pytest.approx(untouched), (
             "a floor that nobody is under moves nothing"
         )
 
 
-def test_rows_are_conserved_and_every_domain_goes_through_its_own_epochs():
+def test_every_domain_has_complete_epochs():
     data = mixed()
     served = [row for step in range(60) for row in data.step_rows(step)]
     counts = Counter(domain_of(data, row) for row in served)
@@ -146,7 +147,7 @@ def test_rows_are_conserved_and_every_domain_goes_through_its_own_epochs():
     assert sorted(index for row in data.rows for index in row) == list(range(len(data.samples)))
 
 
-def test_rows_come_in_proportion_to_the_shares():
+def test_rows_are_sampled_in_proportion_to_the_shares():
     data = mixed(rows_per_step=8)
     for step in range(500):
         data.step_rows(step)
@@ -164,7 +165,7 @@ def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
     figures = {"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6}
     before = [data.step_rows(step) for step in range(3)]
     assert [other.step_rows(step) for step in range(3)] != before
-    data.look(figures)
+    data.adapt(figures)
     state = json.loads(json.dumps(data.state()))  # as a checkpoint keeps it
     after = [data.step_rows(step) for step in range(3, 9)]
     again.load(state)
@@ -177,9 +178,9 @@ def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
         again.step_rows(3)
 
 
-def test_acceptance_moves_share_to_the_worst_domain_by_a_moving_average():
+def test_acceptance_gaps_are_averaged_and_raise_the_share_of_the_worst_domain():
     data = mixed(mixing="acceptance", uniform_share=0.0, floor_share=0.0)
-    learned = data.look({"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6})
+    logged = data.adapt({"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6})
     assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.5, "maths": 0.3}), (
         "the first gap is taken as it is"
     )
@@ -187,33 +188,33 @@ def test_acceptance_moves_share_to_the_worst_domain_by_a_moving_average():
     assert data.shares == pytest.approx(
         {name: share / sum(grown.values()) for name, share in grown.items()}
     )
-    assert learned == {f"share/{name}": data.shares[name] for name in NAMES} | {
+    assert logged == {f"share/{name}": data.shares[name] for name in NAMES} | {
         f"rows/{name}": 0.0 for name in NAMES
     }
-    data.look({"acceptance/code": 0.9, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
+    data.adapt({"acceptance/code": 0.9, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
     assert data.gaps == pytest.approx(
         {"code": 0.0, "prose": 0.9 * 0.5, "maths": 0.9 * 0.3 + 0.1 * 0.3}
     )
     kept = dict(data.shares)
-    data.look({"acceptance/code": math.nan, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
+    data.adapt({"acceptance/code": math.nan, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
     assert data.shares == kept
 
 
-def test_fixed_shares_stay():
+def test_fixed_shares_are_not_updated():
     data = mixed()
-    assert data.look({"loss/code": 9.0, "loss/prose": 1.0, "loss/maths": 1.0})["share/code"] == 0.5
+    assert data.adapt({"loss/code": 9.0, "loss/prose": 1.0, "loss/maths": 1.0})["share/code"] == 0.5
     assert data.shares == {"code": 0.5, "prose": 0.3, "maths": 0.2}
 
 
-def test_a_domain_too_small_for_one_step_is_named():
+def test_a_domain_too_small_for_one_step_is_refused():
     with pytest.raises(
         UserError,
-        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*add text to it",
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to it",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
 
-def test_a_state_without_data_is_the_start():
+def test_an_empty_state_is_the_start():
     data = mixed()
     data.step_rows(0)
     data.load(Progress().data)
@@ -224,15 +225,15 @@ def test_a_state_without_data_is_the_start():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mixing": "random"}, "data.mixing is 'random'; expected one of fixed, loss, acceptance"),
-        ({"when_exhausted": "crash"}, "data.when_exhausted is 'crash'; expected wrap or stop"),
-        ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each, and a sum above 0"),
+        ({"mixing": "random"}, "data.mixing 'random' is unknown, expected one of fixed, loss,"),
+        ({"when_exhausted": "crash"}, "data.when_exhausted 'crash' is unknown, expected one of"),
+        ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each and a sum above 0"),
         ({"code": {"share": -0.1}}, "expected 0 or more each"),
         ({"code": {"share": math.nan}}, "expected 0 or more each"),
-        ({"prose": {"texts": []}}, "data.domains.prose is empty: give it chats or texts"),
+        ({"prose": {"texts": []}}, "data.domains.prose is empty. Give it chats or texts"),
         (
             {"mixing": "loss", "maths": {"reference": 0.0}},
-            "data.domains.maths.reference is 0: data.mixing=loss needs",
+            "data.domains.maths.reference is 0, but data.mixing=loss needs",
         ),
         (
             {"mixing": "loss", "maths": {"held_out_texts": []}},
@@ -249,20 +250,19 @@ def test_a_state_without_data_is_the_start():
         ({"mixing_rate": 0.0}, "data.mixing_rate is 0.0, expected more than 0"),
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),
         ({"uniform_share": 2.0}, "data.uniform_share is 2.0"),
-        ({"held_out_tokens": -1}, "data.held_out_tokens is -1"),
         ({"texts": ["more.txt"]}, "data.domains cannot be combined with data.chats, texts"),
     ],
 )
-def test_bad_mixtures_are_named(changes: dict[str, object], words: str):
+def test_invalid_mixtures_are_refused(changes: dict[str, object], words: str):
     check_mixture(config(), ("loss", "acceptance"))
     with pytest.raises(UserError, match=words):
         check_mixture(config(**changes), ("loss", "acceptance"))
 
 
-def test_mixings_that_a_job_does_not_measure_and_mixings_without_domains_are_named():
+def test_mixings_without_figures_or_domains_are_refused():
     with pytest.raises(
         UserError,
-        match="data.mixing is acceptance, whose figures .* expected fixed or loss",
+        match="data.mixing is acceptance, whose figures .* Expected fixed or loss",
     ):
         check_mixture(config(mixing="acceptance"), ("loss",))
     with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):
@@ -270,7 +270,7 @@ def test_mixings_that_a_job_does_not_measure_and_mixings_without_domains_are_nam
     check_mixture(DataConfig(), ("loss",))
 
 
-def test_a_domain_without_supervised_tokens_is_named():
+def test_a_domain_without_supervised_tokens_is_refused():
     nothing = [Sample(np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool))]
     with pytest.raises(UserError, match="data.domains.prose: zero supervised tokens"):
         MixedData({**DOMAINS, "prose": nothing}, config(), 4, 0)
@@ -284,7 +284,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 def test_the_published_mixtures_are_shipped():
-    """Reference losses and initial shares as in princeton-nlp/LLM-Shearing, domain by domain."""
+    """Check references and initial shares by domain, as in princeton-nlp/LLM-Shearing."""
     large, two, small = (
         composed(f"data={name}", "data.root=/texts").data
         for name in ("redpajama", "redpajama_2b7", "redpajama_370m")
@@ -321,7 +321,7 @@ def test_the_published_mixtures_are_shipped():
         data_files(composed("data=redpajama").data)
 
 
-def test_keys_of_domains_can_be_given_and_wrong_ones_are_named():
+def test_domain_keys_can_be_overridden_and_unknown_ones_are_refused():
     data = composed(
         "data=redpajama",
         "data.root=.",

@@ -1,6 +1,4 @@
-"""Mixtures in the loop: evaluations move the shares, a resumed run equals a straight one, and a
-domain that runs out ends the training.
-"""
+"""Test mixtures in the training loop: updated shares, exact resume and exhausted domains."""
 
 import json
 import math
@@ -38,9 +36,7 @@ SHAPE = StudentConfig(
 
 
 def losses_of(module: LanguageModelling) -> dict[str, float]:
-    """Held-out loss of every domain, a stand-in for its acceptance (the likeliness of its text),
-    and the score.
-    """
+    """Return the held-out loss of every domain, its likelihood as acceptance, and a score."""
     figures = {}
     with torch.no_grad():
         for name, held_out in HELD_OUT.items():
@@ -53,9 +49,7 @@ def losses_of(module: LanguageModelling) -> dict[str, float]:
 def train(
     folder: Path, steps: int = 8, stop_after: int = 0, mixing: str = "loss", **changes: object
 ) -> MixedData:
-    """A run of the loop; with stop_after, one that is stopped as SIGTERM would stop it after that
-    many steps of its own.
-    """
+    """Train, with a SIGTERM after `stop_after` steps if it is given."""
     torch.manual_seed(0)
     module = LanguageModelling(
         build_llama(
@@ -108,12 +102,10 @@ def records(folder: Path, key: str) -> list[float]:
 
 @pytest.mark.parametrize("mixing", ["loss", "acceptance"])
 @pytest.mark.parametrize("stop_after", [3, 4, 5])
-def test_stop_and_resume_equals_straight_bit_for_bit_across_an_evaluation(
+def test_a_resumed_run_equals_an_uninterrupted_one_across_evaluations(
     tmp_path: Path, stop_after: int, mixing: str
 ):
-    """Evaluations move the shares after steps 2, 4, 6 and 8: the stop comes before, at and after
-    one.
-    """
+    """Stop before, at and after one of the evaluations, which move the shares every two steps."""
     train(tmp_path / "straight", mixing=mixing)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", stop_after=stop_after, mixing=mixing)
@@ -131,10 +123,8 @@ def test_stop_and_resume_equals_straight_bit_for_bit_across_an_evaluation(
     )
 
 
-def test_the_equality_of_runs_sees_the_mixture(tmp_path: Path):
-    """The control: the same run with fixed shares ends in other weights, as other rows
-    were drawn.
-    """
+def test_another_mixture_gives_other_weights(tmp_path: Path):
+    """Check the control: with fixed shares other rows are sampled and the weights differ."""
     train(tmp_path / "moving")
     train(tmp_path / "fixed", mixing="fixed")
     moving, fixed = newest(tmp_path / "moving"), newest(tmp_path / "fixed")
@@ -142,7 +132,7 @@ def test_the_equality_of_runs_sees_the_mixture(tmp_path: Path):
     assert any(not torch.equal(moving.model[name], fixed.model[name]) for name in moving.model)
 
 
-def test_a_domain_that_runs_out_ends_the_training_with_its_checkpoint(
+def test_an_exhausted_domain_ends_the_training_with_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     data = train(tmp_path, steps=100, mixing="fixed", when_exhausted="stop")

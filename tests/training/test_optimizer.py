@@ -1,4 +1,4 @@
-"""The learning rate's schedule, against its definition and Hugging Face's."""
+"""Test the learning-rate schedule against its definition and against transformers."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from training.optimizer_config import OptimizerConfig
 
 
 def rate(config: OptimizerConfig, step: int, total: int) -> float:
-    """The learning rate of a step in a run of `total` steps."""
+    """Return the learning rate of a step in a run of `total` steps."""
     return learning_rate(
         config,
         step,
@@ -21,7 +21,7 @@ def rate(config: OptimizerConfig, step: int, total: int) -> float:
 
 
 def test_the_cosine_starts_where_the_warm_up_ends():
-    """It goes up in a line to the peak, which one step has whole, and ends at final_lr of it."""
+    """Check the linear rise to the peak, which one step reaches, and the end at lr x final_lr."""
     config = OptimizerConfig(lr=2.0, warmup_steps=4, final_lr=0.1)
     rates = [rate(config, step, 12) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
@@ -31,9 +31,10 @@ def test_the_cosine_starts_where_the_warm_up_ends():
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_behind_the_warm_up_it_is_hugging_faces(warmup: int):
-    """transformers.get_cosine_schedule_with_warmup, whose warm-up begins with a step at 0, is the
-    same from its end on.
+def test_after_the_warm_up_the_schedule_equals_transformers(warmup: int):
+    """Compare with get_cosine_schedule_with_warmup.
+
+    Its warm-up begins with a step at 0 and differs.
     """
     config = OptimizerConfig(lr=0.5, warmup_steps=warmup, final_lr=0.0)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
@@ -45,7 +46,7 @@ def test_behind_the_warm_up_it_is_hugging_faces(warmup: int):
         schedule.step()
 
 
-def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up():
+def test_a_run_shorter_than_its_warm_up_ends_while_the_rate_rises():
     config = OptimizerConfig(lr=1.0, warmup_steps=20)
     assert [rate(config, step, 5) for step in range(5)] == pytest.approx(
         [0.05, 0.1, 0.15, 0.2, 0.25]

@@ -1,4 +1,4 @@
-"""Packing: nothing is lost, nothing overlaps, and packed equals separate."""
+"""Test packing: every sample is kept, and packed and separate documents are equivalent."""
 
 import numpy as np
 import pytest
@@ -49,13 +49,13 @@ def chats(count: int, seed: int = 0, longest: int = 30) -> list[Sample]:
     return samples
 
 
-def test_every_sample_lies_in_exactly_one_row_and_rows_hold_what_they_can():
+def test_every_sample_is_in_one_row_and_rows_are_well_filled():
     lengths = np.random.default_rng(1).integers(1, 100, 500).tolist()
     rows = best_fit(lengths, 128)
     assert sorted(index for row in rows for index in row) == list(range(500))
     loads = [sum(lengths[index] for index in row) for row in rows]
     assert max(loads) <= 128
-    # best fit decreasing: 11/9 of the optimum and a bit
+    # best fit decreasing: at most 11/9 of the optimum and a constant
     assert len(rows) <= 1.25 * sum(lengths) / 128 + 1
     emptiest, next_emptiest = sorted(loads)[:2]
     assert emptiest + next_emptiest > 128, "two rows that fit into one were left apart"
@@ -74,7 +74,7 @@ def test_split_documents_supervise_every_token_but_the_first_once():
     assert all(len(piece.ids) <= 16 for piece in pieces)
 
 
-def test_epochs_see_every_row_once_and_steps_are_pure_functions_of_their_number():
+def test_an_epoch_reads_every_row_once_in_an_order_set_by_the_seed():
     samples = chats(200)
     data = PackedData(samples, 64, rows_per_step=1, seed=3)
     epochs = len(data.rows)
@@ -85,7 +85,7 @@ def test_epochs_see_every_row_once_and_steps_are_pure_functions_of_their_number(
     assert tuple(again.step_rows(epochs + 5)[0]) == seen[epochs + 5]
 
 
-def test_ranks_share_a_step_without_overlap():
+def test_ranks_divide_a_step_without_overlap():
     rows = [[index] for index in range(13)]
     parts = [list(micro_batches(rows, rank, 3, 2)) for rank in range(3)]
     assert sorted(row[0] for part in parts for batch in part for row in batch) == list(range(13))
@@ -116,19 +116,20 @@ def test_packed_and_separate_documents_give_equal_losses_and_gradients(kind: str
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_without_the_document_mask_the_equality_fails():
+def test_packed_losses_differ_without_the_document_mask():
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     right = LanguageModelling(tiny(0))(collate(samples, rows, 64))[0]
     batch = collate(samples, rows, 64)
-    batch.host.documents_RT[:] = 1  # the control: one document a row, so neighbours leak
+    batch.documents_RT[:] = 1  # the control: one document per row, so attention crosses documents
     assert abs((right - LanguageModelling(tiny(0))(batch)[0]).item()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["pretrain", "distil", "distil, remembered"])
+@pytest.mark.parametrize("kind", ["pretrain", "distil", "distil, cached"])
 def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """From samples to gradients; the mask as an index, which would ask how many there
-    are, is seen.
+    """Count waits from samples to gradients.
+
+    The control indexes with a mask, which waits for the number of its true values.
     """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
     rows, sent, copies = (
@@ -136,7 +137,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
         devices.copy_to_device,
         [],
     )
-    states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
+    states = TeacherStates(teacher, 10**6 if "cached" in kind else 0)
     module = (
         LanguageModelling(model)
         if kind == "pretrain"
@@ -159,7 +160,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
     assert waits.stray == ["__getitem__"]
 
 
-def test_a_row_of_a_batch_is_a_batch_of_that_row():
+def test_a_row_of_a_batch_equals_the_collated_row():
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     batch = collate(samples, rows, 64)
@@ -199,8 +200,8 @@ def test_zero_supervised_tokens_is_an_error():
 
 
 @pytest.mark.parametrize("cache_bytes", [10**6, 400])
-def test_remembered_teacher_states_change_nothing(cache_bytes: int):
-    """Whole or partly remembered, twice over the same rows in another order and grouping."""
+def test_cached_teacher_states_change_no_loss(cache_bytes: int):
+    """Read the same rows twice, in another order and grouping, with all or some states cached."""
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     student, teacher = tiny(0), freeze(tiny(1))

@@ -1,5 +1,6 @@
-"""Two processes train as one, whatever they share: DDP, ZeRO-1, 2, 3 and FSDP, with accumulation
-and clipping, resumed and moved.
+"""Test that two processes train as one under DDP, ZeRO-1, 2, 3 and FSDP.
+
+Runs accumulate and clip gradients, are resumed, and change their kind.
 """
 
 import signal
@@ -19,23 +20,23 @@ from training import checkpoint
 from training.parallel.memory_plan import bytes_per_rank
 from training.parallel.strategy import Parallel
 
-TOLERANCE = 1e-5  # relative, of float32 losses: the order of additions
-# six steps by rank 0's clock, one by the others' (rank_job.Spec)
+TOLERANCE = 1e-5  # relative difference of float32 losses, from the order of additions
+# six steps by rank 0's clock, one by the others' (training_rank.Spec)
 BY_SECONDS = {"steps": 0, "seconds": 9.5}
-CUTTING = ["zero1", "zero2", "zero3", "fsdp"]
-# One of each sort: ZeRO's stages 1 and 2 cut less than stage 3, by the same engine.
-EACH_SORT = [
+SHARDING = ["zero1", "zero2", "zero3", "fsdp"]
+# ZeRO's stages 1 and 2 shard less than stage 3 with the same engine.
+EACH_ENGINE = [
     pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("zero1", "zero2") else kind
-    for kind in CUTTING
+    for kind in SHARDING
 ]
-# where sharding by itself is tested, fsdp shows it; DeepSpeed's engine takes three times as long
-SHARDED = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in CUTTING[:3]] + ["fsdp"]
-ZERO = CUTTING[:3]
+# fsdp alone tests sharding in general, as DeepSpeed's engine takes three times as long
+SHARDED = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARDING[:3]] + ["fsdp"]
+ZERO = SHARDING[:3]
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The run that all others are held against: one process."""
+    """Train in one process, the reference of all other runs."""
     folder = tmp_path_factory.mktemp("one")
     return folder, run(Spec(str(folder), **BY_SECONDS))
 
@@ -47,8 +48,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, Any]]) -> None:
-    """Losses, norms, held-out figures and exported weights of `seen` are those of one process."""
+def check_equal(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, Any]]) -> None:
+    """Check that losses, norms, held-out figures and exported weights equal the reference's."""
     for key in ("losses", "norms", "acceptance", "progress", "seen"):
         count = len(seen[key])
         assert count > 0
@@ -67,26 +68,25 @@ def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, An
             pytest.param(
                 kind, marks=pytest.mark.exhaustive if kind == "zero2" else pytest.mark.long
             )
-            for kind in CUTTING
+            for kind in SHARDING
         ),
     ],
     indirect=True,
 )
 def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in
-    some steps and below in others.
+    """Make two forwards a step on each rank, and clip in some steps.
 
-    Seconds bound the run, and the ranks' clocks differ: all follow rank 0's.
+    Seconds bound the run. The ranks' clocks differ, and all must follow rank 0's.
     """
     assert min(one[1]["norms"]) < 0.2 < max(one[1]["norms"])
     seen = run_ranks(Spec(str(tmp_path), kind=kind, **BY_SECONDS))
     assert len(seen["losses"]) == 6
     assert seen["deepspeed"] == (kind in ZERO), "it is imported only where it works"
-    equal_runs(tmp_path, seen, one)
+    check_equal(tmp_path, seen, one)
     saved, straight = (
         checkpoint.load(folder / "checkpoints" / "step_000006") for folder in (tmp_path, one[0])
     )
-    assert saved.optimizer.keys() == straight.optimizer.keys()  # one format, whatever was shared
+    assert saved.optimizer.keys() == straight.optimizer.keys()  # one format for every kind
     for name, tensor in straight.optimizer.items():
         torch.testing.assert_close(saved.optimizer[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
     untrained = dict(make_model(2, 0, torch.float32).named_parameters())
@@ -100,9 +100,7 @@ def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]],
 
 
 def check_plan(seen: dict[str, Any], kind: str) -> None:
-    """The planned bytes are those that were allocated, up to what vectors and odd sizes are rounded
-    up by.
-    """
+    """Check that the planned bytes are allocated, up to the padding of vectors and odd sizes."""
     trained, frozen = (
         sum(p.numel() for p in make_model(layers, 0, torch.float32).parameters())
         for layers in (2, 3)
@@ -111,25 +109,23 @@ def check_plan(seen: dict[str, Any], kind: str) -> None:
     plan = bytes_per_rank(trained, frozen, kind, 2, "float32", frozen_outside_layers=head)
     assert sum(seen["state_bytes"].values()) == pytest.approx(plan["optimizer"], rel=0.01)
     assert seen["frozen_bytes"] == pytest.approx(plan["frozen"], rel=0.01)
-    # the caller's shell is empty
+    # the caller's model is empty
     assert seen["weight_bytes"] == pytest.approx(plan["weights"], rel=0.01)
 
 
 def test_a_rank_that_divides_by_its_own_count_is_found(
     one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
-    """The control: the mean over a rank's own tokens, averaged over ranks, is another loss wherever
-    their counts differ.
-    """
+    """Check the control: averaging the ranks' mean losses differs where their counts differ."""
     seen = run_ranks(Spec(str(tmp_path), kind="ddp", divisor="rank", **BY_SECONDS))
     with pytest.raises(AssertionError):
-        equal_runs(tmp_path, seen, one)
+        check_equal(tmp_path, seen, one)
     assert max(abs(a - b) / b for a, b in zip(seen["losses"], one[1]["losses"])) > 100 * TOLERANCE
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *EACH_SORT], indirect=True)
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+@pytest.mark.parametrize("kind", ["ddp", *EACH_ENGINE], indirect=True)
+def test_a_resumed_run_equals_an_uninterrupted_one(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     spec = Spec(str(tmp_path), kind=kind, **BY_SECONDS)
@@ -138,28 +134,29 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
     assert len(stopped["losses"]) == 4
     resumed = run_ranks(spec)
     assert len(resumed["losses"]) == 2
-    equal_runs(tmp_path, resumed, one)
+    check_equal(tmp_path, resumed, one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHARDED, indirect=True)
-def test_a_run_may_go_on_under_another_kind(
+def test_a_run_can_be_resumed_under_another_kind(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
-    """Two steps in one process, two in shares, two in one process again."""
+    """Train two steps in one process, two sharded, and two in one process again."""
     spec = Spec(str(tmp_path), **BY_SECONDS)
     assert run(replace(spec, stop_after=2))["interrupted"]
     assert run_ranks(replace(spec, kind=kind, stop_after=2))["interrupted"]
     seen = run(spec)
     assert len(seen["losses"]) == 2
-    equal_runs(tmp_path, seen, one)
+    check_equal(tmp_path, seen, one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
 def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
-    """Rounded weights and gradients: losses agree to bfloat16's precision; the masters keep what
-    the weights cannot hold.
+    """Check that losses agree to bfloat16's precision.
+
+    The masters must hold digits that the rounded weights lack.
     """
     alone = run(Spec(str(tmp_path / "one"), dtype="bfloat16"))
     seen = run_ranks(Spec(str(tmp_path / kind), kind=kind, dtype="bfloat16"))
@@ -183,28 +180,29 @@ def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHARDED[2:], indirect=True)
-def test_tied_embeddings_are_shared_in_shares_too(kind: str, tmp_path: Path):
+def test_tied_embeddings_stay_tied_when_sharded(kind: str, tmp_path: Path):
     alone = tmp_path / "one", run(Spec(str(tmp_path / "one"), tied=True))
     seen = run_ranks(Spec(str(tmp_path / kind), kind=kind, tied=True))
-    equal_runs(tmp_path / kind, seen, alone)
+    check_equal(tmp_path / kind, seen, alone)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
-def test_layers_run_again_in_the_backward_pass(
+def test_activation_checkpointing_changes_no_result(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     seen = run_ranks(
         Spec(str(tmp_path), kind=kind, loop={"activation_checkpointing": True}, **BY_SECONDS)
     )
-    equal_runs(tmp_path, seen, one)
+    check_equal(tmp_path, seen, one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["zero2", "fsdp"], indirect=True)
 def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
-    """Within a minute, and without a launcher's help: the others miss its messages. (tests/distill
-    has the launcher, which names it.)
+    """Kill a rank without a launcher: the others miss its messages and end within a minute.
+
+    The launcher, which names the rank, is tested in tests/distill.
     """
     ranks = start_ranks(Spec(str(tmp_path), kind=kind, steps=100_000, loop={"eval_every": 0}), 2)
     deadline = time.monotonic() + 120
@@ -215,8 +213,8 @@ def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
     assert ranks[0].wait(timeout=60) != 0
 
 
-@pytest.mark.parametrize("kind", CUTTING)
-def test_kinds_that_share_want_several_processes(kind: str):
+@pytest.mark.parametrize("kind", SHARDING)
+def test_sharding_kinds_need_several_processes(kind: str):
     with pytest.raises(
         UserError,
         match=f"parallel.kind is {kind} with one process.*parallel=single, or parallel.processes=2",
@@ -224,7 +222,7 @@ def test_kinds_that_share_want_several_processes(kind: str):
         Parallel(ParallelConfig(kind=kind), "cpu")
 
 
-def test_one_process_does_not_stand_in_for_several(monkeypatch: pytest.MonkeyPatch):
+def test_the_single_kind_refuses_several_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
@@ -233,12 +231,12 @@ def test_one_process_does_not_stand_in_for_several(monkeypatch: pytest.MonkeyPat
         Parallel(ParallelConfig(), "cpu")
 
 
-def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch):
     from training.parallel.strategy import zero
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError,
-        match=r"zero2, but DeepSpeed is not installed: pip install shallow-draft\[train\]",
+        match=r"zero2, but DeepSpeed is not installed. Run pip install shallow-draft\[train\]",
     ):
         zero.plugin(2, use_cpu=True)

@@ -1,6 +1,4 @@
-"""Published targets: their parameter counts are the published ones, and a dry run reads them where
-no folder is.
-"""
+"""Test published targets: their parameter counts, and dry runs without the target's folder."""
 
 import json
 import shutil
@@ -16,10 +14,10 @@ from decoding.models.native.weights import NativeConfig
 from distill.config import TrainConfig
 from jobs.config import TargetConfig, typed
 from jobs.job import CONF, register
-from training.models.build import missing_of, published_targets, target_config
+from training.models.build import describe_missing_target, published_targets, target_config
 
-# Parameters, as counted in the published weights; (layers, query heads, key/value heads, head
-# width), rope base.
+# name -> (parameters of the published weights, (layers, query heads, key/value heads, head width),
+# rope base)
 PUBLISHED = {
     "llama_7b": (6_738_415_616, (32, 32, 32, 128), 1e4),
     "llama_13b": (13_015_864_320, (40, 40, 40, 128), 1e4),
@@ -44,12 +42,12 @@ def composed(*overrides: str) -> TargetConfig:
         return typed(compose("distill_train", list(overrides)), TrainConfig).target
 
 
-def test_every_published_target_is_tested():
+def test_every_published_target_is_in_the_table():
     assert published_targets() == sorted(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_and_shapes_are_the_published_ones(name: str):
+def test_parameter_counts_and_shapes_are_the_published_ones(name: str):
     target = composed(f"target={name}")
     config = target_config(target)
     with torch.device("meta"):
@@ -58,7 +56,7 @@ def test_parameters_and_shapes_are_the_published_ones(name: str):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     header = (CONF / "target" / f"{name}.yaml").read_text().splitlines()[0]
     assert f"{parameters:,} parameters" in header
-    # the native backend takes it: no window, known rope
+    # the native backend accepts it: no sliding window, known rope
     native = NativeConfig.from_dict(json.loads(config.to_json_string()))
     assert (native.num_layers, native.num_heads, native.num_kv_heads, native.head_dim) == shape
     assert native.rope["rope_theta"] == rope
@@ -66,22 +64,24 @@ def test_parameters_and_shapes_are_the_published_ones(name: str):
     assert config.dtype in (torch.float16, torch.bfloat16)
 
 
-def test_a_folder_that_is_there_comes_first(tiny_target: Path, tmp_path: Path):
+def test_an_existing_folder_overrides_the_published_configuration(
+    tiny_target: Path, tmp_path: Path
+):
     target = composed("target=llama_7b", f"target.path={tiny_target}")
     assert target_config(target).to_dict() == AutoConfig.from_pretrained(tiny_target).to_dict()
-    assert missing_of(target) == ""
+    assert describe_missing_target(target) == ""
     shutil.copy(tiny_target / "tokenizer.json", tmp_path)
     with pytest.raises(UserError, match="has no config.json"):
         target_config(composed("target=llama_7b", f"target.path={tmp_path}"))
 
 
-def test_what_is_missing_is_said():
-    assert "models/llama_7b is not there" in missing_of(composed("target=llama_7b"))
-    assert "tokenizer is missing" in missing_of(composed("target=llama_7b"))
-    assert missing_of(composed()) == ""
+def test_a_missing_folder_and_tokenizer_are_reported():
+    assert "models/llama_7b does not exist" in describe_missing_target(composed("target=llama_7b"))
+    assert "tokenizer is missing" in describe_missing_target(composed("target=llama_7b"))
+    assert describe_missing_target(composed()) == ""
 
 
-def test_a_target_that_is_nowhere_names_its_path_and_the_known_ones():
+def test_an_unknown_target_is_refused_with_the_known_names():
     with pytest.raises(
         UserError, match=r"/no/such/model does not exist .* target=llama2_13b \| .*qwen3_8b"
     ):
@@ -92,7 +92,7 @@ def test_a_target_that_is_nowhere_names_its_path_and_the_known_ones():
     "config",
     [{"hidden_size": 64}, {"model_type": "no_such"}, {"model_type": "llama", "hidden_size": 65}],
 )
-def test_a_configuration_of_no_model_is_named(config: dict[str, object]):
+def test_an_invalid_published_configuration_is_refused(config: dict[str, object]):
     with pytest.raises(
         UserError,
         match="target.config is not a model configuration: .*Expected the values of a config.json",

@@ -1,15 +1,12 @@
 """Chats as token ids with a mask of the supervised tokens: the answers with their end tokens.
 
-A mask that is wrong by a few tokens trains a drafter with a low acceptance rate, and nothing else
-shows the error. So the chat is rendered to text once, the answers are located as spans of that
-text, and the text is tokenized once, without special tokens (the template writes them; a tokenizer
-that adds its own would double the BOS). Spans are found
-
-- by the template's `{% generation %}` marks, if it has them;
-- else by prefix rendering: turns up to i with the generation prompt must be a prefix of turns up to
-  i + 1, and the difference is supervised;
-- else with our own template of the same family (`training.data.templates`), which has marks; else
-  the error names the turn.
+A mask that is wrong by a few tokens lowers a drafter's acceptance rate, and nothing else shows the
+error. Therefore the chat is rendered to text once, the answers are located as spans of that text,
+and the text is tokenized once. No special tokens are added, as the template writes them and a
+second BOS would follow. Spans are located by the template's `{% generation %}` marks if it has
+them. Otherwise prefixes are rendered: turns up to i with the generation prompt must be a prefix of
+turns up to i + 1, and the difference is supervised. If that fails, our template of the same family
+(training/data/templates.py), which has marks, is used, or an error names the turn.
 """
 
 import re
@@ -22,21 +19,22 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.models.text.templates import render
+from decoding.values import check_choice
 from training.data.counts import print_note
-from training.data.templates import TEMPLATES, family_of
+from training.data.templates import TEMPLATES, find_family
 
 Message = dict[str, str]
 Span = tuple[int, int]
 RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
 
-# Unicode noncharacters, "for internal use": they mark answers in the rendered text and are removed.
+# Unicode noncharacters, which mark answers in the rendered text and are then removed.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One chat as tokens; `mask[i]` is True if token i belongs to an answer or is its end token."""
+    """One chat as tokens; `mask[i]` is True if token i is part of an answer or ends it."""
 
     ids: list[int]
     mask: list[bool]
@@ -51,19 +49,20 @@ def render_chat(
 ) -> Rendered:
     """Render `messages` ({"role", "content"}) with the tokenizer's chat template or a named one.
 
-    Raises UserError for a chat without an answer, and naming the turn if the template refuses a
-    role or an order of turns, or if the answer's tokens cannot be located.
+    Raises UserError for a chat without an answer. Errors name the turn if the template refuses its
+    role or order, or if the tokens of an answer cannot be located.
     """
     messages = list(messages)
     source = template_source(tokenizer, template)
     _check(messages, source)
     if _MARK.search(source):
-        text, spans = _marked(tokenizer, source, messages)
+        text, spans = _locate_by_marks(tokenizer, source, messages)
     else:
         try:
-            text, spans = _by_prefixes(tokenizer, source, messages)
+            text, spans = _locate_by_prefixes(tokenizer, source, messages)
         except _NoPrefixError as reason:
-            text, spans = _marked(tokenizer, TEMPLATES[_family(source, str(reason))], messages)
+            ours = TEMPLATES[_choose_family(source, str(reason))]
+            text, spans = _locate_by_marks(tokenizer, ours, messages)
     return _tokenize(tokenizer, text, spans, messages)
 
 
@@ -86,10 +85,10 @@ def render_next(
 ) -> list[int]:
     """Return the ids of a prompt whose last message but one is the answer of the previous turn.
 
-    prompt, answer: ids of the previous turn as they were decoded. A model may spell a text in other
-    tokens than its tokenizer, and caches hold those; so these ids are kept and the new ones follow.
-    If the rendered text does not show where they end (a template that trims the answer, a tokenizer
-    without offsets), all of it is tokenized again.
+    prompt, answer: ids of the previous turn as they were decoded. A model may write a text with
+    other tokens than its tokenizer, and caches hold the model's. These ids are therefore kept, and
+    the new ones follow. If the rendered text does not show where they end (a template that trims
+    the answer, a tokenizer without offsets), all of it is tokenized again.
     """
     messages, source = list(messages), template_source(tokenizer, template)
     text = _render(tokenizer, source, messages, prompt=True)
@@ -100,15 +99,15 @@ def render_next(
     if not tokenizer.is_fast:
         return ids
     before = _render(tokenizer, source, messages[:-2], prompt=True)
-    end = _end_of_answer_text(tokenizer, text, before, messages[-2]["content"], answer)
+    end = _find_answer_text_end(tokenizer, text, before, messages[-2]["content"], answer)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
 
 
-def _end_of_answer_text(
+def _find_answer_text_end(
     tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
 ) -> int | None:
-    """Return where the answer after `before` ends, with its end token; None if it is not found."""
+    """Return the end of the answer after `before`, end token included; None if it is not found."""
     at = text.find(content, len(before)) if text.startswith(before) else -1
     if at < 0 or text[len(before) : at].strip():
         return None
@@ -127,14 +126,11 @@ def choose_rendering(
 ) -> str:
     """Return the form in which a target receives prompts: `chat` or `text`.
 
-    render: chat, text, or auto: chat if the tokenizer has a chat template or `template` names one
-    of ours, and plain text, with a note, for base models. keys: names of the two in the
-    configuration. Raises UserError for an unknown form, and for chat without a template.
+    render: chat, text or auto. auto is chat if the tokenizer has a chat template or `template`
+    names one of ours, else text, with a note. keys: the configuration's keys of `render` and
+    `template`. Raises UserError for an unknown form, and for chat without a template.
     """
-    if render not in RENDERINGS:
-        raise UserError(
-            f"{keys[0]}={render!r} is unknown. Expected one of: {', '.join(RENDERINGS)}."
-        )
+    check_choice(keys[0], render, RENDERINGS)
     if render == "text":
         return render
     if template != "auto" or tokenizer.chat_template is not None:
@@ -143,14 +139,14 @@ def choose_rendering(
     ours = f"{keys[1]}={'|'.join(TEMPLATES)}"
     if render == "chat":
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with; "
-            f"{keys[0]}=text leaves them unchanged (base models), {ours} names one of ours (chat "
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with. "
+            f"{keys[0]}=text leaves them unchanged (base models), {ours} uses one of ours (chat "
             f"models)"
         )
     if show:
         print(
             f"note: {tokenizer.name_or_path}: the tokenizer has no chat template, so prompts are "
-            f"given as plain text; for a chat model name its template: {ours}"
+            f"given as plain text. For a chat model choose its template: {ours}"
         )
     return "text"
 
@@ -173,41 +169,37 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """
     if template in TEMPLATES:
         return TEMPLATES[template]
-    if template != "auto":
-        raise UserError(
-            f"unknown chat template '{template}'; expected auto or one of: {', '.join(TEMPLATES)}"
-        )
+    check_choice("chat template", template, template_names())
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template; name one of ours "
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template. Choose one of ours "
             f"(data.template=...): {', '.join(TEMPLATES)}"
         )
     return tokenizer.get_chat_template()
 
 
 def _check(messages: list[Message], source: str) -> None:
-    """Raise UserError for chats that no template renders, and for noncharacters in a message."""
+    """Raise UserError for chats that no template renders, and for U+FDD0 or U+FDD1 in a message."""
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
-            f"the chat has {len(messages)} turns and no answer (role assistant); there is nothing "
-            f"to learn from it"
+            f"the chat has {len(messages)} turns and no answer (role assistant), so there is "
+            f"nothing to learn from it"
         )
     if messages[0]["role"] == "assistant" and not _MARK.search(source):
         raise UserError(
-            "turn 1 is from the assistant; this template can only be used when a user or system "
-            "turn comes first"
+            "turn 1 is from the assistant, but this template needs a user or system turn first"
         )
     for number, message in enumerate(messages, 1):
         if _OPEN in message["content"] or _CLOSE in message["content"]:
             raise UserError(
                 f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are not "
-                f"characters; remove them"
+                f"characters. Remove them"
             )
 
 
-def _family(source: str, reason: str) -> str:
-    """Return the name of our template for a template without marks whose prefixes do not match."""
-    family = family_of(source)
+def _choose_family(source: str, reason: str) -> str:
+    """Return the name of our template that replaces one in which answers cannot be located."""
+    family = find_family(source)
     if family is None:
         raise UserError(
             f"cannot locate the tokens of the answer: {reason}. Add {{% generation %}} marks to "
@@ -233,30 +225,23 @@ def _render(
     *,
     prompt: bool = False,
 ) -> str:
-    """Render to text; a template's error becomes a UserError that names the first bad turn."""
+    """Render to text. Raises UserError with the first turn that the template rejects."""
     try:
-        return _apply(tokenizer, source, messages, prompt)
+        return render(tokenizer, messages, source, add_generation_prompt=prompt)
     except TemplateError as error:
-        for count in range(1, len(messages) + 1):
+        for count, message in enumerate(messages, 1):
             try:
-                _apply(tokenizer, source, messages[:count], prompt)
+                render(tokenizer, messages[:count], source, add_generation_prompt=prompt)
             except TemplateError as first:
-                role = messages[count - 1]["role"]
                 raise UserError(
-                    f"turn {count} ({role}): the chat template rejects it: {first}"
+                    f"turn {count} ({message['role']}): the chat template rejects it: {first}"
                 ) from error
         raise UserError(f"the chat template rejects the chat: {error}") from error
 
 
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], prompt: bool
-) -> str:
-    return render(tokenizer, messages, source, add_generation_prompt=prompt)
-
-
 @lru_cache(maxsize=64)
-def _with_sentinels(source: str) -> str:
-    """Replace generation marks by blocks that write a sentinel and trim white space as before."""
+def _insert_sentinels(source: str) -> str:
+    """Replace generation marks by blocks that write sentinels and trim the same white space."""
 
     def block(match: re.Match[str]) -> str:
         sentinel = _CLOSE if match["end"] else _OPEN
@@ -265,11 +250,13 @@ def _with_sentinels(source: str) -> str:
     return _MARK.sub(block, source)
 
 
-def _marked(
+def _locate_by_marks(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
     """Return the text and the spans inside the template's generation marks, one per answer."""
-    pieces = re.split(f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _with_sentinels(source), messages))
+    pieces = re.split(
+        f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _insert_sentinels(source), messages)
+    )
     text, starts, ends = "", [], []
     for piece in pieces:
         if piece == _OPEN:
@@ -281,13 +268,13 @@ def _marked(
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != answers or len(ends) != answers:
         raise UserError(
-            f"the chat template marks {len(starts)} answers and the chat has {answers}: it drops "
+            f"the chat template marks {len(starts)} answers, but the chat has {answers}. It drops "
             f"turns or marks others"
         )
     return text, list(zip(starts, ends, strict=True))
 
 
-def _by_prefixes(
+def _locate_by_prefixes(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
     """Return the text and, for each answer, the span that it adds to the generation prompt."""
@@ -298,23 +285,20 @@ def _by_prefixes(
             continue
         turn = f"turn {index + 1} (assistant)"
         before = _render(tokenizer, source, messages[:index], prompt=True)
-        after = (
-            text
-            if index + 1 == len(messages)
-            else _render(tokenizer, source, messages[: index + 1])
-        )
+        ends_here = index + 1 == len(messages)
+        after = text if ends_here else _render(tokenizer, source, messages[: index + 1])
         if not text.startswith(after):
             raise _NoPrefixError(f"{turn} is rendered differently when other turns follow it")
         if not after.startswith(before):
             raise _NoPrefixError(f"{turn} does not begin with the template's generation prompt")
         if len(after) == len(before):
             raise _NoPrefixError(f"{turn} leaves no text")
-        spans.append((len(before), _end_of_answer(tokenizer, after, len(before))))
+        spans.append((len(before), _find_answer_end(tokenizer, after, len(before))))
     return text, spans
 
 
-def _end_of_answer(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
-    """Return where the answer ends, without white space after its end token (ChatML's newline)."""
+def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
+    """Return the end of an answer, without white space after its end token (ChatML's newline)."""
     stripped = text[start:].rstrip()
     if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):
         return start + len(stripped)
@@ -324,14 +308,14 @@ def _end_of_answer(tokenizer: PreTrainedTokenizerBase, text: str, start: int) ->
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], messages: list[Message]
 ) -> Rendered:
-    """Tokenize once and mark the tokens that lie in a span by their character offsets.
+    """Tokenize once and supervise the tokens whose characters lie in a span.
 
-    A token that begins before a span is supervised if only white space of it lies outside (" Hello"
-    after a prompt that ends in a blank), and not if it mixes text of prompt and answer.
+    A token that begins before a span is supervised if only its white space lies outside (" Hello"
+    after a prompt that ends in a blank), not if it mixes text of prompt and answer.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets; save it with "
+            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets. Save it with "
             f"a tokenizer.json"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -348,7 +332,7 @@ def _tokenize(
             token += 1
         if not any(mask[first:token]):
             raise UserError(
-                f"turn {turn} (assistant) has no separate token; the tokenizer merges it with the "
-                f"prompt"
+                f"turn {turn} (assistant) has no separate token, as the tokenizer merges it with "
+                f"the prompt"
             )
     return Rendered(list(encoded["input_ids"]), mask)

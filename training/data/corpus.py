@@ -1,9 +1,9 @@
-"""Real text available on every machine with Python: the sources of its standard library.
+"""Real text that every machine with Python has: the sources of the standard library.
 
-The embedded target is trained on it, and the embedded chats and prompts are taken from it. A stable
-hash of a module's dotted name chooses its split, so a module held out on one machine is held out on
-every other, for any Python version. A function makes a chat: the request is its signature and
-docstring, the answer its body.
+The embedded target is trained on it, and the embedded chats and prompts come from it. A stable hash
+of a module's dotted name chooses its split, so a module is held out on every machine and for every
+Python version, or on none. A function makes a chat: its signature and docstring are the request,
+its body is the answer.
 """
 
 import ast
@@ -12,7 +12,7 @@ import sysconfig
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,14 +25,13 @@ HELD_OUT_PERCENT = 8
 MAX_BODY_CHARACTERS = 1200
 MAX_REQUEST_CHARACTERS = 900
 MAX_TURNS = 3
-# Tests are long lists of cases, and packages that were installed later are not the standard
-# library.
+# Tests are long lists of cases, and installed packages are not the standard library.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-# A file is a table, not a program, when more of it than this share is one literal after another.
+# A file with a larger share of literal data is a table, not a program.
 MAX_TABLE_SHARE = 0.5
-MAX_COPIED_SHARE = 0.2
+_LITERALS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Constant, ast.BinOp)
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,13 @@ class Function:
     body: str
 
     @property
+    def scope(self) -> str:
+        """Return the dotted name of the module or class that defines the function."""
+        return f"{self.module}.{self.name.rpartition('.')[0]}"
+
+    @property
     def request(self) -> str:
-        """The user's turn: the signature, and the docstring if there is one."""
+        """Return the user's turn: the signature, and the docstring if there is one."""
         return f"{self.signature}\n{self.docstring}" if self.docstring else self.signature
 
 
@@ -69,48 +73,46 @@ def split_of(module: str) -> Split:
     return "held_out" if number % 100 < HELD_OUT_PERCENT else "train"
 
 
-def documents(split: Split, roots: Sequence[Path] = ()) -> list[str]:
-    """Return the sources of the modules of `split`: standard library, then the folders in `roots`.
-
-    Modules under `roots` (such as installed packages) that copy a held-out module of the standard
-    library are left out.
-    """
-    return [module.text for module in _modules(split, roots)]
+def documents(split: Split) -> list[str]:
+    """Return the sources of the modules of `split`, sorted by name."""
+    return [module.text for module in _modules(split)]
 
 
-def functions(split: Split, roots: Sequence[Path] = ()) -> list[Function]:
-    """Return the distinct functions of `split` with request and body of moderate length.
+@lru_cache
+def functions(split: Split) -> tuple[Function, ...]:
+    """Return the distinct functions of `split` whose request and body are not too long.
 
     A held-out function whose body also occurs in a training module (copied code) is left out.
     """
-    return list(_functions(split, tuple(roots)))
+    seen = {function.body for function in functions("train")} if split == "held_out" else set()
+    found: dict[tuple[str, str], Function] = {}
+    for module in _modules(split):
+        for function in _functions_of(module):
+            if function.body not in seen:
+                found.setdefault((function.request, function.body), function)
+    return tuple(found.values())
 
 
-def chats(split: Split, roots: Sequence[Path] = ()) -> list[Messages]:
+def chats(split: Split) -> list[Messages]:
     """Return every function of `split` as a chat.
 
-    The functions of every tenth module or class are merged to chats of up to 3 turns.
+    In every tenth module or class, up to 3 functions make one chat of several turns.
     """
     conversations: list[list[Function]] = []
-    for function in functions(split, roots):
-        scope = f"{function.module}.{function.name.rpartition('.')[0]}"
+    for function in functions(split):
         last = conversations[-1] if conversations else []
-        joins = last and scope == f"{last[-1].module}.{last[-1].name.rpartition('.')[0]}"
-        if joins and len(last) < MAX_TURNS and hashlib.sha256(scope.encode()).digest()[0] % 10 == 0:
+        joins = last and function.scope == last[-1].scope and len(last) < MAX_TURNS
+        if joins and hashlib.sha256(function.scope.encode()).digest()[0] % 10 == 0:
             last.append(function)
         else:
             conversations.append([function])
     return [
-        [message for function in turns for message in messages_of(function)]
+        [
+            {"role": role, "content": content}
+            for function in turns
+            for role, content in (("user", function.request), ("assistant", function.body))
+        ]
         for turns in conversations
-    ]
-
-
-def messages_of(function: Function) -> Messages:
-    """Return one user turn (signature and docstring) and one assistant turn (the body)."""
-    return [
-        {"role": "user", "content": function.request},
-        {"role": "assistant", "content": function.body},
     ]
 
 
@@ -119,53 +121,14 @@ def held_out_text() -> str:
     return "\n".join(documents("held_out"))
 
 
-@lru_cache(maxsize=8)
-def _functions(split: Split, roots: tuple[Path, ...]) -> tuple[Function, ...]:
-    seen = (
-        {function.body for function in _functions("train", roots)} if split == "held_out" else set()
-    )
-    found: dict[tuple[str, str], Function] = {}
-    for module in _modules(split, roots):
-        for function in _functions_of(module):
-            if function.body not in seen:
-                found.setdefault((function.request, function.body), function)
-    return tuple(found.values())
+def _modules(split: Split) -> list[Module]:
+    return [module for module in _library() if split_of(module.name) == split]
 
 
-def _modules(split: Split, roots: Sequence[Path]) -> list[Module]:
-    library = _read_folder(Path(sysconfig.get_path("stdlib")))
-    chosen = [module for module in library if split_of(module.name) == split]
-    if roots:
-        held_out = {
-            line
-            for module in library
-            if split_of(module.name) == "held_out"
-            for line in _lines(module)
-        }
-        added = [
-            module
-            for root in roots
-            for module in _read_folder(root)
-            if split_of(module.name) == split
-        ]
-        chosen += [module for module in added if not _is_copy(module, held_out)]
-    return chosen
-
-
-def _is_copy(module: Module, known: set[str]) -> bool:
-    """Return True if many of a module's long lines are in `known`, as in vendored copies."""
-    lines = _lines(module)
-    return sum(line in known for line in lines) > MAX_COPIED_SHARE * len(lines)
-
-
-def _lines(module: Module) -> list[str]:
-    """Return the stripped lines that are too long to be boilerplate."""
-    return [line.strip() for line in module.text.splitlines() if len(line.strip()) >= 30]
-
-
-@lru_cache(maxsize=8)
-def _read_folder(folder: Path) -> tuple[Module, ...]:
-    """Read every module under `folder` once, by name, without tables and unreadable files."""
+@lru_cache
+def _library() -> tuple[Module, ...]:
+    """Read every module once, sorted by name, without tables and unreadable files."""
+    folder = Path(sysconfig.get_path("stdlib"))
     return tuple(sorted(_walk(folder), key=lambda module: module.name))
 
 
@@ -180,7 +143,7 @@ def _walk(folder: Path) -> Iterator[Module]:
             with warnings.catch_warnings():  # such as "invalid escape sequence"
                 warnings.simplefilter("ignore")
                 table = _is_table(text, ast.parse(text))
-        # templates and codec samples that are not Python of this version
+        # templates and codec samples are not Python of this version
         except (SyntaxError, UnicodeDecodeError):
             continue
         if text.strip() and not table:
@@ -188,22 +151,15 @@ def _walk(folder: Path) -> Iterator[Module]:
 
 
 def _is_table(text: str, tree: ast.Module) -> bool:
-    """Return True if most of a file is literal data (character maps, help topics) to skip."""
+    """Return whether most of a file is literal data, such as character maps and help topics."""
     lines = text.splitlines()
-    characters = 0
-    for node in tree.body:
-        literal = (
-            isinstance(node, ast.Assign | ast.AnnAssign)
-            and node.value is not None
-            and _is_literal(node.value)
-        )
-        if literal:
-            characters += sum(len(line) + 1 for line in lines[node.lineno - 1 : node.end_lineno])
+    characters = sum(
+        len(line) + 1
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, _LITERALS)
+        for line in lines[node.lineno - 1 : node.end_lineno]
+    )
     return characters > MAX_TABLE_SHARE * len(text) and len(text) > 2000
-
-
-def _is_literal(node: ast.expr) -> bool:
-    return isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.Constant | ast.BinOp)
 
 
 def _functions_of(module: Module) -> Iterator[Function]:
@@ -230,7 +186,7 @@ def _definitions(
 def _cut(
     module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Function | None:
-    """Cut one function out of its lines; return None if it shares a line or is too long."""
+    """Cut a function out of its lines; return None if it shares a line or is not usable."""
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
     # the line before the first statement; comments between them belong to the body
@@ -252,9 +208,9 @@ def _cut(
 
 
 def _is_usable(function: Function) -> bool:
-    """Return True if a function fits the limits and is still Python after the cut.
+    """Return whether a function is short enough and still Python after the cut.
 
-    A string at column 0 stops the dedent.
+    A string at column 0 keeps the body from being dedented.
     """
     if len(function.body) > MAX_BODY_CHARACTERS or len(function.request) > MAX_REQUEST_CHARACTERS:
         return False

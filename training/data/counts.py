@@ -10,53 +10,53 @@ SHOWN_PLACES = 5
 
 
 def print_note(text: str) -> None:
-    """Print a note on stderr, on the first rank only.
-
-    Jobs configure no logging, which would hide it.
-    """
+    """Print a note on stderr, on the first rank only; jobs configure no logging to show it."""
     if ranks.rank() == 0:
         print(f"note: {text}", file=sys.stderr)
 
 
 @dataclass
 class Counts:
-    """Counts of records: read = used + skipped.
+    """Counts of records, by reason where they were skipped or cut."""
 
-    bad: reason -> places ("file:line") of the skipped records. cut: the same for records of which a
-    part was removed.
-    """
-
-    read: int = 0
     used: int = 0
+    # reason -> places ("file:line") of the skipped records
     bad: dict[str, list[str]] = field(default_factory=dict)
+    # the same for used records of which a part was removed
     cut: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def skipped(self) -> int:
-        return sum(len(places) for places in self.bad.values())
+        return sum(map(len, self.bad.values()))
+
+    @property
+    def read(self) -> int:
+        return self.used + self.skipped
 
     def skip(self, reason: str, place: str) -> None:
         self.bad.setdefault(reason, []).append(place)
 
     def line(self, what: str) -> str:
-        """Return one line for the terminal, with places and reasons of the unused records."""
-        others = [("skipped", *found) for found in self.bad.items()] + [
-            ("cut", *found) for found in self.cut.items()
-        ]
-        return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
-            f"; {len(places):,} {fate}: {reason} "
-            f"({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
-            for fate, reason, places in others
-        )
+        """Describe the counts in one line, with reasons and places of skipped and cut records."""
+        line = f"{what}: {self.used:,} of {self.read:,} used"
+        for fate, reasons in (("skipped", self.bad), ("cut", self.cut)):
+            for reason, places in reasons.items():
+                more = ", ..." if len(places) > SHOWN_PLACES else ""
+                shown = ", ".join(places[:SHOWN_PLACES])
+                line += f"; {len(places):,} {fate}: {reason} ({shown}{more})"
+        return line
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Print a note of skipped and cut records. Raises UserError above the share `max_bad`."""
+        """Print a note about skipped and cut records.
+
+        Raises UserError if more than the share `max_bad` was skipped.
+        """
         if self.skipped > max_bad * self.read:
-            # Jobs that measure have no such key.
+            # Jobs without training have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
-                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: "
-                f"fix or remove these lines"
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}. "
+                f"Fix or remove these lines"
             )
         if self.skipped or self.cut:
             print_note(self.line(what))

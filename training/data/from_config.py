@@ -1,4 +1,4 @@
-"""The samples of a job: chats and texts from files or Python's standard library."""
+"""Samples of a job, from files or from Python's standard library."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from jobs.paths import resolve
+from jobs.paths import is_here, resolve
 from training.config import DataConfig, LoopConfig
 from training.data import corpus
 from training.data.counts import Counts
@@ -15,13 +15,15 @@ from training.data.packing import PackedData, Sample
 from training.data.readers import Chat, read_chats, read_texts
 from training.data.samples import chat_samples, text_samples
 
+_STDLIB = "embedded:stdlib"
+
 
 def training_data(
     tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
 ) -> PackedData:
-    """Return the train split as rows of data.max_length tokens.
+    """Return the train split in packed rows, loop.tokens_per_step tokens a step.
 
-    A step has loop.tokens_per_step tokens. Domains, if any, are mixed.
+    Domains, if any, are mixed.
     """
     made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
     if show and isinstance(made, MixedData):
@@ -30,20 +32,15 @@ def training_data(
 
 
 def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
-    """Return the train split by domain; without domains under an empty name."""
+    """Return the samples of the train split by domain; without domains, under an empty name."""
     if show and (shared := trained_and_held_out(data)):
         print(
-            f"warning: {', '.join(shared)} is both trained on and held out: figures measured on it "
-            f"do not generalize to other text. Hold out another file"
+            f"warning: {', '.join(shared)} is both trained on and held out, so figures measured on "
+            f"it do not generalize to other text. Hold out another file"
         )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
-    return {
-        name: read_samples(
-            tokenizer, domain_data(data, name), "train", show, f"data.domains.{name}"
-        )
-        for name in data.domains
-    }
+    return {name: _domain_samples(tokenizer, data, name, "train", show) for name in data.domains}
 
 
 def row_data(
@@ -61,20 +58,18 @@ def row_data(
 def held_out_domains(
     tokenizer: Any, data: DataConfig, show: bool = True
 ) -> dict[str, list[Sample]]:
-    """Return held-out samples of every domain, about data.held_out_tokens tokens of each."""
+    """Return about data.held_out_tokens held-out tokens of every domain, as samples."""
     found = {}
     for name, domain in data.domains.items():
         if not (domain.held_out_chats or domain.held_out_texts):
             if show:
-                print(f"domain {name} has no held-out text: it is not measured")
+                print(f"domain {name} has no held-out text and is not measured")
             continue
-        samples = read_samples(
-            tokenizer, domain_data(data, name), "held_out", show, f"data.domains.{name}"
-        )
+        samples = _domain_samples(tokenizer, data, name, "held_out", show)
         found[name] = sample_evenly(samples, data.held_out_tokens)
         if not any(sample.mask.any() for sample in found[name]):
             raise UserError(
-                f"data.domains.{name}: no token of its held-out text is supervised: check the "
+                f"data.domains.{name}: no token of its held-out text is supervised. Check the "
                 f"chat template and data.train_on"
             )
     return found
@@ -92,14 +87,20 @@ def held_out_samples(
     found = held_out_domains(tokenizer, data, show)
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): set held_out_chats or "
+            f"no domain has held-out text ({', '.join(data.domains)}). Set held_out_chats or "
             f"held_out_texts for at least one domain"
         )
     return found
 
 
+def _domain_samples(
+    tokenizer: Any, data: DataConfig, name: str, split: corpus.Split, show: bool
+) -> list[Sample]:
+    return read_samples(tokenizer, domain_data(data, name), split, show, f"data.domains.{name}")
+
+
 def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Return every n-th sample, so that about `tokens` tokens remain; 0 keeps all."""
+    """Return every n-th sample, so that about `tokens` tokens remain; 0: all samples."""
     total = sum(len(sample.ids) for sample in samples)
     return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
 
@@ -107,20 +108,14 @@ def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
 def domain_data(data: DataConfig, name: str) -> DataConfig:
     """Return the data of one domain as a DataConfig, with its paths relative to data.root."""
     domain = data.domains[name]
-
-    def rooted(paths: list[str]) -> list[str]:
-        return [
-            path if path.startswith("embedded:") else str(Path(data.root, path)) for path in paths
+    rooted: dict[str, Any] = {
+        key: [
+            path if path.startswith("embedded:") else str(Path(data.root, path))
+            for path in vars(domain)[key]
         ]
-
-    return dataclasses.replace(
-        data,
-        chats=rooted(domain.chats),
-        texts=rooted(domain.texts),
-        held_out_chats=rooted(domain.held_out_chats),
-        held_out_texts=rooted(domain.held_out_texts),
-        domains={},
-    )
+        for key in ("chats", "texts", "held_out_chats", "held_out_texts")
+    }
+    return dataclasses.replace(data, **rooted, domains={})
 
 
 def each_data(data: DataConfig) -> list[DataConfig]:
@@ -129,20 +124,14 @@ def each_data(data: DataConfig) -> list[DataConfig]:
 
 
 def sources(data: DataConfig) -> list[str]:
-    """Return the paths of the training data as configured."""
-    return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
+    """Return the configured paths of the training data."""
+    return [path for one in each_data(data) for path in one.chats + one.texts]
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
-    """Return the files in both splits; the standard library separates its own."""
-    held_out = {
-        path for one in each_data(data) for path in (*one.held_out_chats, *one.held_out_texts)
-    }
-    return [
-        path
-        for path in dict.fromkeys(sources(data))
-        if path in held_out and path != "embedded:stdlib"
-    ]
+    """Return the paths in both splits, without the standard library, which separates its splits."""
+    held_out = {path for one in each_data(data) for path in one.held_out_chats + one.held_out_texts}
+    return [path for path in dict.fromkeys(sources(data)) if path in held_out - {_STDLIB}]
 
 
 def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
@@ -151,104 +140,93 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
     if rows_per_step == 0:
         raise UserError(
             f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length "
-            f"({data.max_length}) tokens: raise it, or lower data.max_length"
+            f"({data.max_length}) tokens. Raise it, or lower data.max_length"
         )
     return rows_per_step
 
 
 def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
-    """Return the files and folders of both splits, for the manifest, without `embedded:stdlib`.
+    """Return the files and folders of both splits for the manifest.
 
-    The manifest records the Python version instead. dry_run: note and leave out missing files,
-    which an earlier stage may have yet to write.
+    `embedded:stdlib` is left out, as the manifest records the Python version. dry_run: print a note
+    about missing files, which an earlier stage may still write, and leave them out.
     """
     named = [
         path
         for one in each_data(data)
-        for path in (*one.chats, *one.texts, *one.held_out_chats, *one.held_out_texts)
-        if path != "embedded:stdlib"
+        for path in one.chats + one.texts + one.held_out_chats + one.held_out_texts
+        if path != _STDLIB
     ]
-    absent = [
-        path
-        for path in named
-        if not path.startswith("embedded:") and not Path(path).expanduser().exists()
-    ]
+    absent = [path for path in named if not is_here(path)]
     if dry_run and absent:
-        print(f"note: {', '.join(absent)} is not there yet: its tokens are not counted")
+        print(f"note: {', '.join(absent)} does not exist yet, so its tokens are not counted")
         named = [path for path in named if path not in absent]
     return [resolve(path) for path in named]
 
 
 def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
-    """Return chats of the `train` or `held_out` split, and counts of the records they came from."""
+    """Return the chats of the `train` or `held_out` split and the counts of their records."""
     paths = data.chats if split == "train" else data.held_out_chats
-    chats: list[Chat] = []
-    if "embedded:stdlib" in paths:
-        chats += [
-            Chat(str(number), messages, f"embedded:stdlib:{number}")
+    chats, counts = [], Counts()
+    if _STDLIB in paths:
+        chats = [
+            Chat(str(number), messages, f"{_STDLIB}:{number}")
             for number, messages in enumerate(corpus.chats(split))
         ]
-    counts = Counts(read=len(chats), used=len(chats))
-    files = [resolve(path) for path in paths if path != "embedded:stdlib"]
-    if files:
-        found, of_files = read_chats(files, max_bad=data.max_bad)
+    if files := [resolve(path) for path in paths if path != _STDLIB]:
+        found, counts = read_chats(files, max_bad=data.max_bad)
         chats += found
-        counts = Counts(
-            counts.read + of_files.read, counts.used + of_files.used, of_files.bad, of_files.cut
-        )
+    counts.used = len(chats)
     return chats, counts
+
+
+def _split_texts(data: DataConfig, split: corpus.Split) -> tuple[list[str], Counts]:
+    """Return the documents of a split and the counts of their records."""
+    paths = data.texts if split == "train" else data.held_out_texts
+    documents, counts = corpus.documents(split) if _STDLIB in paths else [], Counts()
+    if files := [resolve(path) for path in paths if path != _STDLIB]:
+        found, counts = read_texts(files, max_bad=data.max_bad)
+        documents += found
+    counts.used = len(documents)
+    return documents, counts
 
 
 def read_samples(
     tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
 ) -> list[Sample]:
-    """Return samples of the `train` or `held_out` split; with `show`, print what was used.
+    """Return the samples of the `train` or `held_out` split; with `show`, print their counts.
 
-    key: the configuration key of the paths, for messages.
+    key: configuration key of the paths, for messages. Raises UserError for an empty split.
     """
-    text_paths = data.texts if split == "train" else data.held_out_texts
-    samples: list[Sample] = []
-    documents: list[str] = []
-    if "embedded:stdlib" in text_paths:
-        documents += corpus.documents(split)
-    text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    text_counts = Counts()
-    if text_files:
-        found, text_counts = read_texts(text_files, max_bad=data.max_bad)
-        documents += found
+    documents, text_counts = _split_texts(data, split)
     chats, chat_counts = split_chats(data, split)
     limit = data.max_samples or None
+    of_texts = text_samples(tokenizer, documents[:limit], data.max_length)
     of_chats = chat_samples(
         tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad
     )
-    for what, left_out, counts, (new, account) in (
-        (
-            "texts",
-            documents[limit:],
-            text_counts,
-            text_samples(tokenizer, documents[:limit], data.max_length),
-        ),
-        ("chats", chats[limit:], chat_counts, of_chats),
+    samples: list[Sample] = []
+    domain = key.removeprefix("data").removeprefix(".domains.")
+    for what, counts, given, (new, account) in (
+        ("texts", text_counts, documents[:limit], of_texts),
+        ("chats", chat_counts, chats[:limit], of_chats),
     ):
         for reason, places in counts.bad.items():
-            account.leave_out(reason, len(places))
-        account.leave_out("over data.max_samples", len(left_out) if limit else 0)
+            account.dropped[reason] += len(places)
+        account.dropped["over data.max_samples"] += counts.used - len(given)
         if account.read and show:
-            print(
-                f"{key.removeprefix('data').removeprefix('.domains.')} {split} "
-                f"{account.line(what)}".lstrip()
-            )
+            print(f"{domain} {split} {account.line(what)}".lstrip())
         samples += new
-    if not samples and (documents or chats):
-        raise UserError(
-            f"the {split} split is empty: zero supervised tokens in "
-            f"{len(documents) + len(chats):,} texts and chats of {key}. The line above gives the "
-            f"reasons: check data.max_length, the chat template and data.train_on"
+    if samples:
+        return samples
+    found = len(documents) + len(chats)
+    held = "" if split == "train" else "held_out_"
+    raise UserError(
+        f"the {split} split is empty: "
+        + (
+            f"zero supervised tokens in {found:,} texts and chats of {key}. The line above gives "
+            f"the reasons. Check data.max_length, the chat template and data.train_on"
+            if found
+            else f"give {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )
-    if not samples:
-        held = "" if split == "train" else "held_out_"
-        raise UserError(
-            f"the {split} split is empty: give {key}.{held}chats=[CHATS.json], "
-            f"{key}.{held}texts=[TEXT.txt], or both"
-        )
-    return samples
+    )

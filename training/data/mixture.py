@@ -1,34 +1,36 @@
 """Dynamic batch loading: rows sampled from named domains by shares that follow held-out figures.
 
-A drafter is judged by its worst domain, and the mixture that suits the start of a training does not
-suit its end. Shares change at evaluations only: by the gap to reference losses (Sheared-LLaMA,
-arXiv 2310.06694, section 2.2 and appendix A, algorithm 1), or by the gap in held-out acceptance,
-which is our method: it is the drafter's purpose and needs no reference model.
+A drafter is judged by its worst domain, and the best mixture changes during a training. Shares
+change at evaluations only. They follow the gap to reference losses (Sheared-LLaMA, arXiv
+2310.06694, section 2.2 and appendix A, algorithm 1) or the gap in held-out acceptance. The latter
+is our method: acceptance is a drafter's purpose and needs no reference model.
 
-A step's rows are a pure function of (seed, step, shares so far): a generator keyed by seed and step
-samples each row's domain, and every domain has its own shuffled epochs. A checkpoint stores only
+A step's rows are a pure function of (seed, step, shares so far). A generator keyed by seed and step
+samples each row's domain, and every domain has separate shuffled epochs. A checkpoint stores only
 the position in each domain and the current shares.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 
 from decoding.errors import UserError
+from decoding.values import check_choice
 from training.config import DataConfig
 from training.data.packing import PackedData, Sample
 
 MIXINGS = ("fixed", "loss", "acceptance")
 EXHAUSTED = ("wrap", "stop")
-# third word of the sampling key, which separates it from the keys of the epochs' orders
-_DRAW = 1
+# third word of the sampling key, which differs from the keys of the epochs' orders
+_SAMPLING = 1
 
 
 class MixedData(PackedData):
-    """PackedData whose rows each belong to one domain; `samples` are ordered by domain."""
+    """PackedData in which every row belongs to one domain; `samples` are ordered by domain."""
 
     def __init__(
         self,
@@ -39,39 +41,37 @@ class MixedData(PackedData):
     ) -> None:
         """Pack the samples of each domain; `config` holds shares, references and rules.
 
-        Raises UserError for a domain without supervised tokens, and with when_exhausted=stop for
+        Raises UserError for a domain without supervised tokens, and under when_exhausted=stop for
         one that is too small for the first step.
         """
         self.config = config
         self.domains = {
-            name: _packed(name, samples, config.max_length, rows_per_step, seed)
+            name: _pack(name, samples, config.max_length, rows_per_step, seed)
             for name, samples in domains.items()
         }
-        starts = np.cumsum([0, *(len(of.samples) for of in self.domains.values())])
-        self._start = {
-            name: int(start) for name, start in zip(self.domains, starts[:-1], strict=True)
-        }
+        ends = accumulate(len(of.samples) for of in self.domains.values())
+        self._start = dict(zip(self.domains, chain((0,), ends), strict=False))
         samples = [sample for of in self.domains.values() for sample in of.samples]
-        rows = [self._global(name, row) for name, of in self.domains.items() for row in of.rows]
+        rows = [self._shift(name, row) for name, of in self.domains.items() for row in of.rows]
         super().__init__(samples, config.max_length, rows_per_step, seed, rows)
         self.load({})
         if self.ended:
             raise UserError(
-                f"{self.ended}: add text to it, or lower its share or loop.tokens_per_step"
+                f"{self.ended}. Add text to it, or lower its share or loop.tokens_per_step"
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """Return the rows of the next step, whose number is `step`, and advance by it.
+        """Return the rows of the next step and advance by it.
 
-        Steps must be requested once each, in order.
+        step: its number. Raises ValueError if steps are not requested in order, once each.
         """
         if step != self.step:
             raise ValueError(
-                f"step {step} was requested, but the next one is {self.step}: load a state first"
+                f"step {step} was requested, but the next one is {self.step}. Load a state first"
             )
         rows = []
-        for name in self._drawn():
-            rows.append(self._global(name, self.domains[name].row(self.used[name])))
+        for name in self._sample_domains():
+            rows.append(self._shift(name, self.domains[name].row(self.used[name])))
             self.used[name] += 1
         self.step += 1
         return rows
@@ -88,20 +88,18 @@ class MixedData(PackedData):
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; an empty state is the start, with configured shares."""
         given = {name: self.config.domains[name].share for name in self.domains}
-        total = sum(given.values())
+        usual = {name: share / sum(given.values()) for name, share in given.items()}
         self.step: int = state.get("step", 0)
-        self.shares: dict[str, float] = dict(
-            state.get("shares", {name: share / total for name, share in given.items()})
-        )
+        self.shares: dict[str, float] = dict(state.get("shares", usual))
         self.used: dict[str, int] = dict(state.get("used", dict.fromkeys(self.domains, 0)))
         self.gaps: dict[str, float] = dict(state.get("gaps", {}))
 
     @property
     def ended(self) -> str:
-        """Reason why the next step lacks rows, with the domain's name (when_exhausted=stop)."""
+        """Return why the next step lacks rows under when_exhausted=stop, or an empty text."""
         if self.config.when_exhausted == "wrap":
             return ""
-        for name, wanted in Counter(self._drawn()).items():
+        for name, wanted in Counter(self._sample_domains()).items():
             size, used = len(self.domains[name].rows), self.used[name]
             if used + wanted > size:
                 return (
@@ -111,13 +109,15 @@ class MixedData(PackedData):
                 )
         return ""
 
-    def look(self, figures: dict[str, float]) -> dict[str, float]:
+    def adapt(self, figures: dict[str, float]) -> dict[str, float]:
         """Update the shares by `loss/NAME` or `acceptance/NAME`; return share/NAME and rows/NAME.
 
-        Figures that are not finite leave the shares unchanged; the loop reports the error.
+        Figures that are not finite leave the shares unchanged, as the loop reports the error.
         """
         if self.config.mixing != "fixed":
-            self._move({name: figures[f"{self.config.mixing}/{name}"] for name in self.domains})
+            self._update_shares(
+                {name: figures[f"{self.config.mixing}/{name}"] for name in self.domains}
+            )
         shares = {f"share/{name}": share for name, share in self.shares.items()}
         return shares | {f"rows/{name}": float(rows) for name, rows in self.used.items()}
 
@@ -129,7 +129,7 @@ class MixedData(PackedData):
         )
         return f"mixture ({self.config.mixing}): {', '.join(parts)}"
 
-    def _move(self, measured: Mapping[str, float]) -> None:
+    def _update_shares(self, measured: Mapping[str, float]) -> None:
         """Update the shares by the domains' held-out losses or acceptance, if all are finite."""
         config = self.config
         if not all(map(math.isfinite, measured.values())):
@@ -139,36 +139,31 @@ class MixedData(PackedData):
             self.gaps = loss_gaps(measured, references, config.clip_gaps)
         else:
             references = {name: config.domains[name].reference_acceptance for name in self.domains}
-            keep = config.mixing_smoothing if self.gaps else 0.0  # no average before the first gap
-            now = acceptance_gaps(measured, references)
-            self.gaps = {
-                name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap
-                for name, gap in now.items()
-            }
-        self.shares = updated(
+            keep, now = config.mixing_smoothing, acceptance_gaps(measured, references)
+            before = self.gaps or now  # no average before the first gap
+            self.gaps = {name: keep * before[name] + (1 - keep) * now[name] for name in now}
+        self.shares = update_shares(
             self.shares, self.gaps, config.mixing_rate, config.uniform_share, config.floor_share
         )
 
-    def _drawn(self) -> list[str]:
+    def _sample_domains(self) -> list[str]:
         """Return the domain of each row of the next step."""
-        draw = np.random.default_rng([self.seed, self.step, _DRAW])
+        draw = np.random.default_rng([self.seed, self.step, _SAMPLING])
         names = list(self.domains)
-        chosen = draw.choice(
-            len(names), self.rows_per_step, p=[self.shares[name] for name in names]
-        )
-        return [names[index] for index in chosen]
+        shares = [self.shares[name] for name in names]
+        return [names[index] for index in draw.choice(len(names), self.rows_per_step, p=shares)]
 
-    def _global(self, name: str, row: Sequence[int]) -> list[int]:
+    def _shift(self, name: str, row: Sequence[int]) -> list[int]:
         return [self._start[name] + index for index in row]
 
 
 def loss_gaps(
     losses: Mapping[str, float], references: Mapping[str, float], clip: bool
 ) -> dict[str, float]:
-    """Return loss - reference in nats per token, by domain.
+    """Return loss - reference by domain, in nats per token.
 
-    clip: at 0, as in the paper's algorithm 1; its published code does not, so that a domain better
-    than its reference loses share.
+    clip: raise negative gaps to 0, as in the paper's algorithm 1. The published code keeps them, so
+    that a domain below its reference loses share.
     """
     gaps = {name: loss - references[name] for name, loss in losses.items()}
     return {name: max(0.0, gap) for name, gap in gaps.items()} if clip else gaps
@@ -184,7 +179,7 @@ def acceptance_gaps(
     }
 
 
-def updated(
+def update_shares(
     shares: Mapping[str, float],
     gaps: Mapping[str, float],
     rate: float,
@@ -192,17 +187,17 @@ def updated(
     floor: float,
 ) -> dict[str, float]:
     """Return the normalised share x exp(rate x gap), mixed with `uniform` / domains and floored."""
-    most = max(gaps.values())  # subtracted from every exponent: it cancels and avoids overflow
+    most = max(gaps.values())  # subtracted from every exponent, where it cancels, to avoid overflow
     grown = {name: share * math.exp(rate * (gaps[name] - most)) for name, share in shares.items()}
     total = sum(grown.values())
     mixed = {
         name: (1 - uniform) * share / total + uniform / len(shares) for name, share in grown.items()
     }
-    return floored(mixed, floor)
+    return raise_to_floor(mixed, floor)
 
 
-def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
-    """Raise shares below `floor` to it and rescale the others, so that the sum stays 1.
+def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float]:
+    """Raise shares below `floor` to it and rescale the others, keeping the sum of 1.
 
     floor: at most 1 / domains.
     """
@@ -220,32 +215,28 @@ def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
 
 
 def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
-    """Raise UserError for an invalid mixture, naming the key.
+    """Raise UserError with the key of an invalid setting of a mixture.
 
-    measured: the mixings whose figures the job measures.
+    measured: the values of data.mixing whose figures the job measures.
     """
-    if data.mixing not in MIXINGS:
-        raise UserError(f"data.mixing is '{data.mixing}'; expected one of {', '.join(MIXINGS)}")
-    if data.when_exhausted not in EXHAUSTED:
-        raise UserError(
-            f"data.when_exhausted is '{data.when_exhausted}'; expected {' or '.join(EXHAUSTED)}"
-        )
+    check_choice("data.mixing", data.mixing, MIXINGS)
+    check_choice("data.when_exhausted", data.when_exhausted, EXHAUSTED)
     if not data.domains:
         if data.mixing != "fixed":
             raise UserError(
-                f"data.mixing is {data.mixing}, but data.domains is empty: name the domains and "
+                f"data.mixing is {data.mixing}, but data.domains is empty. Give the domains and "
                 f"their texts"
             )
         return
     if data.mixing not in ("fixed", *measured):
         raise UserError(
-            f"data.mixing is {data.mixing}, whose figures this job does not measure; expected "
+            f"data.mixing is {data.mixing}, whose figures this job does not measure. Expected "
             f"{' or '.join(('fixed', *measured))}"
         )
     if data.chats or data.texts or data.held_out_chats or data.held_out_texts:
         raise UserError(
             "data.domains cannot be combined with data.chats, texts, held_out_chats or "
-            "held_out_texts: put these into a domain, or start from data=domains, which has none"
+            "held_out_texts. Move these into a domain, or start from data=domains, which has none"
         )
     _check_numbers(data)
     for name in data.domains:
@@ -256,37 +247,34 @@ def _check_numbers(data: DataConfig) -> None:
     shares = {name: domain.share for name, domain in data.domains.items()}
     if min(shares.values()) < 0 or not 0 < sum(shares.values()) < math.inf:
         raise UserError(
-            f"the shares of data.domains are {shares}: expected 0 or more each, and a sum above 0"
+            f"the shares of data.domains are {shares}, expected 0 or more each and a sum above 0"
         )
     most = 1 / len(shares)
-    rules = {
-        "mixing_rate": (data.mixing_rate > 0, "more than 0"),
-        "mixing_smoothing": (0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
-        "uniform_share": (0 <= data.uniform_share <= 1, "a share from 0 to 1"),
-        "floor_share": (
-            0 <= data.floor_share <= most,
-            f"from 0 to {most:.4g}, equal parts of {len(shares)} domains",
-        ),
-        "held_out_tokens": (data.held_out_tokens >= 0, "0 (all) or more"),
-    }
-    for key, (fine, expected) in rules.items():
-        if not fine:
+    equal = f"from 0 to {most:.4g}, equal parts of {len(shares)} domains"
+    rules = [
+        ("mixing_rate", data.mixing_rate > 0, "more than 0"),
+        ("mixing_smoothing", 0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
+        ("uniform_share", 0 <= data.uniform_share <= 1, "a share from 0 to 1"),
+        ("floor_share", 0 <= data.floor_share <= most, equal),
+    ]
+    for key, valid, expected in rules:
+        if not valid:
             raise UserError(f"data.{key} is {vars(data)[key]}, expected {expected}")
 
 
 def _check_domain(name: str, data: DataConfig) -> None:
     domain, key = data.domains[name], f"data.domains.{name}"
     if not (domain.chats or domain.texts):
-        raise UserError(f"{key} is empty: give it chats or texts, or leave the domain out")
+        raise UserError(f"{key} is empty. Give it chats or texts, or remove the domain")
     if data.mixing != "fixed" and not (domain.held_out_chats or domain.held_out_texts):
         raise UserError(
             f"{key} has no held-out text, which data.mixing={data.mixing} needs to update its "
-            f"share: give held_out_chats or held_out_texts"
+            f"share. Give held_out_chats or held_out_texts"
         )
     if data.mixing == "loss" and domain.reference <= 0:
         raise UserError(
-            f"{key}.reference is {domain.reference:g}: data.mixing=loss needs the held-out loss, "
-            f"in nats a token, that the domain should reach"
+            f"{key}.reference is {domain.reference:g}, but data.mixing=loss needs the held-out "
+            f"loss, in nats per token, that the domain should reach"
         )
     if not 0 <= domain.reference_acceptance <= 1:
         raise UserError(
@@ -295,7 +283,7 @@ def _check_domain(name: str, data: DataConfig) -> None:
         )
 
 
-def _packed(
+def _pack(
     name: str, samples: Sequence[Sample], capacity: int, rows_per_step: int, seed: int
 ) -> PackedData:
     try:

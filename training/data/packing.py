@@ -1,9 +1,8 @@
 """Best-fit packing of documents into rows of one length, and the batches of a step.
 
 Padding is the largest waste in drafter training, as chats differ tenfold in length. Packed rows
-waste only the space that no document fits into, and attention stays inside a document
-(training/models/attention.py), so that packed and separate documents give equal losses and
-gradients.
+waste only the space that no document fits into. Attention stays inside a document
+(training/models/attention.py), so packed and separate documents give equal losses and gradients.
 
 Shapes: R rows, T tokens a row, N supervised tokens.
 """
@@ -12,7 +11,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,123 +23,35 @@ from decoding.errors import UserError
 
 @dataclass
 class Sample:
-    """One document or chat: its token ids, and a mask of the supervised ones.
-
-    A supervised token is predicted from the one before it.
-    """
+    """One document or chat: its token ids, and a mask of the tokens that are predicted."""
 
     ids: np.ndarray  # int32 [length]
     mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
 
 
-@dataclass(frozen=True)
-class HostRows:
-    """Packed rows in the host's memory."""
+class HostRows(NamedTuple):
+    """Arrays of packed rows that stay on the host, where computing indices waits for no device."""
 
-    ids_RT: np.ndarray  # int64, 0 outside documents
-    positions_RT: np.ndarray  # int64, position inside the document
-    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 outside
-    next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
+    documents_RT: np.ndarray  # int64, see PackedBatch
     # bool at t: the token at t + 1 is supervised and in the same document
     supervised_RT: np.ndarray
 
-    @property
-    def places_N(self) -> np.ndarray:
-        """Rising indices into the flattened rows where the next token is supervised."""
-        return np.flatnonzero(self.supervised_RT)
-
-    def row(self, index: int) -> "HostRows":
-        one = slice(index, index + 1)
-        return HostRows(
-            self.ids_RT[one],
-            self.positions_RT[one],
-            self.documents_RT[one],
-            self.next_RT[one],
-            self.supervised_RT[one],
-        )
-
 
 @dataclass(frozen=True)
-class _DeviceRows:
-    """Packed rows on a device, all int64; see `HostRows`."""
-
-    ids_RT: Tensor
-    positions_RT: Tensor
-    documents_RT: Tensor
-    next_RT: Tensor
-    places_N: Tensor
-
-
 class PackedBatch:
-    """Packed rows on a device.
+    """Packed rows on a device; all tensors are int64."""
 
-    They are made on the host, which keeps a copy, and transferred in one asynchronous copy when
-    first used. Indices computed from them on the host can join that copy (`send`).
-    """
-
-    def __init__(
-        self,
-        host: HostRows,
-        rows: list[tuple[int, ...]],
-        device: torch.device,
-        there: _DeviceRows | None = None,
-    ) -> None:
-        """Store the rows.
-
-        rows: the samples in each row. there: rows that are on the device already.
-        """
-        self.host, self.rows, self.device = host, rows, device
-        self._sent = there
-
-    def send(self, *indices: np.ndarray) -> list[Tensor]:
-        """Transfer indices to the device as int64, together with the rows if still pending."""
-        if self._sent is not None:
-            return devices.copy_arrays_to_device(indices, self.device)
-        host = self.host
-        arrays = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
-        found = devices.copy_arrays_to_device([*arrays, *indices], self.device)
-        self._sent = _DeviceRows(*found[: len(arrays)])
-        return found[len(arrays) :]
+    rows: list[tuple[int, ...]]  # the samples of each row
+    host: HostRows
+    ids_RT: Tensor  # 0 outside documents
+    positions_RT: Tensor  # position inside the document
+    documents_RT: Tensor  # number of the document in its row, from 1; 0 outside
+    next_RT: Tensor  # the token at t + 1; 0 where it is not supervised
+    places_N: Tensor  # rising indices into the flattened rows where the next token is supervised
 
     @property
-    def ids_RT(self) -> Tensor:
-        return self._there().ids_RT
-
-    @property
-    def positions_RT(self) -> Tensor:
-        return self._there().positions_RT
-
-    @property
-    def documents_RT(self) -> Tensor:
-        return self._there().documents_RT
-
-    @property
-    def next_RT(self) -> Tensor:
-        return self._there().next_RT
-
-    def at_supervised(self, values_RTx: Tensor) -> Tensor:
-        """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
-
-        Indexing with a mask would wait for the device.
-        """
-        return values_RTx.flatten(0, 1)[self._there().places_N]
-
-    def row(self, index: int) -> "PackedBatch":
-        """Return one row as a batch."""
-        one, host, sent = slice(index, index + 1), self.host.row(index), self._there()
-        before = int(self.host.supervised_RT[:index].sum())
-        places_N = (
-            sent.places_N[before : before + int(host.supervised_RT.sum())]
-            - index * host.ids_RT.shape[1]
-        )
-        there = _DeviceRows(
-            sent.ids_RT[one],
-            sent.positions_RT[one],
-            sent.documents_RT[one],
-            sent.next_RT[one],
-            places_N,
-        )
-        return PackedBatch(host, self.rows[one], self.device, there)
+    def device(self) -> torch.device:
+        return self.ids_RT.device
 
     @property
     def tokens(self) -> int:
@@ -150,11 +61,28 @@ class PackedBatch:
     def supervised(self) -> int:
         return int(self.host.supervised_RT.sum())
 
-    def _there(self) -> _DeviceRows:
-        if self._sent is None:
-            self.send()
-        assert self._sent is not None
-        return self._sent
+    def at_supervised(self, values_RTx: Tensor) -> Tensor:
+        """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
+
+        Indexing with a mask would wait for the device.
+        """
+        return values_RTx.flatten(0, 1)[self.places_N]
+
+    def row(self, index: int) -> "PackedBatch":
+        """Return one row as a batch."""
+        one = slice(index, index + 1)
+        host = HostRows(*(array[one] for array in self.host))
+        before = int(self.host.supervised_RT[:index].sum())
+        after = before + int(host.supervised_RT.sum())
+        return PackedBatch(
+            self.rows[one],
+            host,
+            self.ids_RT[one],
+            self.positions_RT[one],
+            self.documents_RT[one],
+            self.next_RT[one],
+            self.places_N[before:after] - index * self.ids_RT.shape[1],
+        )
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -170,8 +98,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise UserError(
-                f"sample {index} has {length} tokens, but a packed row holds {capacity}: raise "
-                f"data.max_length or split it first"
+                f"sample {index} has {length} tokens, but a packed row holds {capacity}. Raise "
+                f"data.max_length or split the sample"
             )
         at = bisect.bisect_left(free, (length, -1))
         if at == len(free):
@@ -187,9 +115,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
-    """Split a plain document into samples of at most `max_length` tokens, all supervised.
+    """Split a plain document into supervised samples of at most `max_length` tokens.
 
-    Neighbours share one token, so that none is lost.
+    Neighbours share one token, so that every token but the first is predicted.
     """
     array = np.asarray(ids, dtype=np.int32)
     samples = []
@@ -207,10 +135,10 @@ def collate(
     capacity: int,
     device: str | torch.device = "cpu",
 ) -> PackedBatch:
-    """Return the rows as a batch for the device."""
-    shape = (len(rows), capacity)
-    ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
-    supervised = np.zeros(shape, dtype=bool)
+    """Return the rows as a batch on the device, sent in one asynchronous copy."""
+    ids, positions, documents, following, supervised = np.zeros(
+        (5, len(rows), capacity), dtype=np.int64
+    )
     for r, row in enumerate(rows):
         start = 0
         for number, index in enumerate(row, start=1):
@@ -222,17 +150,18 @@ def collate(
             supervised[r, start : end - 1] = sample.mask[1:]
             following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
             start = end
-
-    keys = [tuple(row) for row in rows]
+    arrays = (ids, positions, documents, following, np.flatnonzero(supervised))
     return PackedBatch(
-        HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
+        [tuple(row) for row in rows],
+        HostRows(documents, supervised.astype(bool)),
+        *devices.copy_arrays_to_device(arrays, torch.device(device)),
     )
 
 
 class PackedData:
     """All samples of a job, packed once; a step's rows are a pure function of (seed, step).
 
-    Nothing is stored between steps, so resuming needs only the number of the step.
+    Nothing is stored between steps, so a run resumes from its step number alone.
     """
 
     def __init__(
@@ -254,19 +183,19 @@ class PackedData:
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
             raise UserError(
-                f"zero supervised tokens in {len(samples)} samples: check the chat template and "
-                f"data.train_on (no answer is left to learn from)"
+                f"zero supervised tokens in {len(samples)} samples. Check the chat template and "
+                f"data.train_on, as no answer is left to learn from"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def fill(self) -> float:
-        """Share of the packed positions that hold a token."""
+        """Return the share of the packed positions that hold a token."""
         return self.tokens / (len(self.rows) * self.capacity)
 
     @property
     def ended(self) -> str:
-        """Reason why no further step is possible; empty here, as epochs repeat."""
+        """Return why no further step is possible; empty here, as epochs repeat."""
         return ""
 
     @property
@@ -279,7 +208,7 @@ class PackedData:
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
     def row(self, position: int) -> list[int]:
-        """Return the row at `position` of the endless order, which shuffles every epoch."""
+        """Return the row at `position` of the endless order, which is shuffled in every epoch."""
         epoch, offset = divmod(position, len(self.rows))
         if self._order[0] != epoch:
             self._order = (
@@ -289,14 +218,14 @@ class PackedData:
         return self.rows[int(self._order[1][offset])]
 
     def state(self) -> dict[str, Any]:
-        """Return the data's part of a checkpoint, as JSON: nothing here."""
+        """Return the data's part of a checkpoint, as JSON; empty here."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
 
-    def look(self, figures: dict[str, float]) -> dict[str, float]:
-        """Adapt to the held-out figures of an evaluation and return values to log: nothing here."""
+    def adapt(self, figures: dict[str, float]) -> dict[str, float]:
+        """Adapt to the held-out figures of an evaluation and return values to log; none here."""
         return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:

@@ -1,49 +1,51 @@
-"""Chats and texts as samples for packing, with every loss of tokens counted and reported."""
+"""Chats and texts as samples for packing, with an account of every lost token."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from decoding.errors import UserError
+from decoding.values import check_choice
 from training.data.packing import Sample, split_documents
 from training.data.readers import MAX_BAD, Chat, render_chats
 
 
 @dataclass
 class Account:
-    """Counts of the input: read = used + dropped; `used` includes truncated records."""
+    """Counts of a split's records and tokens."""
 
-    read: int = 0
     used: int = 0
+    # used records whose end was cut off
     truncated: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    # reason -> records
+    dropped: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     supervised: int = 0
 
-    def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+    @property
+    def read(self) -> int:
+        return self.used + self.dropped.total()
 
-    def leave_out(self, reason: str, count: int) -> None:
-        """Count records that were read from a file but not tokenized."""
-        if count:
-            self.read += count
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+    def use(self, pieces: Sequence[Sample]) -> Sequence[Sample]:
+        """Count the samples of one record and return them."""
+        self.used += 1
+        self.tokens += sum(len(piece.ids) for piece in pieces)
+        self.supervised += sum(int(piece.mask.sum()) for piece in pieces)
+        return pieces
 
     def line(self, what: str) -> str:
-        """Return one line for the terminal."""
-        lost = "; ".join(f"{count:,} dropped: {reason}" for reason, count in self.dropped.items())
+        """Describe the counts in one line for the terminal."""
         share = 100 * self.supervised / max(1, self.tokens)
-        text = (
-            f"{what}: {self.used:,} of {self.read:,} used, {self.tokens:,} tokens, {share:.0f} "
-            f"% supervised"
-        )
-        return (
-            text
-            + (f"; {self.truncated:,} truncated" if self.truncated else "")
-            + (f"; {lost}" if lost else "")
-        )
+        parts = [
+            f"{what}: {self.used:,} of {self.read:,} used, {self.tokens:,} tokens, {share:.0f} % "
+            f"supervised"
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated")
+        parts += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items() if count]
+        return "; ".join(parts)
 
 
 def chat_samples(
@@ -54,30 +56,24 @@ def chat_samples(
     train_on: str,
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Sample], Account]:
-    """Render chats, cut at `max_length` tokens; chats without an answer before it are dropped.
+    """Render chats and cut them at `max_length` tokens; drop chats without an answer before it.
 
     train_on: `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.
     """
-    if train_on not in ("answers", "all"):
-        raise UserError(f"data.train_on is '{train_on}'; expected answers or all")
+    check_choice("data.train_on", train_on, ("answers", "all"))
     rendered, counts = render_chats(tokenizer, chats, template=template, max_bad=max_bad)
+    account = Account(dropped=Counter({reason: len(at) for reason, at in counts.bad.items()}))
     samples: list[Sample] = []
-    account = Account(read=counts.read)
-    for reason, places in counts.bad.items():
-        account.dropped[reason] = len(places)
     for chat in rendered:
         ids = np.asarray(chat.ids[:max_length], dtype=np.int32)
-        everything = np.ones(len(ids), dtype=bool)
-        mask = (
-            np.asarray(chat.mask[:max_length], dtype=bool) if train_on == "answers" else everything
-        )
+        mask = np.asarray(chat.mask[:max_length], dtype=bool) | (train_on == "all")
         mask[:1] = False
         if not mask.any():
-            account.drop(f"no supervised token within {max_length} tokens")
+            account.dropped[f"no supervised token within {max_length} tokens"] += 1
             continue
         account.truncated += len(chat.ids) > max_length
-        _count(account, samples, [Sample(ids, mask)])
+        samples += account.use([Sample(ids, mask)])
     return samples, account
 
 
@@ -91,21 +87,10 @@ def text_samples(
     samples: list[Sample] = []
     account = Account()
     for document in documents:
-        account.read += 1
         ids = tokenizer(document)["input_ids"]
         if len(ids) < 2:
-            account.drop("fewer than two tokens")
+            account.dropped["fewer than two tokens"] += 1
             continue
-        _count(
-            account,
-            samples,
-            [piece for piece in split_documents(ids, max_length) if len(piece.ids) > 1],
-        )
+        pieces = split_documents(ids, max_length)
+        samples += account.use([piece for piece in pieces if len(piece.ids) > 1])
     return samples, account
-
-
-def _count(account: Account, samples: list[Sample], new: list[Sample]) -> None:
-    account.used += 1
-    account.tokens += sum(len(sample.ids) for sample in new)
-    account.supervised += sum(int(sample.mask.sum()) for sample in new)
-    samples.extend(new)

@@ -1,8 +1,8 @@
-"""Our chat templates with generation marks, for tokenizers whose template does not show answers.
+"""Our chat templates with generation marks, which replace templates that hide the answers.
 
 Each is the published format of its family; golden renders are in the tests. `{% generation %}`
-encloses exactly what the model has to write: the answer and its end token, and the blank before the
-answer if the prompt ends without it. Only the first turn may be a system turn.
+encloses exactly what the model writes: the answer with its end token, and the blank before it if
+the prompt ends without one. Only the first turn may be a system turn.
 """
 
 import re
@@ -107,6 +107,6 @@ _MARKERS = (
 )
 
 
-def family_of(chat_template: str) -> str | None:
+def find_family(chat_template: str) -> str | None:
     """Return the name of our template for the family of `chat_template`, or None."""
     return next((name for name, marker in _MARKERS if re.search(marker, chat_template)), None)

@@ -3,7 +3,7 @@
 Head i (from 0) of the draft that begins at position t reads the target's hidden state h_t and the
 tokens at t + 1 .. t + 1 + i, and predicts the token at t + 2 + i. It is trained if that token is
 supervised and all of them are in one document of the row; nothing else passes through the head. The
-indices are computed on the host and copied with the batch, asynchronously.
+indices are computed on the host and transferred in one asynchronous copy.
 
 Shapes: K heads, M drafts (positions at which at least one head predicts), N predictions of all
 heads, O drafts that continue from the head's tokens, P hidden states, R rows, T tokens a row.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from decoding import devices
 from decoding.errors import UserError
 from training.data.packing import PackedBatch, Sample
 from training.losses.chunked import CHUNK
@@ -92,8 +93,9 @@ def positions(
         (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
     )
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
-    kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = batch.send(
-        kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats
+    indices = (kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats)
+    kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = (
+        devices.copy_arrays_to_device(indices, batch.device)
     )
     ids_F = batch.ids_RT.flatten()
     return Positions(

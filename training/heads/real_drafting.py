@@ -11,7 +11,7 @@ from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from training.data.packing import Sample
-from training.held_out import HeldOutFields, asked_target
+from training.held_out import HeldOutFields, load_answering_target
 
 _BATCH = 16
 
@@ -32,7 +32,7 @@ def block_efficiency(
     """
     held_out = config.held_out
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
-    target = asked_target(folder, config)
+    target = load_answering_target(folder, config)
     drafter = make_drafter(target)
     settings = Settings(
         held_out.max_new_tokens,

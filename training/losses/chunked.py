@@ -54,18 +54,35 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
     return loss_C, q_CV.sub_(p_CV), overlap_C[:, None]
 
 
+def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
+    """Return the row loss of logits / temperature, not rescaled."""
+    if temperature == 1.0:
+        return rows
+
+    def scaled(logits_CV: Tensor, reference: Any) -> tuple[Tensor, Tensor, Tensor]:
+        loss_C, gradient_CV, metric_CM = rows(logits_CV / temperature, reference)
+        return loss_C, gradient_CV.div_(temperature), metric_CM
+
+    return scaled
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return float64 values unchanged and others in float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 @dataclass(frozen=True)
 class Outputs:
     """Output layers of the rows: one that all share, or several.
 
-    With several, the rows of one layer are contiguous in every chunk and the host knows the layers,
-    so nothing waits for the device and the logits of all layers are never in memory at once.
+    With several, the rows of one layer must be contiguous in every chunk. Their layers are on the
+    host, so nothing waits for the device, and the logits of all layers are never in memory at once.
     """
 
-    weights: Sequence[Tensor]  # [V, H] each
-    layers_N: np.ndarray | None = (
-        None  # of each row, its layer; None: all rows go through the first
-    )
+    # [V, H] each
+    weights: Sequence[Tensor]
+    # layer of each row; None: all rows go through the first
+    layers_N: np.ndarray | None = None
 
     def spans(self, start: int, end: int) -> list[tuple[int, slice]]:
         """Return (layer, its rows counted from `start`) of rows [start, end)."""
@@ -110,7 +127,7 @@ class ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden_NH), chunk):
             end = min(start + chunk, len(hidden_NH))
             part_CH = hidden_NH[start:end]
-            logits_CV = outputs.logits(hidden_NH, start, end).to(wide)
+            logits_CV = widen(outputs.logits(hidden_NH, start, end))
             loss_C, gradient_CV, metric_CM = rows(logits_CV, reference(start, end))
             loss += loss_C.sum()
             metrics = metric_CM.sum(dim=0) if metrics is None else metrics + metric_CM.sum(dim=0)
@@ -125,11 +142,9 @@ class ChunkedLoss(torch.autograd.Function):
             for grad_VH, weight_VH in zip(grads, weights, strict=True)
         ]
         ctx.save_for_backward(grad_hidden_NH, *kept)
-        total = (
-            metrics if metrics is not None else torch.zeros(1, dtype=wide, device=hidden_NH.device)
-        )
-        ctx.mark_non_differentiable(total)
-        return loss, total
+        metrics = loss.new_zeros(1) if metrics is None else metrics
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -163,35 +178,8 @@ def chunked_forward_kl(
     `temperature` divides the logits of both; the loss is not rescaled.
     """
 
-    def teacher(start: int, end: int) -> Tensor:
-        logits_CV = F.linear(teacher_hidden_NG[start:end], teacher_weight_VG)
-        return (
-            logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()
-        ) / temperature
+    def teacher_logits(start: int, end: int) -> Tensor:
+        return widen(F.linear(teacher_hidden_NG[start:end], teacher_weight_VG)) / temperature
 
-    def rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_C, gradient_CV, metric_CM = forward_kl_rows(logits_CV / temperature, teacher_logits_CV)
-        return loss_C, gradient_CV / temperature, metric_CM
-
-    kl = forward_kl_rows if temperature == 1.0 else rows
-    return ChunkedLoss.apply(hidden_NH, teacher, kl, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
-
-
-def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    """Compute `chunked_cross_entropy` with full logits and autograd, as its reference."""
-    return F.cross_entropy(F.linear(hidden_NH, weight_VH).float(), labels_N, reduction="sum")
-
-
-def eager_forward_kl(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    teacher_hidden_NG: Tensor,
-    teacher_weight_VG: Tensor,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Compute `chunked_forward_kl` with full logits and autograd, as its reference."""
-    log_q_NV = F.log_softmax(F.linear(hidden_NH, weight_VH) / temperature, dim=-1)
-    log_p_NV = F.log_softmax(
-        F.linear(teacher_hidden_NG, teacher_weight_VG) / temperature, dim=-1
-    ).detach()
-    return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
+    rows = at_temperature(forward_kl_rows, temperature)
+    return ChunkedLoss.apply(hidden_NH, teacher_logits, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]

@@ -27,18 +27,6 @@ def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tens
     return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
 
 
-def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
-    """Return the loss of logits / temperature, not rescaled."""
-    if temperature == 1.0:
-        return rows
-
-    def cooled(logits_CV: Tensor, against: Any) -> tuple[Tensor, Tensor, Tensor]:
-        loss_C, gradient_CV, metric_CM = rows(logits_CV / temperature, against)
-        return loss_C, gradient_CV.div_(temperature), metric_CM
-
-    return cooled
-
-
 def chunked_by_head(
     features_NE: Tensor,
     outputs: Outputs,
@@ -52,14 +40,14 @@ def chunked_by_head(
     """Return (sum of decay^head x loss over predictions, sums by head [2 K]).
 
     The sums are those of the row loss's metric, then of the unweighted loss. against(start, end):
-    the reference of those rows, as `rows` takes it. Gradients flow into features and output layers.
+    the rows' reference, as `rows` takes it. Gradients reach features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
     def with_heads(start: int, end: int) -> Any:
         return against(start, end), head_N[start:end]
 
-    def weighed(logits_CV: Tensor, given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def weighted(logits_CV: Tensor, given: Any) -> tuple[Tensor, Tensor, Tensor]:
         of_chunk, head_C = given
         loss_C, gradient_CV, metric_C1 = rows(logits_CV, of_chunk)
         of_head_CK = (head_C[:, None] == heads_K).to(loss_C.dtype)
@@ -68,7 +56,7 @@ def chunked_by_head(
         return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
 
     loss, sums = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        features_NE, with_heads, weighed, chunk, outputs.layers_N, *outputs.weights
+        features_NE, with_heads, weighted, chunk, outputs.layers_N, *outputs.weights
     )
     return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
 

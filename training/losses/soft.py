@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import RowLoss
+from training.losses.chunked import RowLoss, widen
 
 _LEAST = 1e-30  # lower bound of alpha that keeps its logarithm finite
 
@@ -92,25 +92,22 @@ class Teacher:
     ) -> None:
         """Store hidden states and weights.
 
-        shortlist_V: the ids that q covers, rising; None: all.
+        shortlist_V: ids that q covers, rising; None: the full vocabulary.
         """
         self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
         self.temperature, self.shortlist_V = temperature, shortlist_V
 
     def at(self, start: int, end: int) -> TeacherRows:
         """Return the distributions at positions [start, end)."""
-        logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
-        wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-        log_p_CV = F.log_softmax(
-            wide_CV if self.temperature == 1.0 else wide_CV / self.temperature, dim=-1
-        )
+        logits_CV = widen(F.linear(self.hidden_PG[start:end], self.weight_VG))
+        log_p_CV = F.log_softmax(logits_CV / self.temperature, dim=-1)
         if self.shortlist_V is not None:
             log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
         p_CV = log_p_CV.exp()
         return TeacherRows(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
     def shared(self, targets_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
-        """Return a function that gives rows [start, end) the distributions at their positions.
+        """Return a function of (start, end) that gives each row the distribution at its position.
 
         targets_N: position of each row. places: the same on the host, rising from chunk to chunk.
         """
@@ -120,17 +117,3 @@ class Teacher:
             return self.at(first, last + 1).select(targets_N[start:end] - first)
 
         return rows
-
-
-def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
-    """Compute a row loss [N] with autograd, as its reference: `forward_kl`, `lk` or `lk_hybrid`."""
-    log_q_NV = F.log_softmax(logits_NV, dim=-1)
-    alpha_N = torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(dim=-1)
-    mass_N = log_p_NV.exp().sum(dim=-1)
-    kl_N = (log_p_NV.exp() * (log_p_NV - mass_N.log()[:, None] - log_q_NV)).sum(dim=-1)
-    if name == "forward_kl":
-        return kl_N
-    if name == "lk":
-        return -alpha_N.log()
-    share_N = torch.exp(-eta * alpha_N.detach())
-    return share_N * kl_N + (1 - share_N) * (1 - alpha_N)

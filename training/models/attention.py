@@ -19,9 +19,9 @@ _PLAIN_MAX_TOKENS = 1024
 
 
 def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [R, 1, T, T]: 0 up to each token of its document, else -inf.
+    """Return the additive mask [R, 1, T, T]: 0 up to each token within its document, else -inf.
 
-    A position without a document attends to itself, so that no row of the softmax is empty.
+    A position outside documents attends to itself, as an empty row has no softmax.
     """
     rows, length = documents_RT.shape
     same = documents_RT[:, :, None] == documents_RT[:, None, :]
@@ -38,7 +38,7 @@ def plain_attention(
 ) -> Tensor:
     """Compute softmax(q k^T scaling + bias) v step by step.
 
-    This is the eager twin, and the fast path of a CPU for short rows.
+    It is the eager twin of the fused kernel, and the faster path for short rows on a CPU.
     """
     scores_RQTT = torch.matmul(q_RQTD * scaling, k_RQTD.transpose(-1, -2)) + bias
     return torch.matmul(torch.softmax(scores_RQTT, dim=-1), v_RQTD)

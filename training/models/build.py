@@ -1,7 +1,6 @@
-"""Building and loading Hugging Face models, and the published configurations of missing targets."""
+"""Construction and loading of Hugging Face models, and published configurations of targets."""
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
+from decoding.values import check_choice
 from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
 from jobs.paths import data_folder, is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
@@ -39,8 +39,7 @@ DTYPES = {
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a configuration's name."""
-    if name not in DTYPES:
-        raise UserError(f"dtype '{name}' is unknown; expected one of {', '.join(DTYPES)}")
+    check_choice("dtype", name, tuple(DTYPES))
     return DTYPES[name]
 
 
@@ -64,13 +63,13 @@ def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
 def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: bool = False) -> Any:
     """Build a causal LM of `config` with random weights and packed attention.
 
-    empty: on the meta device, for weights that follow.
+    empty: build it on the meta device, to be filled later.
     """
     config._attn_implementation = PACKED
     kind: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
     with torch.device("meta") if empty else contextlib.nullcontext():
         model: Any = kind(config)
-    if empty:  # rope's frequencies are in no state dict
+    if empty:  # no state dict holds the rope frequencies
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(dtype)
 
@@ -78,7 +77,7 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
 def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read the configuration of a language model's folder.
 
-    trust_remote_code: run Python in the folder, for model types defined there. Raises UserError for
+    trust_remote_code: run Python of the folder, for model types defined there. Raises UserError for
     a head's folder and for a model type unknown to transformers.
     """
     values = read_config(folder)
@@ -136,21 +135,20 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def target_is_here(target: TargetConfig) -> bool:
-    """Return True if the target's folder exists; otherwise only dry runs are possible."""
+    """Return whether the target's folder exists; without it only dry runs are possible."""
     return is_here(target.path)
 
 
 def target_config(target: TargetConfig) -> PretrainedConfig:
-    """Return the target's configuration: of its folder, or for dry runs the one in target.config.
+    """Return the configuration of the target's folder, or in a dry run its published one.
 
-    Raises UserError if there is neither, naming the path and the targets with a published
-    configuration.
+    Raises UserError, with the names of published targets, if there is neither.
     """
     if target_is_here(target):
         return known_config(resolve(target.path), target.trust_remote_code)
     if not target.config:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give a "
             f"model folder, or for a dry run a target whose published configuration is known: "
             f"target={' | '.join(published_targets())}"
         )
@@ -165,13 +163,13 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         ) from error
 
 
-def folder_of(target: TargetConfig, dry_run: bool) -> Path:
-    """Return the target's folder, which must exist except in a dry run. Raises UserError."""
+def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
+    """Return the target's folder. Raises UserError if it is missing, except in a dry run."""
     if target_is_here(target):
         return resolve(target.path)
     if not dry_run:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give the "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give the "
             f"target's folder, or download it from the Hub: "
             f"hf download OWNER/NAME --local-dir {target.path}"
         )
@@ -179,58 +177,50 @@ def folder_of(target: TargetConfig, dry_run: bool) -> Path:
 
 
 def published_targets() -> list[str]:
-    """Return the names of the targets in conf/target that have a published configuration."""
+    """Return the names of the targets in conf/target that have or inherit a configuration."""
+    texts = {file.stem: file.read_text() for file in CONF_TARGETS.glob("*.yaml")}
     return sorted(
-        file.stem for file in CONF_TARGETS.glob("*.yaml") if "\nconfig:\n" in file.read_text()
+        name for name, text in texts.items() if "\nconfig:\n" in text or "\ndefaults:\n" in text
     )
 
 
-def missing_of(target: TargetConfig) -> str:
-    """Describe what a dry run lacks without the target's folder; empty if the folder exists."""
+def describe_missing_target(target: TargetConfig) -> str:
+    """Describe what a dry run lacks without the target's folder; return an empty text with it."""
     if target_is_here(target):
         return ""
+    config = target.config
     return (
-        f"target.path={target.path} is not there: its shape is that of the published configuration "
-        f"({_shape(target.config)}), and its tokenizer is missing, so a drafter folder written "
+        f"target.path={target.path} does not exist. The published configuration gives its shape "
+        f"({config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
+        f"{config.get('hidden_size')}), and its tokenizer is missing, so a drafter folder written "
         f"now holds no tokenizer files"
-    )
-
-
-def _shape(config: Mapping[str, Any]) -> str:
-    """Describe a published configuration in a few words."""
-    return (
-        f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
-        f"{config.get('hidden_size')}"
     )
 
 
 def print_missing(target: TargetConfig) -> None:
     """Print what a dry run lacks without the target's folder."""
-    if missing := missing_of(target):
+    if missing := describe_missing_target(target):
         print(f"note: {missing}")
 
 
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """Raise UserError for a target that a training job cannot load.
 
-    That is one with an unknown dtype or backend, or in several processes. A target too large for
-    one GPU is sharded for training, and answers the held-out prompts over several GPUs.
+    Its dtype or backend may be unknown, or it may need Python of its folder. Spreading it over GPUs
+    needs a kind of parallelism that shards weights, and then applies to the held-out answers.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)
-    if target.backend not in BACKENDS:
-        raise UserError(
-            f"target.backend is '{target.backend}'; expected one of {', '.join(BACKENDS)}"
-        )
+    check_choice("target.backend", target.backend, BACKENDS)
     if parallel.kind not in SHARDED_WEIGHTS:
         refuse_parallel(target)
 
 
 def refuse_own_code(target: TargetConfig) -> None:
-    """Raise UserError for a target that needs its folder's own Python."""
+    """Raise UserError for a target that needs Python of its folder."""
     if target.trust_remote_code:
         raise UserError(
-            "target.trust_remote_code is true, expected false: this job runs only known model "
+            "target.trust_remote_code is true, expected false, as this job runs only known model "
             "families. eval.run, distill.regenerate and recurrent_drafting.generate accept it with "
             "target.backend=hf"
         )
@@ -242,5 +232,5 @@ def check_context(target: TargetConfig, data: DataConfig, config: Any) -> None:
     if context is not None and data.max_length > context:
         raise UserError(
             f"data.max_length is {data.max_length}, but the context of {target.path} is {context} "
-            f"tokens: lower data.max_length"
+            f"tokens. Lower data.max_length"
         )

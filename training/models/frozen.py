@@ -1,8 +1,8 @@
-"""The frozen target of a training job: in full on every rank, or sharded while it is read.
+"""The frozen target of a training job, in full on every rank or read shard by shard.
 
 A target too large for one GPU would not fit the machine's memory several times either: eight ranks
-that each read 13.5 GB take 108 GB. So a sharded model starts on the meta device, and each rank
-reads only its rows of every weight.
+that each read 13.5 GB take 108 GB. A sharded model therefore starts on the meta device, and each
+rank reads only its rows of every weight.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _ROPE = "model.rotary_emb."
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
-    """Load a folder's causal LM, frozen, with packed attention, in full or sharded over ranks."""
+    """Load a folder's causal LM with packed attention, frozen, in full or sharded over ranks."""
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
@@ -38,22 +38,22 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
                 config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
             )
         )
-    files = {name: file for file in weight_files(folder) for name in _names(file)}
-    why = _unlike(model, files)
+    files = {name: file for file in weight_files(folder) for name in _tensor_names(file)}
+    why = _find_mismatch(model, files)
     if why:
         if parallel.is_main:
             print(f"note: {why}, so every rank reads the full target before sharding it")
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     parallel.place_frozen(model)
-    # the rope frequencies are in no file
+    # no file holds the rope frequencies
     if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
-    _read(model, files, parallel)
+    _read_weights(model, files, parallel)
     return model
 
 
-def _unlike(model: Any, files: dict[str, Path]) -> str:
-    """Return why the files' tensors cannot be read one by one into the model; empty if they can."""
+def _find_mismatch(model: Any, files: dict[str, Path]) -> str:
+    """Return why the model cannot be filled tensor by tensor from the files, or an empty text."""
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
         return f"none of the target's files holds '{lacking[0]}'"
@@ -62,43 +62,37 @@ def _unlike(model: Any, files: dict[str, Path]) -> str:
 
 
 @torch.no_grad()
-def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
+def _read_weights(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
     """Fill every parameter, or this rank's rows. Raises UserError for a tensor of another shape."""
-    tied = (
-        {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
-    )
-    wanted: dict[Path, list[tuple[str, Tensor]]] = {}
+    tied = model.config.tie_word_embeddings
+    wanted: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        source = tied.get(name, name)
-        wanted.setdefault(files[source], []).append((source, parameter))
-    for file, parameters in wanted.items():
-        _read_file(file, parameters, parallel)
+        source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        wanted.setdefault(source, []).append(parameter)
+    for file in dict.fromkeys(files.values()):
+        with safe_open(file, "pt") as opened:  # mapped while it is read
+            for name in wanted.keys() & opened.keys():
+                for parameter in wanted[name]:
+                    _fill_parameter(parameter, opened.get_slice(name), parallel, f"{file}: {name}")
 
 
-def _read_file(file: Path, parameters: list[tuple[str, Tensor]], parallel: Parallel) -> None:
-    """Fill parameters from one file, which is mapped while it is read."""
-    with safe_open(file, "pt") as opened:
-        for name, parameter in parameters:
-            rows = opened.get_slice(name)
-            if list(rows.get_shape()) != list(parameter.shape):
-                raise UserError(
-                    f"{file}: {name} has shape {rows.get_shape()}, but config.json expects "
-                    f"{list(parameter.shape)}. Copy the folder again"
-                )
-            _fill(parameter, rows, parallel)
-
-
-def _fill(parameter: Tensor, rows: Any, parallel: Parallel) -> None:
+def _fill_parameter(parameter: Tensor, rows: Any, parallel: Parallel, source: str) -> None:
+    shape = list(parameter.shape)
+    if list(rows.get_shape()) != shape:
+        raise UserError(
+            f"{source} has shape {rows.get_shape()}, but config.json expects {shape}. Copy the "
+            f"folder again"
+        )
     if not isinstance(parameter, DTensor):
         parameter.copy_(rows[:])
         return
     assert parameter.placements == (Shard(0),), parameter.placements
     mine = parameter.to_local()
     if len(mine):  # shards have equal sizes except for the last ones
-        first = parallel.rank * -(-parameter.shape[0] // parallel.world_size)
+        first = parallel.rank * -(-shape[0] // parallel.world_size)
         mine.copy_(rows[first : first + len(mine)])
 
 
-def _names(file: Path) -> list[str]:
+def _tensor_names(file: Path) -> list[str]:
     with safe_open(file, "pt") as opened:
         return list(opened.keys())

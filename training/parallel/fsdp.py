@@ -1,8 +1,8 @@
-"""Sharded weights: torch's `fully_shard` for trained and frozen models, and gathering them.
+"""Sharded weights: torch's `fully_shard` for trained and frozen models, and gathering.
 
 Where ranks shard the trained weights (ZeRO, FSDP), the loop trains a copy of the objective. The
 caller's model holds memory only while it is read (evaluation, checkpoint, export), and then plain
-unsharded weights, so no code outside this package depends on sharding.
+unsharded weights. No code outside this package therefore depends on sharding.
 """
 
 import copy
@@ -28,7 +28,7 @@ class ShardedModel:
         """Store the caller's model and its sharded copy `live`.
 
         read: gathers a parameter of `live` into new memory; all ranks must call it. Parameters that
-        `live` does not own (`copy_objective`, apart) are shared by both and always present.
+        both models share (`copy_objective`, unsharded) are always present.
         """
         self._trained, self._live, self._read = trained, live, read
         self._names = {name for name, _ in live.named_parameters()}
@@ -36,17 +36,17 @@ class ShardedModel:
     @torch.no_grad()
     def fill(self) -> None:
         """Put the current, unsharded weights into the caller's model on every rank."""
-        # Looked up each time: sharding replaces the parameters.
+        # not stored, as sharding replaces the parameters
         shares = dict(self._live.named_parameters())
-        for name, parameter in self._cut():
+        for name, parameter in self._sharded_parameters():
             parameter.data = self._read(shares[name])
 
     def empty(self) -> None:
-        """Release the memory."""
-        for _, parameter in self._cut():
+        """Release the memory of the caller's model."""
+        for _, parameter in self._sharded_parameters():
             parameter.data = parameter.data.new_empty(0)
 
-    def _cut(self) -> list[tuple[str, nn.Parameter]]:
+    def _sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [
             (name, parameter)
             for name, parameter in self._trained.named_parameters()
@@ -55,21 +55,21 @@ class ShardedModel:
 
 
 def copy_objective(
-    module: nn.Module, trained: nn.Module, apart: Collection[str] = ()
+    module: nn.Module, trained: nn.Module, unsharded: Collection[str] = ()
 ) -> tuple[nn.Module, nn.Module]:
     """Return a copy of the objective and the copy of `trained` in it.
 
-    Frozen models (training.objectives.Frozen) are shared with the original, and so are the children
-    of `trained` named in `apart`. The copy reads those children but does not own them: they are not
-    among its parameters, so sharding skips them.
+    A frozen teacher (training.objectives.TeacherStates) is shared with the original, and so are the
+    children of `trained` named in `unsharded`. The copy reads these children without registering
+    them, so that sharding skips them.
     """
-    children = {name: trained.get_submodule(name) for name in apart}
+    children = {name: trained.get_submodule(name) for name in unsharded}
     memo: dict[int, Any] = {id(child): child for child in children.values()}
     live = copy.deepcopy(module, memo)
     copied = memo[id(trained)]
     for name, child in children.items():
         delattr(copied, name)
-        # a plain attribute: nn.Module's own would register it
+        # nn.Module's attribute access would register it
         object.__setattr__(copied, name, child)
     return live, copied
 
@@ -91,7 +91,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not decoder_layers(model) or not owners:
         raise UserError(
             f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers "
-            f"to recompute; set it to false"
+            f"to recompute. Set it to false"
         )
     owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -100,17 +100,17 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a trained model over the ranks of `mesh`, in place: each decoder layer, then the rest.
 
     A layer is gathered only while it runs. Embedding, last norm and lm_head stay gathered from a
-    step's forward to its backward, since the objective reads the lm_head's weight in both.
-    Gradients are summed over ranks in float32. Raises UserError for scalars, which cannot be
-    sharded.
+    step's forward to its backward, as the objective reads the lm_head's weight in both. Gradients
+    are summed in float32. Raises UserError for scalars, which cannot be sharded.
     """
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UserError(
-            f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}': use "
+            f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}'. Use "
             f"parallel=ddp, or a zero kind"
         )
-    policy = MixedPrecisionPolicy(reduce_dtype=_wide(next(module.parameters()).dtype))
+    narrow = next(module.parameters()).dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
     for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -135,9 +135,9 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """State dict whose tensors are gathered when read, one at a time, on every rank.
+    """State dict whose tensors are gathered one at a time when they are read.
 
-    Ranks that shard them must all read the same names in the same order.
+    All ranks must read the same names in the same order.
     """
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
@@ -154,18 +154,18 @@ class GatheredState(Mapping[str, Tensor]):
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in full (all ranks must call this), and any other one unchanged."""
+    """Return a sharded tensor in full, which all ranks must call, and others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gather_parameter(parameter: Tensor) -> Tensor:
+    """Return a parameter that FSDP shards in full, in new memory. All ranks must call it."""
+    return gather_tensor(parameter.detach())
+
+
 def assign(tensor: Tensor, value: Tensor) -> None:
-    """Copy `value`, which every rank has in full, into `tensor` or this rank's shard of it."""
+    """Copy `value`, which every rank has in full, into `tensor` or into this rank's shard of it."""
     if isinstance(tensor, DTensor):
         value = value.to(device=tensor.device, dtype=tensor.dtype)
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     tensor.copy_(value)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which ranks sum gradients; None: their own."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None

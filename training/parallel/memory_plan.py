@@ -1,23 +1,21 @@
 """Bytes that one rank needs for training, computed for each kind of parallelism.
 
 Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes per parameter for Adam in mixed
-precision: 2 for the weight, 2 for its gradient, 12 for the optimizer (float32 master and two
+precision: 2 for the weight, 2 for its gradient, and 12 for the optimizer (float32 master and two
 moments). Their stages shard the 12, then the gradient, then the weight. Here a bfloat16 weight's
-gradient is accumulated in float32 (4 bytes more). In float32 the weight is its own master, except
-with DeepSpeed, which keeps one anyway.
-
-Not counted: the CUDA context and libraries (about 0.5 to 1 GB per GPU) and memory lost by the
-allocator.
+gradient accumulates in float32 (4 more bytes). A float32 weight is its master, except with
+DeepSpeed, which always keeps one. Not counted are the CUDA context and libraries (about 0.5 to 1 GB
+per GPU) and memory that the allocator wastes.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from decoding import devices
-from decoding.errors import UserError
+from decoding.values import check_choice
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
-from training.held_out import ANSWERED_TOGETHER, HeldOutFields
+from training.held_out import PROMPTS_PER_BATCH, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
 from training.models.shapes import cache_bytes_per_token, parameter_counts, target_widths
@@ -45,17 +43,15 @@ def bytes_per_rank(
     rank holds in full (lm_head). The decoder layer gathered while it runs is not counted. Raises
     UserError for unknown kinds and dtypes.
     """
-    if kind not in KINDS:
-        raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
-    if dtype not in _WIDTHS:
-        raise UserError(f"dtype is '{dtype}'; memory is planned only for float32 and bfloat16")
+    check_choice("parallel.kind", kind, KINDS)
+    check_choice("dtype", dtype, tuple(_WIDTHS))
     width, stage = _WIDTHS[dtype], ZERO.get(kind, 0)
     mixed, fsdp = dtype == "bfloat16", kind == "fsdp"
     weight_ranks = world_size if kind in SHARDED_WEIGHTS else 1
     gradient_ranks = world_size if stage >= 2 or fsdp else 1
     state_ranks = world_size if stage or fsdp else 1
     gradient = float(width) if stage == 1 or not mixed else 4.0 if stage else width + 4.0
-    # DeepSpeed widens its shard of the gradients for the update.
+    # DeepSpeed converts its shard of the gradients to float32 for the update.
     widened = 4.0 / world_size if stage == 1 else 0.0
     plan = {
         "weights": trained_parameters * width / weight_ranks,
@@ -78,12 +74,12 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """Return the bytes of one GPU of rank 0 while the target answers the held-out prompts.
 
     `second copy`: decoding loads the target again in target.dtype, in full or spread over GPUs by
-    target.parallel. `keys and values up to`: of the prompts that are answered together, each of
-    data.max_length tokens. target: its Hugging Face configuration.
+    target.parallel. `keys and values up to`: for one batch of prompts of data.max_length tokens
+    each. target: its Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1
-    tokens = min(ANSWERED_TOGETHER, config.held_out.max_prompts) * config.data.max_length
+    tokens = min(PROMPTS_PER_BATCH, config.held_out.max_prompts) * config.data.max_length
     parts = {
         "second copy": parameter_counts(target)["all"] * width,
         "keys and values up to": tokens * cache_bytes_per_token(target, width),

@@ -1,4 +1,4 @@
-"""One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
+"""One class between the loop and the processes, so that one process, DDP, ZeRO and FSDP agree.
 
 accelerate runs one process, DDP and DeepSpeed's ZeRO (training/parallel/zero.py); torch's
 `fully_shard` runs FSDP (training/parallel/fsdp.py). Loss and gradient are divided by the global
@@ -26,11 +26,11 @@ from training.optimizer import MasterAdamW, Optimizer, Rate, SplitOptimizer
 from training.optimizer_config import OptimizerConfig
 from training.parallel import fsdp, zero
 
-LAST_MOMENT = 0.1  # seconds; see Parallel.close
+THREAD_EXIT_SECONDS = 0.1  # see Parallel.close
 
 
 class Parallel:
-    """This process among the workers of a job, and the operations that need the others."""
+    """One worker of a job, and its operations that involve the others."""
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
         self.kind = config.kind
@@ -43,12 +43,12 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree: WORLD_SIZE is {self.world_size}, but accelerate has "
+                f"the workers disagree. WORLD_SIZE is {self.world_size}, but accelerate has "
                 f"{self.accelerator.num_processes} processes. Start the job without a launcher's "
                 f"environment variables, or with equal numbers"
             )
         self._inner: nn.Module | None = None
-        self._shell: fsdp.ShardedModel | None = None
+        self._sharded: fsdp.ShardedModel | None = None
 
     def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -58,14 +58,14 @@ class Parallel:
         backend = "gloo" if use_cpu else "nccl"
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
         if not self.stage:
-            # otherwise gradients are stored twice
+            # without it gradients are stored twice
             gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
             return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
-        # cpu=True would make accelerate ignore DeepSpeed; without a GPU it uses the CPU anyway.
+        # With cpu=True accelerate would ignore DeepSpeed. Without a GPU it uses the CPU anyway.
         accelerator = Accelerator(
             deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group]
         )
-        zero.forget_transformers()
+        zero.unregister_from_transformers()
         return accelerator
 
     def _choose_card(self, device: str) -> None:
@@ -74,7 +74,7 @@ class Parallel:
             return
         if self.world_size > 1:
             raise UserError(
-                f"target.device is '{device}', but every rank has its own GPU: use cuda or auto"
+                f"target.device is '{device}', but every rank has a separate GPU. Use cuda or auto"
             )
         devices.set_default_gpu(torch.device(device))
 
@@ -83,13 +83,13 @@ class Parallel:
         return self.rank == 0
 
     @property
-    def cuts(self) -> bool:
-        """True if ranks shard any state of the training."""
+    def shards_state(self) -> bool:
+        """Return whether ranks shard any state of the training."""
         return self.stage > 0 or self.kind == "fsdp"
 
     @property
     def shards_weights(self) -> bool:
-        """True if ranks shard weights, so that every forward communicates among all of them."""
+        """Return whether ranks shard weights, so that every forward communicates among all."""
         return self.kind in ranks.SHARDED_WEIGHTS
 
     def place_frozen(self, model: Any) -> Any:
@@ -112,23 +112,23 @@ class Parallel:
         config: OptimizerConfig,
         rates: Mapping[str, Rate],
     ) -> tuple[nn.Module, Optimizer]:
-        """Return the objective to call in the loop and its optimizer.
+        """Return the objective to call in the loop, and its optimizer.
 
         trained: the part of `module` that is saved; see `gathered_weights`. rates: parameters with
-        another learning rate. If ranks shard the training, the children of `trained` that hold
-        these stay unsharded: they are few, clamped between steps, and read outside of any forward
-        of their own.
+        other learning rates. If ranks shard the training, the children of `trained` that hold these
+        parameters stay unsharded: they are small, clamped between steps, and read outside of their
+        forward.
         """
         module.to(self.device)
-        if not self.cuts:
+        if not self.shards_state:
             self._inner = module
             wrapped = self.accelerator.prepare_model(module) if self.world_size > 1 else module
             return wrapped, MasterAdamW(trained, config, rates)
-        apart = {name.partition(".")[0] for name in rates}
-        self._inner, live = fsdp.copy_objective(module, trained, apart)
-        read = zero.gather_parameter if self.stage else _read_share
-        self._shell = fsdp.ShardedModel(trained, live, read)
-        self._shell.empty()
+        unsharded = {name.partition(".")[0] for name in rates}
+        self._inner, live = fsdp.copy_objective(module, trained, unsharded)
+        read = zero.gather_parameter if self.stage else fsdp.gather_parameter
+        self._sharded = fsdp.ShardedModel(trained, live, read)
+        self._sharded.empty()
         optimizer: Optimizer
         if self.stage:
             optimizer = zero.ZeroAdamW(self.accelerator, self._inner, live, config)
@@ -136,48 +136,48 @@ class Parallel:
         else:
             fsdp.shard_trained(self._inner, self._mesh())
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
-        if apart:
-            unsharded = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
-            optimizer = SplitOptimizer(
-                optimizer, MasterAdamW(unsharded, config, rates), self.sum, self.world_size
-            )
+        if unsharded:
+            children = {name: trained.get_submodule(name) for name in sorted(unsharded)}
+            masters = MasterAdamW(nn.ModuleDict(children), config, rates)
+            optimizer = SplitOptimizer(optimizer, masters, self.sum, self.world_size)
         return wrapped, optimizer
 
     @property
     def inner(self) -> Any:
-        """The objective inside the module that `prepare` returned."""
+        """Return the objective inside the module that `prepare` returned."""
         return self._inner
 
     @contextlib.contextmanager
     def gathered_weights(self, for_good: bool = False) -> Iterator[None]:
-        """Give the caller's model the current, unsharded weights on every rank; all enter together.
+        """Give the caller's model the current weights in full; all ranks must enter together.
 
-        Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
+        Under ZeRO and FSDP the model is empty outside, except after `for_good`, which ends the
+        training.
         """
-        if self._shell is not None:
-            self._shell.fill()
+        if self._sharded is not None:
+            self._sharded.fill()
         yield
         if for_good:
-            self._shell = self._inner = None
+            self._sharded = self._inner = None
             if self.stage:
-                self.accelerator.free_memory()  # it would keep the engine
-        elif self._shell is not None:
-            self._shell.empty()
+                self.accelerator.free_memory()  # otherwise it keeps the engine
+        elif self._sharded is not None:
+            self._sharded.empty()
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
         """Exchange gradients only in the last backward pass of a step under DDP and ZeRO-1.
 
-        Sharded gradients must be exchanged in every pass.
+        Sharded gradients are exchanged in every pass.
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
-        keeps = self.kind == "ddp" and not last
-        with self.accelerator.no_sync(module) if keeps else contextlib.nullcontext():
+        skips = self.kind == "ddp" and not last
+        with self.accelerator.no_sync(module) if skips else contextlib.nullcontext():
             yield
 
     def backward(self, module: Any, loss: Tensor) -> None:
-        """Run the backward pass of this rank's part of a sum over ranks."""
+        """Run the backward pass of this rank's part of a loss that is summed over ranks."""
         loss = loss * self.world_size
         if self.stage:
             module.backward(loss)
@@ -192,19 +192,10 @@ class Parallel:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Return True on every rank if the flag is true on one."""
+        """Return on every rank whether the flag is true on any."""
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
-
-    def from_main(self, number: float) -> float:
-        """Return rank 0's number on every rank, in one small message."""
-        if self.world_size == 1:
-            return number
-        mine = torch.tensor(
-            number if self.is_main else 0.0, dtype=torch.float64, device=self.device
-        )
-        return float(self.sum(mine))
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -219,17 +210,13 @@ class Parallel:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group; nothing may be sent afterwards."""
+        """Leave the process group, after which ranks cannot communicate."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             # FSDP and ZeRO keep the group's threads alive. A thread that releases the last
             # message while the interpreter shuts down cannot take Python's lock and aborts the
-            # process, so this thread gives them a moment without the lock.
-            time.sleep(LAST_MOMENT)
+            # process, so this thread waits without the lock.
+            time.sleep(THREAD_EXIT_SECONDS)
 
     def _mesh(self) -> Any:
         return init_device_mesh(self.device.type, (self.world_size,))
-
-
-def _read_share(share: Tensor) -> Tensor:
-    return fsdp.gather_tensor(share.detach())

@@ -1,13 +1,12 @@
-"""ZeRO by DeepSpeed, through accelerate: shards optimizer states (1), gradients (2), weights (3).
+"""ZeRO by DeepSpeed and accelerate, which shards optimizer states (1), gradients (2), weights (3).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
-optimizer is torch's AdamW, so DeepSpeed compiles none of its own; the learning rate, the divisor
-and the checkpoints belong to the loop. DeepSpeed is imported only here.
+optimizer is torch's AdamW, so DeepSpeed compiles none of its optimizers. Learning rate, divisor,
+clipping and checkpoints belong to the loop. DeepSpeed is imported only here.
 """
 
 import importlib.util
 import logging
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
-from training.optimizer import parameter_groups
+from training.optimizer import make_adamw, trained_parameters
 from training.optimizer_config import OptimizerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,13 +33,13 @@ def plugin(stage: int, use_cpu: bool) -> Any:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"parallel.kind is zero{stage}, but DeepSpeed is not installed: pip install "
+            f"parallel.kind is zero{stage}, but DeepSpeed is not installed. Run pip install "
             f"shallow-draft[train]"
         )
     if use_cpu and devices.device_of("auto") == "cuda":
         raise UserError(
             f"parallel.kind is zero{stage} with target.device=cpu, but DeepSpeed would use the "
-            f"GPU of this machine: hide it with CUDA_VISIBLE_DEVICES="
+            f"GPU of this machine. Hide it with CUDA_VISIBLE_DEVICES="
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -57,7 +56,7 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         "stage3_gather_16bit_weights_on_model_save": False,
     }
     config = {
-        # batches are the loop's; DeepSpeed only wants a number
+        # unused, as the loop forms the batches and clips, but required
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -68,8 +67,8 @@ def plugin(stage: int, use_cpu: bool) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
 
 
-def forget_transformers() -> None:
-    """Undo accelerate's registration with transformers, which would empty every later model."""
+def unregister_from_transformers() -> None:
+    """Undo accelerate's registration with transformers, which would empty models built later."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -78,8 +77,8 @@ def forget_transformers() -> None:
 class ZeroAdamW:
     """AdamW whose states DeepSpeed shards, with the interface of training.optimizer.MasterAdamW.
 
-    Masters are float32 for any dtype of weights. DeepSpeed accumulates bfloat16 gradients in
-    float32 in stages 2 and 3, and in bfloat16 in stage 1.
+    Masters are always float32. DeepSpeed accumulates bfloat16 gradients in float32 in stages 2 and
+    3, and in bfloat16 in stage 1.
     """
 
     has_copies = False  # DeepSpeed keeps gradients in its own accumulators
@@ -87,39 +86,30 @@ class ZeroAdamW:
     def __init__(
         self, accelerator: Any, module: nn.Module, trained: nn.Module, config: OptimizerConfig
     ) -> None:
-        """Prepare DeepSpeed's engine for the objective `module`, which holds `trained`.
+        """Prepare DeepSpeed's engine for the objective `module`, which contains `trained`.
 
         module: on its device. Raises UserError for weights of several dtypes.
         """
-        named = [
-            (name, parameter)
-            for name, parameter in trained.named_parameters()
-            if parameter.requires_grad
-        ]
+        named = trained_parameters(trained)
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if len(dtypes) > 1:
             raise UserError(
                 f"a zero kind keeps all weights in one dtype, found "
-                f"{', '.join(map(str, sorted(dtypes, key=str)))}: use parallel=ddp"
+                f"{', '.join(map(str, sorted(dtypes, key=str)))}. Use parallel=ddp"
             )
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.names, self.parameters = list(named), list(named.values())
         self.device = self.parameters[0].device
-        self._limit = config.clip
+        self._clip = config.clip
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = settings["zero_optimization"]["stage"]
-        _complete(settings, self.stage, dtypes.pop(), config, self.parameters)
-        groups = parameter_groups(named, config, {})
-        adamw = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
-        )
-        self.engine, _ = accelerator.prepare(module, adamw)
+        _complete(settings, self.stage, dtypes.pop(), self.parameters)
+        self.engine, _ = accelerator.prepare(module, make_adamw(named.items(), config, {}))
         self._make_states()
 
     def _make_states(self) -> None:
-        """Create the states before the first step.
+        """Create the optimizer states before the first step.
 
-        DeepSpeed links shards to them after the first group's, when other groups still have none.
+        DeepSpeed links shards to states as soon as the first group has them, when others have none.
         """
         optimizer = self.engine.optimizer
         flats = (
@@ -138,7 +128,7 @@ class ZeroAdamW:
 
     @property
     def _gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients."""
+        """Return this rank's shards of the gradients."""
         return [
             share
             for shares in self.engine.optimizer.averaged_gradients.values()
@@ -154,21 +144,20 @@ class ZeroAdamW:
         return square.sqrt()
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Return the global gradient norm before clipping; `step` clips by it.
+        """Clip the gradients by their global norm and return the norm before clipping.
 
-        norm: the norm to clip by now, if it covers more than these gradients.
+        norm: the norm to clip by, if it covers more than these gradients.
         """
-        if norm is None:
-            return self.norm()
-        if self._limit > 0:
+        norm = self.norm() if norm is None else norm
+        if self._clip > 0:
             # as torch.nn.utils.clip_grad_norm_
-            factor = (self._limit / (norm + 1e-6)).clamp(max=1.0)
+            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
             for share in self._gradients:
                 share.mul_(factor)
         return norm
 
     def step(self, lr: float) -> None:
-        """Clip the gradients and update at learning rate `lr`."""
+        """Update at learning rate `lr`, with the gradients as `clip` left them."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.engine.step()
@@ -203,30 +192,23 @@ class ZeroAdamW:
                 self._set(parameter, tensors[f"{key}.{name}"], key)
 
     def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
-        """Put this rank's shard of `value` into a state, or into the master if key is None."""
+        """Write this rank's shard of `value` to a state, or to the master if key is None."""
         from deepspeed import utils
 
         value = value.to(self.device, torch.float32)
-        if self.stage < 3:
-            set_master, set_state = (
-                utils.safe_set_full_fp32_param,
-                utils.safe_set_full_optimizer_state,
-            )
-        else:  # DeepSpeed sets full tensors only if the number of ranks divides their size
-            set_master, set_state = (
-                utils.safe_set_local_fp32_param,
-                utils.safe_set_local_optimizer_state,
-            )
+        set_master = utils.safe_set_full_fp32_param
+        set_state = utils.safe_set_full_optimizer_state
+        if self.stage == 3:  # DeepSpeed sets full tensors only if the ranks divide their size
+            set_master = utils.safe_set_local_fp32_param
+            set_state = utils.safe_set_local_optimizer_state
             size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
-            padded = F.pad(
-                value.flatten(), (0, size * torch.distributed.get_world_size() - value.numel())
-            )
-            value = padded[rank * size : (rank + 1) * size]
+            missing = size * torch.distributed.get_world_size() - value.numel()
+            value = F.pad(value.flatten(), (0, missing))[rank * size : (rank + 1) * size]
         set_master(parameter, value) if key is None else set_state(parameter, value, key)
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a parameter that DeepSpeed shards in full, in new memory; all ranks must call this."""
+    """Return a parameter that DeepSpeed shards in full, in new memory. All ranks must call it."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
@@ -234,11 +216,7 @@ def gather_parameter(parameter: Tensor) -> Tensor:
 
 
 def _complete(
-    settings: dict[str, Any],
-    stage: int,
-    dtype: torch.dtype,
-    config: OptimizerConfig,
-    parameters: Sequence[Tensor],
+    settings: dict[str, Any], stage: int, dtype: torch.dtype, parameters: Sequence[Tensor]
 ) -> None:
     """Add the settings that depend on the model to DeepSpeed's configuration.
 
@@ -249,12 +227,10 @@ def _complete(
             f"a zero kind trains in float32 or bfloat16, but loop.dtype is "
             f"{str(dtype).removeprefix('torch.')}"
         )
-    settings["gradient_clipping"] = config.clip if math.isfinite(config.clip) else 0.0
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     if dtype == torch.bfloat16 and stage > 1:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if stage == 3:  # norms and biases are too small for a message each
-        largest_vector = max(
-            (parameter.numel() for parameter in parameters if parameter.dim() < 2), default=0
-        )
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = largest_vector
+    if stage == 3:  # a norm or bias is too small for a message
+        vectors = (parameter.numel() for parameter in parameters if parameter.dim() < 2)
+        limit = max(vectors, default=0)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = limit

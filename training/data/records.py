@@ -1,0 +1,174 @@
+"""Records of data files: JSON arrays, JSON lines, tables and text files, each with its place.
+
+A record that cannot be decoded is yielded as a BadRecordError, and reading continues.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from decoding.models.folder import exists
+
+TABLES = (".parquet", ".arrow")
+TEXT_FILES = (".txt", ".py", ".md")
+TOO_DEEP = "values nested too deeply"
+_TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+Paths = str | Path | Sequence[str | Path]
+
+
+class BadRecordError(Exception):
+    """Reason for skipping a record, by which skipped records are counted."""
+
+
+def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files at `paths`, and those inside folders sorted by name.
+
+    Raises UserError for a missing, empty or unknown kind of file, and for a folder without data.
+    """
+    kinds = ", ".join(suffixes)
+    files: list[Path] = []
+    for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
+        if not exists(path):
+            raise UserError(f"{path}: no such file or folder; expected {kinds}")
+        if _is_saved_dataset(path):
+            files.append(path)
+        elif path.is_dir():
+            found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
+            if not found:
+                raise UserError(f"{path}: the folder holds no {kinds} file")
+            files += sorted(found)
+        elif not path.is_file():
+            raise UserError(f"{path}: is neither a file nor a folder; expected {kinds}")
+        elif path.suffix not in suffixes:
+            raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {kinds}")
+        elif path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty; expected data ({kinds})")
+        else:
+            files.append(path)
+    if not files:
+        raise UserError(f"no data files given; expected at least one path ({kinds})")
+    return files
+
+
+def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ("file:line", decoded value or BadRecordError) for every record.
+
+    A text file is one record {"text": its content}. Raises UserError for an unreadable file and a
+    broken JSON array.
+    """
+    if file.is_dir() or file.suffix in TABLES:
+        yield from _read_table(file)
+        return
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}). Check its permissions"
+        ) from error
+    with stream:
+        if file.suffix in TEXT_FILES:
+            try:
+                yield str(file), {"text": file.read_text(encoding="utf-8")}
+            except UnicodeDecodeError:
+                yield str(file), BadRecordError("not UTF-8")
+            return
+        start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        stream.seek(0)
+        if start.startswith(b"["):
+            yield from _read_array(file, stream.read())
+            return
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield f"{file}:{number}", _decode(line)
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
+    return (path / "dataset_info.json").is_file()
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file:row", columns as a dict) for every row from 1."""
+    from datasets import Dataset, exceptions, load_from_disk
+
+    try:
+        if path.is_dir():
+            table = load_from_disk(str(path))
+        elif path.suffix == ".parquet":
+            table = Dataset.from_parquet(str(path), keep_in_memory=True)
+        else:
+            table = Dataset.from_file(str(path))
+    except (OSError, ValueError, exceptions.DatasetGenerationError) as error:
+        raise UserError(
+            f"{path}: not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
+        ) from error
+    for number, row in enumerate(table, 1):
+        yield f"{path}:{number}", dict(row)
+
+
+def _decode(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:  # JSONDecodeError or UnicodeDecodeError
+        return BadRecordError("not JSON")
+    except RecursionError:
+        return BadRecordError(TOO_DEEP)
+
+
+def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the elements of a JSON array with their first line, numbered if several share it."""
+    try:
+        text = content.decode("utf-8-sig")
+        place = text.index("[") + 1
+        line, last_line, number = 1 + text.count("\n", 0, place), 0, 0
+        while True:
+            begin = place
+            while place < len(text) and text[place] in " \t\r\n,":
+                place += 1
+            line += text.count("\n", begin, place)
+            if text[place : place + 1] == "]":
+                if text[place + 1 :].strip():
+                    raise json.JSONDecodeError("text after the end of the array", text, place + 1)
+                return
+            record, end = _decode_element(text, place)
+            number += 1
+            yield f"{file}:{line}" + (f", record {number}" if line == last_line else ""), record
+            last_line = line
+            line += text.count("\n", place, end)
+            place = end
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}). "
+            f"Fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
+        ) from error
+
+
+def _decode_element(text: str, place: int) -> tuple[Any, int]:
+    """Return the value that begins at a place, or a BadRecordError, and its end."""
+    try:
+        return json.JSONDecoder().raw_decode(text, place)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        reason = TOO_DEEP
+    except ValueError:
+        reason = "a number of too many digits"
+    return BadRecordError(reason), _find_value_end(text, place)
+
+
+def _find_value_end(text: str, place: int) -> int:
+    """Return the end of the array or object at a place, ignoring brackets inside strings."""
+    depth = 0
+    for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.end()
+    raise json.JSONDecodeError("an element without an end", text, place)
