@@ -136,7 +136,7 @@ def test_python_of_a_model_folder_does_not_run(
     # Jobs for one model family name that family.
     words = (
         "trust_remote_code",
-        "model_type is 'own', expected llama",
+        "model_type is 'own', expected 'llama'",
         "model_type 'own' is not one of the native",
     )
     assert any(one in str(error.value) for one in words)
