@@ -165,6 +165,8 @@ def check_key(schema: type[Any], path: Sequence[str], prefix: str = "") -> None:
     """
     name, *rest = path
     kind = fields_of(schema).get(name)
+    if type(None) in typing.get_args(kind):  # an optional field
+        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
     inner = f"{prefix}{name}."
     if dataclasses.is_dataclass(kind):
         if rest:

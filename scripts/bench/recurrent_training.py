@@ -59,7 +59,12 @@ class Published(nn.Module):
         super().__init__()
         self.head, self.heads, self.autocast = head, heads, autocast
         self.targets = [target]  # in a list, so that it is not a trained module
-        self.output = nn.Sequential(*head.lm_head)
+
+    def output(self, features: Tensor) -> Tensor:
+        """Return the logits of features, after the published residual blocks."""
+        for linear in self.head.linears:
+            features = features + F.silu(linear(features))
+        return F.linear(features, self.head.output)
 
     def forward(self, ids_BT: Tensor, attention_BT: Tensor) -> Tensor:
         target = self.targets[0]

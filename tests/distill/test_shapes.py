@@ -1,12 +1,14 @@
 """Test the shapes in conf/student against published parameter counts."""
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
+from distill.config import TrainConfig
 from distill.shapes import refuse_wider, student_config
-from jobs.config import TargetConfig, typed
-from jobs.job import CONF
+from jobs.config import typed
+from jobs.job import CONF, register
 from training.config import StudentConfig
 from training.models.build import target_config
 from training.models.shapes import bytes_a_step, millions, parameter_counts
@@ -42,7 +44,10 @@ def test_parameter_counts_are_the_published_ones(name: str):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, target: str):
     """Check that a student has the target's number of groups, or a smaller divisor of its heads."""
-    theirs = target_config(typed(OmegaConf.load(CONF / "target" / f"{target}.yaml"), TargetConfig))
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        train = typed(compose("distill_train", [f"target={target}"]), TrainConfig)
+    theirs = target_config(train.target)
     student = student_config(
         typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig), theirs
     )

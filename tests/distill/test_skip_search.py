@@ -118,7 +118,7 @@ def test_an_interrupted_search_finds_the_same_path(found: Path, target: Path, tm
 
 def test_a_parallel_target_is_refused(target: Path, tmp_path: Path):
     with pytest.raises(
-        UserError, match="target.parallel is layers .*only eval.run splits the target"
+        UserError, match="target.parallel is layers .*Only eval.run splits the target"
     ):
         skip_search.run(
             configured(target, tmp_path, "target.parallel=layers", "target.processes=2")

@@ -153,10 +153,10 @@ def test_invalid_values_of_flags_are_refused(words: str, message: str):
             "unknown configuration key 'beam_wdth'; the nearest valid key is 'beam_width'",
         ),
         ("beam_length=0", "beam_length is 0, expected 1"),
-        ("children=some", "children is some, expected top_k or sampled"),
+        ("children=some", "children 'some' is unknown, expected one of top_k, sampled"),
         ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
-        ("--max_num_prompts 3", "max_prompts is 3, but a chat is typed"),
-        ("output=answers.jsonl", "requires prompts="),
+        ("--max_num_prompts 3", "max_prompts is 3, but a chat has no prompts"),
+        ("output=answers.jsonl", "output=answers.jsonl has no effect, .* prompts=FILE"),
         (
             "prompts=a.jsonl output=/proc/none/a.jsonl",
             "output=/proc/none/a.jsonl cannot be written",
