@@ -1,6 +1,4 @@
-"""Fixtures of the whole suite: the embedded target, shared real models and data, and small models
-made on the spot.
-"""
+"""Fixtures of the whole suite: real models and data, and small models made on the spot."""
 
 import importlib.util
 import os
@@ -16,8 +14,8 @@ from safetensors.torch import load_file, save_file
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
-# What a shell starts in the background ignores Ctrl-C, and would hand that on to the jobs that
-# tests interrupt.
+# A shell starts background processes with SIGINT ignored, which their children inherit. Tests
+# interrupt the jobs that they start, so Ctrl-C must work in them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +24,7 @@ _VARIABLE = "SHALLOW_DRAFT_DATA"
 
 
 def _shared(*parts: str) -> Path:
-    """A path under $SHALLOW_DRAFT_DATA; without it the test is skipped, and in CI it fails."""
+    """Return a path under $SHALLOW_DRAFT_DATA; if it is missing, skip the test, or fail in CI."""
     root = os.environ.get(_VARIABLE)
     path = Path(root or "/nonexistent", *parts)
     if not root or not path.exists():
@@ -35,21 +33,22 @@ def _shared(*parts: str) -> Path:
 
 
 def _lacking(reason: str) -> None:
-    """Skip a test for what this machine lacks; in CI nothing may lack."""
+    """Skip the running test with a reason; in CI, where every requirement must be met, fail it."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Note every test, before any is deselected."""
+    """Record the name of every collected test, before any is deselected."""
     item.session.stash.setdefault(_COLLECTED, []).append(item.name)
 
 
 @pytest.fixture(scope="session")
 def collected_tests(request: pytest.FixtureRequest) -> list[str]:
-    """Return the names of all tests of the suite, with those of the long tiers; a session of a part
-    of it collects anew.
+    """Return the names of all tests of the suite, those of the long tiers included.
+
+    If pytest runs only a part of the suite, the names are collected in a new process.
     """
     from tests.support.snapshots import collect_all
 
@@ -61,7 +60,7 @@ def collected_tests(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="session")
 def deepspeed() -> None:
-    """DeepSpeed, which on a CPU compiles its messages between ranks at first use."""
+    """Require DeepSpeed and the C++ compiler with which it builds its CPU communication."""
     if importlib.util.find_spec("deepspeed") is None:
         _lacking("needs DeepSpeed: pip install shallow-draft[train]")
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -70,15 +69,16 @@ def deepspeed() -> None:
 
 @pytest.fixture(scope="session")
 def submitit() -> None:
-    """Hydra's launcher for Slurm."""
+    """Require Hydra's launcher for Slurm."""
     if importlib.util.find_spec("submitit") is None:
         _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
 
 
 @pytest.fixture
 def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the runs that Weights & Biases is asked for: their arguments, and what
-    each `logged`.
+    """Replace `wandb.init`, and return the list of the runs that it starts.
+
+    A run is a dict of the call's arguments, with the logged values under `logged`.
     """
     import wandb
 
@@ -101,8 +101,9 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path) -> Path:
-    """A model folder with random weights: 6 layers, width 32, LLaMA's tokenizer, and so no chat
-    template.
+    """Return a model folder with random weights, LLaMA's tokenizer and thus no chat template.
+
+    The model has 6 layers and width 32.
     """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
@@ -121,38 +122,39 @@ def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path)
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real chats, texts and evaluation prompts."""
+    """Return the folder of real chats, texts and evaluation prompts."""
     return _shared("data")
 
 
 @pytest.fixture(scope="session")
 def chat24m() -> Path:
-    """A small real chat target of 12 layers."""
+    """Return the folder of a small real chat target with 12 layers."""
     return _shared("models", "chat24m")
 
 
 @pytest.fixture(scope="session")
 def stories260k() -> Path:
-    """A tiny real story target."""
+    """Return the folder of a tiny real target that writes stories."""
     return _shared("models", "stories260k")
 
 
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> Path:
-    """LLaMA's tokenizer: tokenizer.model, and a tokenizer.json with the same ids."""
+    """Return the folder of LLaMA's tokenizer: tokenizer.model, and tokenizer.json of equal ids."""
     return _shared("tokenizers", "llama")
 
 
 @pytest.fixture(scope="session")
 def embedded_target() -> Path:
-    """The target that ships with the project."""
+    """Return the folder of the target that ships with the project."""
     return ROOT / "assets" / "target"
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
-    """A model folder with random weights: 4 layers, width 32, the embedded target's tokenizer and
-    chat template.
+    """Return a model folder with random weights and the embedded target's tokenizer and template.
+
+    The model has 4 layers and width 32.
     """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
@@ -183,8 +185,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path)
 
 @pytest.fixture(scope="session")
 def padded_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """tiny_target with 8 of its 32 residual channels never written to, as in a zero-padded
-    checkpoint.
+    """Return a copy of tiny_target with 8 of its 32 residual channels always 0.
+
+    Zero-padded checkpoints have such channels.
     """
     folder = tmp_path_factory.mktemp("padded") / "model"
     shutil.copytree(tiny_target, folder)

@@ -13,13 +13,13 @@ from tests.support.tiny_targets import hf_model
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host run ahead of the device, as on a GPU."""
+    """Take the code paths of a host that runs ahead of the device, as on a GPU."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a draft model: the target with noise in its weights."""
+    """Write a draft model, the target with noise in its weights, and return its folder."""
     model = hf_model("llama", layers=2)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def remote(folder: Path) -> Iterator[RemoteChain]:
-    """Yield the draft model in a worker process."""
+    """Yield a drafter whose draft model runs in a worker process."""
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
     yield drafter
     drafter.close()

@@ -1,6 +1,7 @@
 """The measure of law 3: counts of the first three tokens against their exact joint distribution.
 
-The 5-symbol target's next token depends on the last two, so the exact law can be computed.
+Targets have 5 symbols, so at most 31 forwards give the exact distribution. Most drafters are tested
+on a table of logits indexed by the last two tokens, self-speculation on a model with layers.
 """
 
 import os
@@ -22,8 +23,8 @@ from tests.support.tiny_targets import TableTarget, hf_model, native_of
 from .rows import COSTS, PICKED, ROWS
 
 P_LIMIT = 1e-6
-# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with
-# --exhaustive. Controls get the same number, so that each tier shows that its own test can fail.
+# scripts/test.sh sets the variable: 5,000 in the short suite, 20,000 with --all, a million with
+# --exhaustive. Controls use the same number, so each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
@@ -32,16 +33,17 @@ WARPERS = {
     "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
-ROWS_AT_ONCE = 5_000  # more exceed the processor's caches, fewer have more overhead
+ROWS_AT_ONCE = 5_000  # more rows overflow the processor's caches, fewer cost more overhead
 Triple = tuple[int, ...]
 
 
 def target_table() -> TableTarget:
+    """Return the 5-symbol target with random logits after each pair of tokens."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
 
 
 def five_words() -> NativeTarget:
-    """Return a layered target of five symbols, for drafters that run some of its layers."""
+    """Return a two-layer target of five symbols, for drafters that skip some of its layers."""
     return native_of(
         hf_model(
             "llama",
@@ -55,13 +57,16 @@ def five_words() -> NativeTarget:
 
 
 def target_of(drafter: Drafter | None) -> Target:
-    """Return the 5-symbol target on which this drafter is tested."""
+    """Return the 5-symbol target for a drafter: with layers for self-speculation, else a table."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
     return five_words() if isinstance(inner, SelfSpeculation) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:
-    """Return the row's drafter for the 5-symbol target; None decodes autoregressively."""
+    """Return the drafter of the row `name` for the 5-symbol target.
+
+    Other names, such as "autoregressive", return None, which decodes without a drafter.
+    """
     make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None
 
@@ -73,7 +78,11 @@ def exact_row(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """Return the warped distribution of one row by its definition."""
+    """Return the next token's probabilities for one row of logits, from the warpers' definitions.
+
+    Warpers apply in the order of the parameters; ties between logits go to the lower token id.
+    top_k=0, top_p=1 and min_p=0 keep every token.
+    """
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = order[:top_k] if top_k else order
     weights = {
@@ -95,7 +104,11 @@ def exact_row(
 def joint(
     next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
 ) -> dict[Triple, float]:
-    """Return the law of the first three tokens. next_row: maps a text to the next token's law."""
+    """Return the exact joint distribution of the first three tokens after a prompt.
+
+    next_row: function from a token sequence to the probability of each next token. Triples of
+    probability 0 are absent from the result.
+    """
     law: dict[Triple, float] = {(): 1.0}
     for _ in range(3):
         law = {
@@ -108,7 +121,10 @@ def joint(
 
 
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
-    """Return the exact law of the first three tokens after PROMPT from forwards over prefixes."""
+    """Return the exact joint distribution of the first three tokens after PROMPT.
+
+    The target runs once over each prefix. warper: keyword arguments of `exact_row`.
+    """
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
@@ -118,9 +134,10 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
 
 
 def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Return the p-value of a chi-square test, 0 for an impossible outcome.
+    """Return the p-value of a chi-square test of the counts against the law.
 
-    Cells with fewer than 5 expected samples are pooled.
+    It is 0 if the law excludes any counted triple. Triples with fewer than 5 expected samples are
+    pooled into one cell, which is left out if it too expects fewer than 5.
     """
     draws = counts.total()
     if any(cell not in law for cell in counts):
@@ -143,7 +160,10 @@ def count_triples(
     settings: Settings,
     draws: int = DRAWS,
 ) -> Counter[Triple]:
-    """Count the first three tokens of each request 0, 1, 2, ... of one prompt."""
+    """Decode one prompt as requests 0 to `draws` - 1, and count their first three tokens.
+
+    The schedules in MANY require a ChainDrafter.
+    """
     counts: Counter[Triple] = Counter()
     for start in range(0, draws, ROWS_AT_ONCE):
         ids = range(start, min(start + ROWS_AT_ONCE, draws))
@@ -159,7 +179,10 @@ def count_triples(
 def law_holds(
     drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
 ) -> float:
-    """Return the p-value of the tier's independent requests under this drafter and rule."""
+    """Return the p-value of law 3 over DRAWS requests with a drafter and a verification rule.
+
+    warper: key of WARPERS. more: further fields of `Settings`; they override those chosen here.
+    """
     target = target_of(drafter)
     fields = {
         "max_new_tokens": 5,

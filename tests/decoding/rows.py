@@ -1,14 +1,15 @@
-"""The table of rows for the laws of decoding. A new drafter or rule joins by one entry.
+"""The table of rows for the laws of decoding: one entry per drafter, with its verification rules.
 
-A row is a drafter with its verification rules. `make` builds the drafter from a `Kit`. `table`
-builds one for the 5-symbol target of law 3; it is None for rows without random samples.
+A new drafter or rule is one more entry. `make` builds the row's drafter from a `Kit`. `table`
+builds one for the 5-symbol target of law 3; the oracles have none, as they need the answer first.
 
 Law 4 needs perfect and adversarial drafters (test_law_of_gain.py). For most rows `make` builds
-both, from a kit whose models and head predict the text or its opposite; `adversarial` is for the
-others. `perfect` samples from q = p on an uncertain target. Rows without it have no closed form
-there: the size of a tree by cost depends on the model's confidence; Lookahead, Ouroboros and
-lookups propose earlier text, likely or not; top-k beams are point masses, and the likeliest beams
-may not begin with the likeliest token. Sampled beams and layers without effect have separate tests.
+both, from a kit whose models and head predict the text or its opposite; the other rows define
+`adversarial`. `perfect` builds a drafter with q = p on a target with random weights. Rows without
+it have no closed form on such a target: the size of a cost-based tree depends on the model's
+confidence; Lookahead, Ouroboros and lookups propose earlier text, likely or not; top-k beams are
+point masses, and the likeliest beams need not begin with the likeliest token. Sampled beams and
+self-speculation have separate tests of q = p.
 
 scripts/bench/gpu_rows.py reads the table without pytest.
 """
@@ -40,42 +41,43 @@ from tests.support.tiny_targets import TableTarget
 
 @dataclass(frozen=True)
 class Kit:
-    """The parts from which a row builds its drafter."""
+    """The models, heads and texts from which a row builds its drafter."""
 
     target: Target
     twin: Target  # the same model with a separate cache
     draft_model: Target  # the target with noise in its weights
     answers: Sequence[Sequence[int]]  # the target's continuations
-    head: RecurrentHead | None = None  # None: a random one
-    texts: Sequence[Sequence[int]] = ()  # texts of the target to which heads are fitted
+    head: RecurrentHead | None = None  # None: a row that needs one makes a random head
+    texts: Sequence[Sequence[int]] = ()  # the target's texts, to which Medusa heads are fitted
 
 
 @dataclass(frozen=True)
 class DrafterRow:
-    """A drafter, its rules, and its variants for the laws."""
+    """A drafter, its verification rules, and its variants for the laws."""
 
     name: str
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...]
-    perfect: Callable[[Kit], Drafter] | None = None  # drafts with q = p
+    perfect: Callable[[Kit], Drafter] | None = None  # builds a drafter with q = p
     # rules that never reject the perfect drafter; None: all of `rules`
     perfect_rules: tuple[str, ...] | None = None
-    # never accepted; None: `make` with an adversarial kit
+    # builds a drafter that is never accepted; None: `make` does so from an adversarial kit
     adversarial: Callable[[Kit], Drafter] | None = None
-    table: Callable[[], Drafter] | None = None
+    table: Callable[[], Drafter] | None = None  # builds a drafter for the 5-symbol target
     gamma: int | None = None  # minimum draft length that uses all parts of the drafter
-    slow: bool = False  # runs in the long suite under the slower laws
+    slow: bool = False  # the slower laws test this row only in the long suite
 
 
 def draft_table() -> TableTarget:
-    """Return a draft model for the 5-symbol target with another distribution."""
+    """Return a draft model for the 5-symbol target, with logits unrelated to the target's."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(7)) * 1.5)
 
 
 def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int) -> RecurrentHead:
-    """Return a float64 head of a target's sizes with random weights.
+    """Return a float64 recurrent head with random weights, in the target's sizes.
 
-    scale: of the output layer; a larger one makes the distribution less even.
+    scale: factor of the output layer's weights; a larger one makes the distribution less even.
+    fields: further sizes of `HeadConfig`.
     """
     sizes = {"exit_dim": 2 * target.hidden_size, "num_draft_layers": 1} | fields
     config = HeadConfig(target.vocab_size, target.hidden_size, **sizes)
@@ -88,9 +90,9 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
 
 
 class AllBeams(RecurrentDrafter):
-    """Recurrent drafter that searches all beams even by cost.
+    """Recurrent drafter that always searches `beam_width` beams.
 
-    With the costs of the tests it would search a single one.
+    Under `by_cost` the costs of the tests would otherwise reduce the search to a single beam.
     """
 
     def choose_width(self) -> int:
@@ -105,7 +107,11 @@ def recurrent(
     dtype: torch.dtype = torch.float64,
     **options: object,
 ) -> RecurrentDrafter:
-    """Return a recurrent drafter with a random head. fields: of the head's shape."""
+    """Return a recurrent drafter with a random head, with top-k children by default.
+
+    scale, fields: arguments of `random_head`. dtype: dtype of the head. options: further options of
+    the drafter.
+    """
     head = random_head(target, scale, **(fields or {})).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"children": "top_k", **options})  # type: ignore[arg-type]
 
@@ -113,7 +119,7 @@ def recurrent(
 def recurrent_of(
     kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **options: object
 ) -> RecurrentDrafter:
-    """Return a recurrent drafter with the kit's head, converted to `dtype` if given."""
+    """Return a recurrent drafter with the kit's head or a random one, in `dtype` if given."""
     head = kit.head or random_head(kit.target, 3.0)
     if dtype is not None:
         head = deepcopy(head).to(dtype)
@@ -121,7 +127,10 @@ def recurrent_of(
 
 
 def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHeads:
-    """Return float64 Medusa heads of a target's sizes with random weights."""
+    """Return float64 Medusa heads with random weights, in the target's sizes.
+
+    scale: factor of all weights. fields: further sizes of `MedusaConfig`.
+    """
     config = MedusaConfig(target.vocab_size, target.hidden_size, **{"num_heads": 4, **fields})
     generator = torch.Generator().manual_seed(4)
     heads = MedusaHeads(config).double().requires_grad_(False)
@@ -131,7 +140,10 @@ def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHe
 
 
 def fitted_medusa(kit: Kit, count: int = 4) -> MedusaHeads:
-    """Return Medusa heads fitted by least squares to the tokens of the kit's texts."""
+    """Return `count` Medusa heads fitted by least squares to the kit's texts.
+
+    Head k maps the target's state at a position to the token k + 2 positions later.
+    """
     target, V = kit.target, kit.target.vocab_size
     states, tokens = [], []
     for text in kit.texts:
@@ -151,8 +163,9 @@ def fitted_medusa(kit: Kit, count: int = 4) -> MedusaHeads:
 def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
     """Return a drafter with Medusa heads fitted by least squares.
 
-    They map the states of the kit's texts to their tokens. Without texts they map the state of each
-    single token to the continuation of the kit's draft model.
+    If the kit has texts, the heads are `fitted_medusa`'s. Otherwise they map the state of each
+    one-token prompt to the draft model's logits along its greedy continuation, which begins with
+    the target's next token.
     """
     if kit.texts:
         return MedusaDrafter(heads=fitted_medusa(kit), **options)  # type: ignore[arg-type]
@@ -172,7 +185,7 @@ def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
 
 
 def with_lookup_before(row: DrafterRow, slow: bool = True) -> DrafterRow:
-    """Return the row with suffix lookup before its drafter."""
+    """Return a row that tries suffix lookup before the given row's drafter."""
     adversarial, table = row.adversarial, row.table
     return DrafterRow(
         f"{row.name}_with_lookup",
@@ -187,8 +200,8 @@ def with_lookup_before(row: DrafterRow, slow: bool = True) -> DrafterRow:
     )
 
 
-# For the rows that decide by costs. A step from one beam costs as much as a token of a chain, and
-# other beams cost about as much as they gain.
+# Costs for the rows that decide from them. A step from one beam costs as much as a token of a
+# chain, and each further beam costs about as much as it gains.
 COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_frontier_ms=((1, 0.2), (6, 0.45)))
 
 ROWS = [
@@ -294,8 +307,8 @@ ROWS = [
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, children="sampled"),
     ),
-    # With fewer bits than the target: tokens are tested by the rounded q from which they were
-    # sampled.
+    # The head has a lower precision than the target: tokens are tested against the rounded q from
+    # which they were sampled.
     DrafterRow(
         "recurrent_bfloat16",
         make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, children="sampled"),
@@ -375,7 +388,8 @@ PICKED = [
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
-# Lookup before every kind of model drafter; a row above has it before a chain.
+# Rows that are repeated with lookup before the drafter; `chain_with_lookup` above does it for a
+# chain.
 KINDS = (
     "multi_candidate",
     "static_tree",
@@ -392,7 +406,7 @@ BY_NAME |= {row.name: row for row in ADDED}
 
 
 def of_rows() -> list:
-    """Return the rows as parameters of a test; slow ones run in the long suite."""
+    """Return ROWS as parameters of a test, with the slow ones marked for the long suite."""
     import pytest
 
     return [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.slow) for row in ROWS]

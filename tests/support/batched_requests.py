@@ -48,7 +48,10 @@ def decode_in_batches(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """Return the first `wanted` tokens of each request, or all of a shorter one."""
+    """Return the first `wanted` tokens of each request, or fewer if its generation ends earlier.
+
+    settings.schedule must be a key of MANY.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(by_name.SCHEDULES, settings.schedule, MANY[settings.schedule])
         batch = opened(target, drafter, prompt, settings, request_ids)
@@ -61,7 +64,7 @@ def decode_in_batches(
 
 
 def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
-    """Run a round, and return the unfinished rows as batches with equal outcomes."""
+    """Run a round, and return the rows with fewer than `wanted` tokens, one batch per outcome."""
     rows = batch.rows
     before = [(row.generation.accepted, row.generation.tested) for row in rows]
     met = {}
@@ -76,12 +79,18 @@ def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
 
 
 def state(generation: Generation, lane: Lane, met: tuple[int, int]) -> tuple[int, ...]:
-    """Return all that a schedule depends on, for rows that agreed before their last round."""
+    """Return the state by which rows that agreed before their last round may now differ.
+
+    met: accepted and tested tokens of that round.
+    """
     return (*met, len(generation.tokens), len(lane.tokens))
 
 
 def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
-    """Return a new batch of these rows, with estimates updated by their outcome."""
+    """Return a new batch of the rows at `places`, with estimates updated from their last round.
+
+    passed, tested: accepted and tested tokens of each row in that round.
+    """
     mine = copy(batch)
     mine.target, drafter = copy(batch.target), copy(batch.drafter)
     assert isinstance(drafter, ChainDrafter)

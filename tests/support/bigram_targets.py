@@ -1,8 +1,8 @@
-"""Native bigram targets: the next token depends on the last one alone, by a given table.
+"""Native bigram targets: a table of logits gives the next token from the last one alone.
 
-Models and heads of the same table draft perfectly, those of the negative table are never right. The
-two layers have both kinds of sub-layers: attention and the first MLP add nothing, and the second
-MLP flips the sign of the logits, which are those of the negative table without it.
+Models and heads of the same table draft perfectly; those of the negative table are never right.
+The targets have two layers, of which attention and the first MLP add nothing. The second MLP turns
+the logits of the negative table into those of the table.
 
 Shapes: V vocabulary, C = 2 V hidden size.
 """
@@ -20,7 +20,10 @@ SHARP = 8.0
 
 
 def after(token: int) -> int:
-    """Return the only token that follows under `sure_table`, a cycle through the vocabulary."""
+    """Return the only token that follows `token` under `sure_table`.
+
+    The successors form one cycle through the vocabulary.
+    """
     return (5 * token + 7) % WORDS
 
 
@@ -85,9 +88,9 @@ def model_of(table_VV: Tensor) -> NativeTarget:
 
 
 def head_of(table_VV: Tensor) -> RecurrentHead:
-    """Return the recurrent head of a table, whose state is the last token.
+    """Return the recurrent head whose logits are the table's row of the last token.
 
-    It ignores the target's hidden state.
+    Its recurrent state is that token alone; it ignores the target's hidden state.
     """
     C = 2 * WORDS
     head = (
@@ -104,9 +107,9 @@ def head_of(table_VV: Tensor) -> RecurrentHead:
 
 
 def repeating_prompts(count: int) -> list[list[int]]:
-    """Return prompts with one and a half cycles, each from another token.
+    """Return prompts of one and a half cycles of `after`, each from another first token.
 
-    The continuation has occurred before, so a lookup is right.
+    The continuation occurs in the prompt, so a lookup is always right.
     """
     prompts = []
     for start in range(count):
@@ -120,8 +123,8 @@ def repeating_prompts(count: int) -> list[list[int]]:
 def misleading_prompts(count: int) -> list[list[int]]:
     """Return prompts in which a wrong token follows every pair of the continuation's tokens.
 
-    They contain no longer part of the continuation, so a lookup is wrong for WORDS tokens. After
-    that the continuation repeats itself.
+    The prompts contain no three consecutive tokens of the continuation, so a lookup is wrong for
+    WORDS tokens. After that the continuation repeats itself.
     """
     prompts = []
     for start in range(2, count + 2):  # after 1 the last two tokens would be right to copy from

@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
-    """Compute the row loss `forward_kl`, `lk` or `lk_hybrid` [N] with autograd, as a reference."""
+    """Return the loss of each row, [N], from full logits and in operations that autograd records.
+
+    name: `forward_kl`, `lk` or `lk_hybrid`. eta: decay of the KL share of `lk_hybrid`.
+    """
     log_q_NV = F.log_softmax(logits_NV, dim=-1)
     alpha_N = torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(dim=-1)
     mass_N = log_p_NV.exp().sum(dim=-1)

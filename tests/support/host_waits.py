@@ -33,9 +33,10 @@ INDEXERS = ("__getitem__", "__setitem__")  # wait if the index is a list or a ma
 
 
 class Waits:
-    """Counter of waits inside `counting`: by `devices.read` (meant), for timing, and stray ones.
+    """Counter of the host's waits for the device in a block of `counting`.
 
-    Stray waits are listed by the name of the function.
+    `meant` counts calls of `devices.read`, and `timed` those of `devices.synchronize`. `stray`
+    lists the names of all other functions that waited.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class Waits:
 
 
 def models(device: str = "cpu") -> tuple[Target, Target]:
-    """Return a random target and a disturbed copy as its draft model."""
+    """Return a random target and its draft model, a copy with noise in its weights."""
     model = hf_model("llama")
     return native_of(model, device=device), native_of(model, noise=0.05, device=device)
 
@@ -152,8 +153,8 @@ def settings_of(rule: str, **fields: Any) -> Settings:
 
 
 PENALTY = 1.3
-# Every kind of drafter and rule with a penalty, which on the device depends on the row's text and
-# the path to the node.
+# Drafters and rules tested with a repetition penalty, which depends on the row's text and on the
+# path to the node.
 PENALISED = [
     ("static_tree", "greedy"),
     ("ranked_tree", "token"),

@@ -1,9 +1,9 @@
-"""Decode many requests of one prompt as rows of one batch: law 3 needs a million of them.
+"""Decode many requests of one prompt as rows of one batch: law 3 needs up to a million of them.
 
-Three measures make a request cheap, and none changes its tokens (tests compare). A row leaves the
-batch once it has the tokens that are counted. The uniforms of all rows are computed together, in
-numpy's integers, which wrap as `noise` requires. Python's cyclic garbage collector is off, since
-rows make no cycles and its walks over many small objects took half of the time.
+Three measures make a request cheap, and none changes its tokens (tests check that). A row leaves
+the batch once it has the tokens that are counted. The uniforms of all rows are computed together,
+in numpy's integers, which wrap as `noise` requires. Python's cyclic garbage collector is off: rows
+contain no cycles, and its scans of many small objects would take half of the time.
 """
 
 import gc
@@ -93,9 +93,9 @@ class ManyChooser(TokenChooser):
 
 @contextmanager
 def cheap_numbers() -> Iterator[None]:
-    """Make batches of the block sample by `ManyChooser`.
+    """Make batches that are created in the block sample with `ManyChooser`.
 
-    A control that has replaced the product's random numbers keeps its replacement.
+    If a control has replaced the random numbers of `TokenChooser`, its replacement stays in use.
     """
     with pytest.MonkeyPatch.context() as patch:
         if (
@@ -133,7 +133,7 @@ def opened(
 
 
 def keep(batch: Batch, places: list[int]) -> None:
-    """Continue a batch with only these of its rows."""
+    """Drop all rows of a batch except those at `places`."""
     if isinstance(batch, Pearl):
         batch.lanes = [batch.lanes[place] for place in places]
     batch._select(places)
@@ -148,7 +148,7 @@ def first_tokens(
     request_ids: Sequence[int],
     wanted: int,
 ) -> list[list[int]]:
-    """Return the first `wanted` tokens of each request, or all of a shorter one."""
+    """Return the first `wanted` tokens of each request, or fewer if its generation ends earlier."""
     batch = opened(target, drafter, prompt, settings, request_ids)
     generations = [row.generation for row in batch.rows]
     while batch.rows:

@@ -31,9 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str, **changed: Any) -> Any:
-    """Return a float32 target with packed attention.
+    """Return a random float32 target of a family in FAMILIES, with packed attention.
 
-    Norms and biases are random too, so a test notices if one is forgotten.
+    Norms and biases are random too, so that forgetting one changes the output. changed: fields of
+    the configuration that replace those of SIZES and FAMILIES.
     """
     torch.manual_seed(3)
     fields = {**SIZES, **FAMILIES[name], **changed}

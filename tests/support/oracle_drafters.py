@@ -1,4 +1,4 @@
-"""Drafters with access to the answer: perfect and adversarial chains and trees, wrong phrases."""
+"""Drafters that know the target's answer: perfect and adversarial chains and trees, and phrases."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,11 @@ from decoding.sampling.token_chooser import TokenChooser
 
 
 class Oracle:
-    """Drafter of the known continuation of each prompt, or if `wrong` of tokens never right."""
+    """Drafter that proposes the known continuation of each prompt.
+
+    answers: the continuation of each prompt, in the order of the batch. wrong: proposes each token
+    off by one, so that none is right.
+    """
 
     capabilities = Capabilities(shape="chain", steps="round")
     name, num_layers, num_parameters = "oracle", 0, 0
@@ -34,7 +38,10 @@ class Oracle:
         raise NotImplementedError("an oracle has the answer of one turn only")
 
     def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
-        """Return the answer's tokens from position `at`, each off by one if `wrong`."""
+        """Return `budget` tokens of the text from position `at`, each off by one if `wrong`.
+
+        Zeros replace the tokens beyond the end of the text.
+        """
         known = list(truth[at : at + budget])
         known += [0] * (budget - len(known))
         return [(token + 1) % self.vocab_size for token in known] if self.wrong else known
@@ -67,9 +74,9 @@ class Oracle:
 
 
 class OracleTree(Oracle):
-    """Drafter of a tree with a wrong leaf and then the right node at each depth.
+    """Oracle that proposes a tree with two nodes at each depth: a wrong leaf, then the right token.
 
-    Both are wrong if `wrong`.
+    If `wrong`, both are wrong.
     """
 
     capabilities = Capabilities(shape="tree", steps="round")
@@ -96,7 +103,7 @@ class OracleTree(Oracle):
 
 
 class WrongPool(PhrasePool):
-    """Pool with one phrase, the answer's next tokens, each off by one."""
+    """Pool whose only phrase is the answer's next `length` tokens, each off by one."""
 
     def __init__(self, truth: Sequence[int], vocab_size: int, length: int) -> None:
         super().__init__(per_key=1)
@@ -115,7 +122,10 @@ class WrongPool(PhrasePool):
 
 
 class WrongLookahead(Lookahead):
-    """Lookahead with wrong pools; real pools learn the target's phrases and become right."""
+    """Lookahead with a `WrongPool` per row, so that it is never right.
+
+    Its own pools would learn the target's phrases.
+    """
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
         super().__init__()

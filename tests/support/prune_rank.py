@@ -1,7 +1,8 @@
-"""Score and cut a small target in one rank: `python -m tests.support.prune_rank SPEC` (JSON).
+"""Score and cut a small target in one rank: `python -m tests.support.prune_rank SPEC`.
 
-Each rank writes FOLDER/rank<N>.json with the removal order and the bytes of its shard, and
-FOLDER/rank<N>.safetensors with scores and student.
+SPEC is a JSON list of the arguments of `run`. Each rank writes FOLDER/rank<N>.json with the removal
+order, the bytes of its shard and the student's acceptance, and FOLDER/rank<N>.safetensors with the
+scores and the student.
 """
 
 import json
@@ -33,7 +34,7 @@ SHAPE = StudentConfig(
 def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, Any]:
     """Score and cut the target, and return the content of rank<N>.json.
 
-    Two ranks have unequal numbers of the 17 rows.
+    kind: `parallel.kind`. Two ranks share the default of 17 sequences unequally.
     """
     place = Path(folder)
     config = PruneConfig(

@@ -50,7 +50,10 @@ CHATS = [
 def write_chats(
     path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()
 ) -> Path:
-    """Write a ShareGPT file with one record a line. lines: further lines, as they are."""
+    """Write a ShareGPT file with one chat per line, and return its path.
+
+    chats: None writes CHATS. lines: further lines, written unchanged.
+    """
     records = []
     for chat in CHATS if chats is None else chats:
         turns = [{"from": role, "value": text} for role, text in chat["conversations"]]
@@ -60,7 +63,7 @@ def write_chats(
 
 
 def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
-    """Copy the target, and make every n-th token a stop token."""
+    """Copy a target to `folder`, with every `every`-th token id from 100 on as a stop token."""
     shutil.copytree(target, folder)
     file = folder / "generation_config.json"
     values = json.loads(file.read_text())
@@ -77,7 +80,7 @@ def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> Rege
 
 
 def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[str]:
-    """Return the overrides of a run."""
+    """Return the overrides of a small run; further ones are appended."""
     return [
         f"target.path={target}",
         "target.dtype=float64",
@@ -93,7 +96,7 @@ def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[
 
 
 def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Run the job and return its records."""
+    """Run the job, and return the records of its output."""
     found: list[dict[str, Any]] = json.loads(
         run(configured(target, chats, folder, *overrides)).read_text()
     )

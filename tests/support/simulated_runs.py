@@ -21,7 +21,10 @@ WIDTH, VOCABULARY = 64, 1000
 def drafter(
     alpha: float, layers: int, parameters: int, t_draft: float
 ) -> tuple[float, DrafterFacts, float]:
-    """Return a drafter with acceptance rate alpha and t_draft ms a step; `write` adds its name."""
+    """Return a simulated drafter for `write`, which adds its name to the facts.
+
+    alpha: acceptance rate. t_draft: milliseconds per draft step.
+    """
     return alpha, DrafterFacts("", layers, parameters, False), t_draft
 
 
@@ -37,9 +40,11 @@ def write(
     inputs: dict[str, str] | None = None,
     **facts: object,
 ) -> Path:
-    """Write a finished run of `drafters` and the control.
+    """Write the folder of a finished eval.run of `drafters` and prompt lookup, the control.
 
-    slower: factor on all times. tokens_seen: writes a card with this number of training tokens.
+    slower: factor of all times. tokens_seen: number of training tokens in the drafters' cards;
+    None writes no cards. config, inputs: further entries of config.yaml and of the manifest's
+    inputs. facts: fields of `RunFacts`.
     """
     named = {
         name: (alpha, DrafterFacts(name, one.layers, one.parameters, False), t)

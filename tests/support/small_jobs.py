@@ -37,7 +37,10 @@ _HELD_OUT = ["held_out.max_prompts=2", "held_out.max_new_tokens=4"]
 
 @dataclass(frozen=True)
 class SmallJob:
-    """A job at toy size. named: keys of an input folder; listed: keys of a list with it."""
+    """A job at toy size.
+
+    named: keys whose value is the input folder. listed: keys whose value is a list of that folder.
+    """
 
     schema: type
     run: Callable[[Any], Any]
@@ -138,9 +141,9 @@ JOBS = {
 
 
 def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> Any:
-    """Return the configuration of a job.
+    """Return the configuration of a job in JOBS.
 
-    named: input folder, a model (for eval.compare, a run of eval.run). folder: run folder.
+    named: the input folder, a model (for eval.compare, a run of eval.run). folder: the run folder.
     """
     config = deepcopy(_composed(job, str(named), overrides))
     config.output_dir = str(folder)
@@ -149,7 +152,10 @@ def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> An
 
 @cache
 def _composed(job: str, named: str, overrides: tuple[str, ...]) -> Any:
-    """Compose a job, with any output_dir; cached, as Hydra takes longer than some of the jobs."""
+    """Compose the configuration of a job, whose output_dir the caller sets.
+
+    Results are cached, since Hydra takes longer than some of the jobs.
+    """
     small = JOBS[job]
     register(job, small.schema)
     given = [

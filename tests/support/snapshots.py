@@ -1,6 +1,6 @@
 """Readers of what must survive a change of the code's structure, for tests/test_compatibility.py.
 
-They use command lines, files and the front door, so little depends on the location of a class.
+Most use command lines, files and the front door, so that moving a class does not affect them.
 """
 
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 CONF = ROOT / "conf"
 TOLERANCE = 1e-9
-# The counts of a generation in a line of records.jsonl; its other fields are times.
+# The fields of a line of records.jsonl that are compared; none is a time.
 DRAFTED = (
     "part",
     "temperature",
@@ -36,7 +36,7 @@ DRAFTED = (
     "verified",
     "trace",
 )
-# The fields of a row of results.jsonl that contain no times.
+# The fields of a row of results.jsonl that are compared; none is a time.
 COUNTED = (
     "drafter",
     "temperature",
@@ -87,7 +87,11 @@ def run_command(job: str, *arguments: str) -> int:
 def differences(
     expected: Any, found: Any, tolerance: float = TOLERANCE, path: str = ""
 ) -> list[str]:
-    """Return the places where two JSON values differ. tolerance: relative, for numbers."""
+    """Return a line for every place where two JSON values differ.
+
+    tolerance: allowed difference of floats, relative to values above 1. path: path of the values in
+    the lines.
+    """
     where = path or "the value"
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         keys = [*expected, *(key for key in found if key not in expected)]
@@ -115,12 +119,15 @@ def differences(
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one a line."""
+    """Return the JSON objects of a file with one object per line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def drafted(run: Path) -> list[dict[str, Any]]:
-    """Return the counts of every generation of an evaluation, sorted."""
+    """Return the compared fields of every generation of an evaluation, in a fixed order.
+
+    run: the run folder.
+    """
     records = [
         {key: record[key] for key in DRAFTED} for record in json_lines(run / "records.jsonl")
     ]
@@ -131,9 +138,9 @@ def drafted(run: Path) -> list[dict[str, Any]]:
 def without_lengths(
     records: Iterable[Mapping[str, Any]], planned: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Return records without what depends on draft lengths, for the drafters named in `planned`.
+    """Return the records, without the fields of LENGTHS for the drafters named in `planned`.
 
-    A planner chooses these lengths by its estimates, which may improve; the tokens may not change.
+    A planner chooses draft lengths from estimates that may improve; the tokens may not change.
     """
     names = set(planned)
     return [
@@ -145,14 +152,17 @@ def without_lengths(
 
 
 def counted(run: Path) -> list[dict[str, Any]]:
-    """Return the fields of an evaluation's rows that hold no times."""
+    """Return the compared fields of every row of an evaluation's results.jsonl."""
     return [{key: row[key] for key in COUNTED} for row in json_lines(run / "results.jsonl")]
 
 
 def answered(
     engine: Any, prompts: Sequence[str], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the front door's answers to prompts, with their rounds."""
+    """Return the tokens, text and counts of the replies to prompts, each sent as a user's message.
+
+    settings: keyword arguments of `generate`.
+    """
     from decoding import generate
 
     replies = [
@@ -170,7 +180,7 @@ def answered(
 
 
 def decisions(costs: Any) -> dict[str, Any]:
-    """Return the milliseconds of forwards, steps and rounds by these costs."""
+    """Return the milliseconds that costs predict for forwards, draft steps and rounds."""
     return {
         "plain_ms": costs.plain_ms,
         "target_ms": [costs.target_ms(n) for n in range(1, 25)],
@@ -186,7 +196,7 @@ def decisions(costs: Any) -> dict[str, Any]:
 
 
 def law_rows() -> dict[str, list[str]]:
-    """Return row of the law table -> its rules, and the laws that have a special form for it."""
+    """Return a mapping from row of the law table to its rules and its special forms for laws."""
     from tests.decoding.rows import PICKED, ROWS
 
     forms = {"law 3": "table", "law 4, perfect": "perfect", "law 4, adversarial": "adversarial"}
@@ -200,7 +210,10 @@ def law_rows() -> dict[str, list[str]]:
 
 
 def by_function(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return test function -> the ids of its parameters, each once per occurrence."""
+    """Return a mapping from test function to the ids of its parameters, duplicates included.
+
+    names: names of tests, such as `test_x[id]`; a test without parameters has the id "".
+    """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         function, _, parameters = name.partition("[")
@@ -233,7 +246,7 @@ def collect_all() -> list[str]:
 
 
 def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the entries that occur less often in a list than before, as `name[entry]`."""
+    """Return the entries that occur less often in a name's list now than before: `name[entry]`."""
     gone = []
     for name, entries in before.items():
         missing = Counter(entries) - Counter(now.get(name, ()))
@@ -251,7 +264,10 @@ GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 
 
 def composed(job: str, override: str) -> Any:
-    """Compose a job with an override of the inventory. Raises the errors of the job."""
+    """Compose a job with an override of the inventory, and with those that the job requires.
+
+    Raises UserError if the job rejects them.
+    """
     from tests.test_readme import composed as of_arguments
 
     given = GIVEN_OF.get(override.partition("=")[0], [])
@@ -259,7 +275,7 @@ def composed(job: str, override: str) -> Any:
 
 
 def representative(configured: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield every job alone, every experiment, and every group's option with its first job."""
+    """Yield pairs of job and override: every job without one, and every override with one job."""
     seen: set[str] = set()
     for job, overrides in configured.items():
         for override in overrides:
@@ -276,9 +292,7 @@ def readme_commands() -> list[str]:
 
 
 def named_drafters() -> dict[str, dict[str, Any]]:
-    """Return the drafters of the registry: name -> class path and the keys of its file in
-    conf/drafter.
-    """
+    """Return each drafter of the registry by name: its class path and its keys in conf/drafter."""
     from decoding.drafters.registry import DRAFTERS
 
     return {
@@ -291,7 +305,10 @@ def named_drafters() -> dict[str, dict[str, Any]]:
 
 
 def row_fields(run: Path) -> dict[str, list[str]]:
-    """Return the fields of a line of results.jsonl (""), and of the objects in it by field."""
+    """Return the fields of the rows of results.jsonl, and those of the objects in each field.
+
+    The fields of the rows are under the key "", those of objects under their field's name.
+    """
     rows = json_lines(run / "results.jsonl")
     found = {"": {key for row in rows for key in row}}
     for row in rows:

@@ -96,7 +96,7 @@ class TapChain(ChainDrafter):
         return made
 
     def check(self, texts_B: list[list[int]]) -> None:
-        """Assert that the known states are those of these tokens, up to the last token."""
+        """Assert that the known states of each row are the twin's, up to the last of its tokens."""
         longest = max(map(len, texts_B))
         if not longest:
             return

@@ -1,4 +1,4 @@
-"""Model folders of a tiny random LLaMA with a character tokenizer, prompts, and evaluations."""
+"""Folders of a tiny random LLaMA with a tokenizer of characters, prompt files and evaluations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) -> Path:
-    """Write a model folder. The first layers of a seed are equal for every number of layers."""
+    """Write a model folder with the first `layers` layers of a random four-layer model.
+
+    Models of one seed differ only in their number of layers and their `context`.
+    """
     words = tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -71,7 +74,7 @@ def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) ->
 
 
 def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
-    """Write a prompt file with two categories."""
+    """Write a file of `count` prompts of `turns` turns each, in two categories."""
     lines = [
         {
             "id": f"p{n}",

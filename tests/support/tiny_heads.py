@@ -42,7 +42,7 @@ def target(dtype: torch.dtype = torch.float64) -> Any:
 
 
 def head(form: str = "recurrent", dtype: torch.dtype = torch.float64) -> RecurrentHead:
-    """Return a head of a form in FORMS."""
+    """Return a random recurrent head of a form in FORMS."""
     torch.manual_seed(2)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -76,7 +76,10 @@ def packed(documents: list[Sample]) -> PackedBatch:
 
 
 def objective(made: RecurrentHead, model: Any, **loss: Any) -> HeadObjective:
-    """Return the training objective of a head of a target. loss: fields of its configuration."""
+    """Return the training objective of a head on a frozen target.
+
+    loss: fields of `HeadLossConfig`; by default HEADS tokens are predicted.
+    """
     states = TargetStates(model)
     return HeadObjective(
         PREDICTIONS, made, states, HeadLossConfig(**({"predict_n_tokens": HEADS} | loss))

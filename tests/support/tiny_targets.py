@@ -92,7 +92,8 @@ def native_of(
 ) -> NativeTarget:
     """Return the native target of a `transformers` model.
 
-    noise: standard deviation added to the weights, which makes a fair drafter.
+    noise: standard deviation of normal noise added to the weights, which makes a fair drafter.
+    options: arguments of `NativeTarget.from_state`; the dtype is the model's by default.
     """
     generator = torch.Generator().manual_seed(seed)
     state = {

@@ -32,7 +32,10 @@ class MarkovTarget(TableTarget):
 
 
 def markov(symbols: int = 12, scale: float = 1.5, seed: int = 1, **options: int) -> MarkovTarget:
-    """Return a random Markov target. scale: a large one makes the next token nearly certain."""
+    """Return a random Markov target.
+
+    scale: factor of the logits; a large one makes the next token nearly certain.
+    """
     generator = torch.Generator().manual_seed(seed)
     return MarkovTarget(
         torch.randn(symbols, symbols, generator=generator, dtype=torch.float64) * scale, **options

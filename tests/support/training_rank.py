@@ -32,7 +32,7 @@ from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY = 67  # no multiple of the number of ranks
+VOCABULARY = 67  # not a multiple of the number of ranks
 WIDTHS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -59,7 +59,10 @@ class Spec:
 
 
 def make_data() -> PackedData:
-    """Return rows of 64 tokens, 4 a step; ranks have unequal numbers of supervised tokens."""
+    """Return packed rows of 64 tokens, four per step.
+
+    Their random masks give ranks unequal numbers of supervised tokens.
+    """
     random = np.random.default_rng(0)
     samples = []
     for _ in range(80):
@@ -171,7 +174,10 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
-    """Make the run fail as specified, and count the bytes of its weights before every step."""
+    """Add the faults that `spec` asks for, and record the bytes of the weights before every step.
+
+    After `stop_after` calls for a step's rows the process gets a SIGTERM.
+    """
     rows_of, count_of = data.step_rows, data.supervised_in
     calls = 0
 
