@@ -1,4 +1,4 @@
-"""Tree sizes by past rounds: deep for accepted nodes, wide for even ones, none if nothing pays."""
+"""Tree sizes from past rounds: deep for certain nodes, wide for even ones, none if none pays."""
 
 import pytest
 
@@ -15,7 +15,8 @@ def plan_rounds(
 ) -> tuple[AheadPlanner, list[list[int]]]:
     """Return a planner after rounds with the same chances, and its sizes in each round.
 
-    accepted: tokens by the number of drafted levels.
+    chances_LW: chances of the nodes of each level. accepted: accepted tokens of a round, indexed
+    by its number of drafted levels.
     """
     planner, sizes = AheadPlanner(costs, WIDTH, MOST), []
     for _ in range(rounds):
@@ -32,14 +33,14 @@ def test_a_certain_path_is_drafted_alone() -> None:
 
 
 def test_even_children_make_a_wide_tree() -> None:
-    """A second level is retried from time to time."""
+    """Check that four equally likely children are all drafted, mostly without a second level."""
     _, sizes = plan_rounds(CHEAP, [[0.24] * 4, [0.01] * 4, [0.0] * 4], [0, 1, 1, 1])
     assert sizes.count([4]) > 40
     assert all(chosen[0] == 4 for chosen in sizes[10:])
 
 
 def test_rejected_drafts_pause_drafting_until_a_retry() -> None:
-    """The model is confident and always wrong."""
+    """Check that a confident drafter that is always wrong drafts rarely, but is still retried."""
     _, sizes = plan_rounds(EXPENSIVE, [[0.9, 0.05, 0.0, 0.0]] * 3, [0, 0, 0, 0], rounds=400)
     drafted = [n for n, chosen in enumerate(sizes) if chosen]
     assert drafted[0] == 0 and drafted[-1] > 100, "drafting was never retried"
@@ -60,7 +61,10 @@ def test_sizes_keep_their_limits() -> None:
 
 @pytest.mark.parametrize(("most_ms", "expected"), [(0.051, 4), (2.0, 1)])
 def test_steps_start_from_the_frontier_that_pays(most_ms: float, expected: int) -> None:
-    """The four nodes of a level are even, and each has one certain child."""
+    """Check that steps start from all nodes of a level if that is cheap, and from one if not.
+
+    The four nodes are equally likely, and each has one certain child.
+    """
     costs = RoundCosts(most_ms, (1.0, 1.0, 1.0), t_draft_by_frontier_ms=((1, 0.05), (4, most_ms)))
     planner, beams = AheadPlanner(costs, WIDTH, 12, frontiers=(1, 2, 4)), []
     for _ in range(60):
@@ -74,7 +78,10 @@ def test_steps_start_from_the_frontier_that_pays(most_ms: float, expected: int) 
 
 
 def test_levels_without_rounds_branch_like_the_first() -> None:
-    """Their chances are those of the likeliest paths; no node is likelier than its parent."""
+    """Check the chances of levels without past rounds: those of the likeliest paths.
+
+    A path's chance is a product of the first level's chances; no node is likelier than its parent.
+    """
     planner, a = AheadPlanner(CHEAP, 6), PRIOR
     first, second, third = planner.expected_chances(3, 6)
     assert first == pytest.approx([a * (1 - a) ** rank for rank in range(6)])

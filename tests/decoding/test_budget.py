@@ -30,7 +30,7 @@ def test_cache_bytes_grow_with_context_and_batch() -> None:
 
 
 def test_operations_equal_the_counter_of_torch() -> None:
-    """The counter runs over a model with eager attention and without a cache."""
+    """Check against torch's counter, on a model with eager attention and without a cache."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = hf_model("llama_mha", layers=2)

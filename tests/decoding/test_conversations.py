@@ -31,7 +31,10 @@ class Said:
 
 
 def conversations(target: Target, settings: Settings, turns: ConversationBatches) -> list[Said]:
-    """Decode three turns of five conversations; one conversation ends after each turn."""
+    """Decode three turns of five conversations, and return all answers.
+
+    One conversation ends after each turn.
+    """
     texts = {name: list(prompt) for name, prompt in enumerate(random_prompts(5, seed=7))}
     spoken = iter(random_prompts(15, seed=8))
     found = []
@@ -81,7 +84,10 @@ def test_conversations_in_batches_equal_fresh_decodes(row: DrafterRow | None, ru
 
 
 def test_a_drafter_of_all_hidden_states_reads_complete_prompts() -> None:
-    """Check that such a drafter reads every prompt in full and that the text is unchanged."""
+    """Check that a drafter that needs all hidden states makes every turn prefill its full prompt.
+
+    The text stays the same.
+    """
     kit, settings = kit_of(), settings_of("greedy")
     drafter = next(row for row in ROWS if row.name == "recurrent").make(kit)
     some = conversations(kit.target, settings, ConversationBatches(kit.target, drafter))

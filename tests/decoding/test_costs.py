@@ -1,4 +1,4 @@
-"""Measured costs of a round: nondecreasing in the width, and complete with the rest of a round."""
+"""Measured costs of a round: nondecreasing in the tokens, and with the rest of a round."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ class SimulatedClock:
         self.seconds += ms / 1000
 
     def delayed(self, function: Callable[..., Any], ms: float) -> Callable[..., Any]:
-        """Return the function with `ms` milliseconds more."""
+        """Return a function that advances the clock by `ms` milliseconds and calls `function`."""
 
         def call(*given: Any, **named: Any) -> Any:
             self.advance(ms)
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
 
 
 def test_rising_returns_the_nearest_nondecreasing_sequence() -> None:
-    """The reference is every nondecreasing sequence of a small grid."""
+    """Check that no nondecreasing sequence on a grid of quarters has a smaller squared error."""
     dice = random.Random(3)
     for _ in range(30):
         values = [dice.randint(0, 4) for _ in range(4)]
@@ -86,7 +86,7 @@ def test_costs_smooth_noise() -> None:
 def test_the_rest_of_a_round_excludes_both_models(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow rule lengthens the rest, and no other cost."""
+    """Check that a slow verification rule lengthens the rest of a round and no other cost."""
     from decoding.rounds import batch
 
     target, _, draft_model = models()
@@ -134,9 +134,9 @@ def test_at_least_three_windows_are_measured(
 def test_work_of_every_step_is_charged_to_steps(
     clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow sampling lengthens draft steps, a slow rule for drafts lengthens rounds with a draft.
+    """Check that slow sampling lengthens draft steps, and a slow rule rounds with a draft.
 
-    Neither lengthens a round without a draft.
+    The rule is slow only if it verifies a draft. Rounds without a draft keep their cost.
     """
     from decoding.rounds import batch
     from decoding.sampling.token_chooser import TokenChooser
@@ -166,7 +166,10 @@ def test_work_of_every_step_is_charged_to_steps(
 def test_the_costs_of_a_tree_by_cost_include_its_growth(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a tree drafts during the measurement, although it has no costs yet."""
+    """Check that slower growth of a cost-based tree lengthens its measured draft steps.
+
+    The tree drafts during the measurement, although it has no costs yet.
+    """
     from decoding.drafters.trees.ranked import RankedTree
 
     target, _, draft_model = models()
@@ -188,7 +191,10 @@ def test_rounds_with_and_without_a_draft_have_separate_rests() -> None:
 
 
 def test_the_cost_of_a_step_depends_on_its_frontier() -> None:
-    """The first step starts from the tip, the others from the given frontier."""
+    """Check that the first step costs that of one beam, and the others that of their frontier.
+
+    Costs between measured frontiers are interpolated.
+    """
     costs = RoundCosts(
         0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_frontier_ms=((1, 0.2), (2, 0.3), (8, 0.9))
     )
@@ -248,7 +254,10 @@ def test_every_frontier_is_timed_and_smoothed() -> None:
 
 
 def test_one_bad_window_does_not_matter() -> None:
-    """Windows count by the ratios of their parts, not by their speed."""
+    """Check that one outlier among five windows does not change the combined costs.
+
+    The ratios of the parts are combined, so windows of different speeds agree.
+    """
     good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
     slow = RoundCosts(0.6, (2.0, 2.2, 2.4), 0.2)
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
@@ -266,7 +275,7 @@ def test_one_bad_window_does_not_matter() -> None:
 
 
 def test_rounds_are_right_if_parts_were_overestimated() -> None:
-    """The target's forwards take a fifth less time inside rounds."""
+    """Check predicted rounds if the target's forwards take a fifth less time inside rounds."""
     parts = RoundCosts(0.5, (5.0, 5.5, 6.0))
     drafter = ChainDrafter(model=models()[2])
 
@@ -284,12 +293,15 @@ def test_rounds_are_right_if_parts_were_overestimated() -> None:
 
 
 def test_the_rest_of_a_step_may_be_negative() -> None:
-    """Clipping windows at 0 would overestimate steps; a share of a step's time always remains."""
+    """Check that the rest of a step may shorten it, down to the share CHEAPEST of its time.
+
+    Negative rests are kept, since cutting them off at 0 would overestimate steps.
+    """
     costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_frontier_ms=((1, 1.0),))
     drafter = ChainDrafter(model=models()[2])
 
     def took(steps: float, ms: float) -> Generation:
-        """Return ten rounds with this mean number of steps and verified tokens."""
+        """Return ten rounds of `ms` milliseconds with this mean number of draft steps."""
         done = Generation()
         done.rounds, done.decode_seconds = 10, ms / 100
         done.draft_steps = done.draft_frontiers = done.verified = round(10 * steps)

@@ -27,7 +27,7 @@ def write_recurrent(folder: Path, **sizes: int) -> None:
 
 
 def write_head(name: str, target: Any, folder: Path) -> None:
-    """Write a head of any kind with random weights for a target's Hugging Face configuration."""
+    """Write a head with random weights. target: the Hugging Face configuration of its target."""
     torch.manual_seed(3)
     row = next(row for row in HEAD_ROWS if row.kind.name == name)
     shape = row.shape(target)
@@ -36,7 +36,7 @@ def write_head(name: str, target: Any, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """Write a target, a model of its first layer, skipped sub-layers and every kind of head."""
+    """Return a folder with a target, a model of its first layer, skips and every kind of head."""
     from training.models.build import load_causal_lm
 
     folder = tmp_path_factory.mktemp("front_door")

@@ -1,4 +1,4 @@
-"""Merging of equal nodes by tensors, against a plain implementation by dictionaries."""
+"""Merging of equal nodes in tensors, compared with a plain implementation in dictionaries."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from .test_running_ahead import paths_of
 
 
 class GraphByDictionaries(GraphDrafter):
-    """The reference: merged nodes by dictionaries, copies of descendants by a queue."""
+    """Reference that finds equal nodes in dictionaries and copies descendants from a queue."""
 
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
@@ -99,7 +99,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 def test_a_graph_proposes_the_paths_of_its_reference(
     monkeypatch: pytest.MonkeyPatch, match: int, ahead: bool
 ) -> None:
-    """The same paths are proposed, including those of copied nodes."""
+    """Check that tensors and dictionaries propose the same paths, those of copies included."""
     target, draft_model = models()
     prompts, found = random_prompts(12), []
     for kind in (GraphByDictionaries, GraphDrafter):

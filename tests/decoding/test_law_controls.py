@@ -28,7 +28,7 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept a drafted token that is among the target's two best, shared noise included."""
+    """Accept a drafted token among the target's two best, scored with noise if coupled."""
 
     def lenient(
         logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
@@ -155,7 +155,7 @@ def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
 def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
-    """Use a drafter whose first two tokens are always right and whose third never is."""
+    """Check a drafter whose first two tokens are always right and whose third never is."""
 
     class Half(ChainDrafter):
         def propose(self, *given: Any) -> Proposal:
@@ -208,7 +208,7 @@ def test_law_5_rejects_a_cache_that_is_too_long(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore stop tokens inside the accepted span."""
+    """Check a batch that has no stop tokens."""
     original = laws.Batch.__init__
 
     def init(self: laws.Batch, *args: object) -> None:

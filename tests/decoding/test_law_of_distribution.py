@@ -1,7 +1,7 @@
 """Law 3: the joint distribution of the first three sampled tokens is the target's.
 
-Warpers are included. The same test rejects known errors, so that passing it is evidence. Overlapped
-schedules are in test_law_of_overlap.py, and logits that depend on the text in
+Warpers are included. The same test rejects decoders with known errors, so that passing it is
+evidence. Overlapped schedules are in test_law_of_overlap.py, and logits that depend on the text in
 test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
@@ -33,7 +33,7 @@ from .rows import COSTS, PICKED, ROWS, draft_table
 SAMPLED = [
     (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"
 ]
-# Every warper for each rule, and one for rows that only differ in their drafts.
+# Every rule has every warper on these rows, and one warper on rows that differ only in the drafts.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
     pytest.param(row.name, rule, warper, marks=[pytest.mark.long] * row.slow)
@@ -79,8 +79,7 @@ def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# Where the host runs ahead of the device, other code grows, sizes and verifies trees:
-# one row of each.
+# If the host runs ahead of the device, other code grows, sizes and verifies trees: one row each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
     *BRIEFLY,
@@ -125,7 +124,7 @@ def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Drop a sampled token because its probability is low."""
+    """Drop each sampled token with q <= 0.3, and the tokens after it."""
 
     class Dropping(ChainDrafter):
         def propose(self, *args: object) -> Proposal:
@@ -150,7 +149,7 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    """Use one uniform a position for draft, test and residual."""
+    """Use one uniform per position for draft, test and residual."""
     original = TokenChooser.uniform
     monkeypatch.setattr(
         TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
@@ -179,10 +178,10 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Key noise by position alone, so that a redrafted position is tested by its old uniform.
+    """Check that noise keyed by position alone breaks block verification, not token verification.
 
-    An overconfident drafter with the target's ranking is rejected late in a block, which shows the
-    error in few samples.
+    A redrafted position is then tested with its old uniform. The drafter is overconfident and ranks
+    tokens as the target does, so it is rejected late in a block and few samples show the error.
     """
     original = TokenChooser.begin
 
@@ -210,7 +209,7 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
 def test_law_3_rejects_siblings_without_residual_update(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test each sibling against p, as if no earlier one had been rejected."""
+    """Check a rule that tests each sibling against p, as if no earlier one had been rejected."""
     monkeypatch.setattr(token_tree, "residual_after_rejection", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
@@ -226,7 +225,7 @@ def test_law_3_rejects_siblings_without_residual_update(
     ],
 )
 def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
-    """Check that the batched requests of law 3 (many_requests.py) have the product's output."""
+    """Check that law 3's batches of requests (many_requests.py) give the tokens of `decode`."""
     drafter, ids = drafter_of(name), range(100, 140)
     settings = Settings(max_new_tokens=8, verify=rule, costs=COSTS, **WARPERS["hot_top_p"])  # type: ignore[arg-type]
     together = first_tokens(target_table(), drafter, PROMPT, settings, ids, 6)

@@ -1,9 +1,9 @@
 """Law 4: a perfect drafter gains its row's closed form; one that is never right changes nothing.
 
 On random models q = p for every row that can draft with a copy of the target. On a target with
-one-hot distributions (last_word.py) every row is perfect, given models and a head of the same
-table and a prompt to copy from. Models and a head of the opposite table, and a misleading prompt,
-make every row always wrong.
+one-hot distributions (bigram_targets.py) every row is perfect, given models and a head of the same
+table and a prompt to copy from. With models and a head of the negative table and a misleading
+prompt, every row is always wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ PERFECT = [
     if row.perfect is not None and rule in (row.perfect_rules or row.rules)
 ]
 GAMMA = 6
-# Tokens a round of draft length gamma. A chain, a tree of that depth, and a copy gain the whole
-# draft and the target's own token. Costs do not shorten it: with `rows.COSTS` n sure tokens promise
-# (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so the trees and the beams that weigh
-# costs take them all.
+# Tokens per round with draft length gamma. A chain, a tree of that depth and a copied text gain the
+# whole draft and the target's own token. Costs do not shorten drafts: under `rows.COSTS` the rate
+# of n certain tokens is (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so cost-based
+# trees and beams draft all of them.
 FORMS: dict[str, Callable[[int], int]] = {
     "static_tree": lambda gamma: min(gamma, 4) + 1,  # the deepest path of its fixed shape
-    # the words of a pooled phrase behind its first one: ngram - 1
+    # the tokens of a pooled phrase after its first one: ngram - 1
     "lookahead": lambda gamma: min(gamma, 3) + 1,
 }
 UNSURE_PROMPTS = [[3], [4, 5], [9, 9, 1], [30]]
-# of 32 words: the first twelve of one model are none of its opposite's
+# Of 32 tokens, a model's likeliest twelve and those of its opposite are disjoint.
 UNSURE = {"temperature": 1.0, "top_k": 12}
 
 
@@ -48,12 +48,18 @@ def whole(gamma: int) -> int:
 
 @lru_cache
 def model(sure: bool, sign: int, copy: int) -> NativeTarget:
-    """Return a model of `sign` times a table; copies have separate caches."""
+    """Return the model of `sign` times the sure or the unsure table.
+
+    copy: number of the copy; copies have separate caches.
+    """
     return last_word.model_of(sign * (last_word.sure_table() if sure else last_word.unsure_table()))
 
 
 def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
-    """Return a target of a table, and models and a head of the same or the opposite table."""
+    """Return a kit whose target has the sure or the unsure table.
+
+    The draft model and the head have the same table if `knowing`, else its negative.
+    """
     sign = 1 if knowing else -1
     table_VV = last_word.sure_table() if sure else last_word.unsure_table()
     return Kit(
@@ -69,7 +75,7 @@ def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> 
 def sure_texts(
     misleading: bool, rule: str, new_tokens: int
 ) -> tuple[list[list[int]], list[Generation]]:
-    """Return prompts and the deterministic target's text after them."""
+    """Return four prompts, and the generations of the sure table's target after them."""
     prompts = last_word.misleading_prompts(4) if misleading else last_word.repeating_prompts(4)
     return prompts, decode(
         model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
@@ -108,9 +114,9 @@ def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, ru
 def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
     row: DrafterRow, rule: str
 ) -> None:
-    """Use a short text without repetition, so that lookup never matches.
+    """Check on a short text without repetition, in which lookup never matches.
 
-    Ouroboros with `gamma` is left out, since its pool has no phrase here.
+    Rows with `gamma` (Ouroboros) are left out, since their pools hold no phrase here.
     """
     tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), whole)(GAMMA), 3
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
@@ -121,24 +127,22 @@ def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
 def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
-    """Check every rule on a target that allows one text."""
+    """Check every rule on a target with a single possible text."""
     prompts, plain = sure_texts(True, rule, 24)
     kit = kit_of(True, False, [g.tokens for g in plain])
     drafter = (row.adversarial or row.make)(kit)
     drafted = decode(kit.target, drafter, prompts, with_rule(rule, max_new_tokens=24))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
-    assert all(0 < g.tested <= 23 for g in drafted), "nothing was put forward"
+    assert all(0 < g.tested <= 23 for g in drafted), "no token was tested"
     if (
         not drafter.capabilities.needs_costs
-    ):  # what weighs costs gives up, but for a try now and then
-        assert all(g.tested == 23 for g in drafted), (
-            "a token was put forward in every round but the last"
-        )
+    ):  # drafters that weigh costs pause, except for a retry now and then
+        assert all(g.tested == 23 for g in drafted), "a token is tested in every round but the last"
 
 
-# On an unsure text, what copies or learns from the target is right now and then, and so are
-# Medusa's heads, which do not see the token before theirs.
+# On an unsure text, drafters that copy or learn from the target are right now and then, and so are
+# Medusa heads, which do not see the token before theirs.
 SOMETIMES_RIGHT = ("look", "oracle", "medusa")
 MODELS_AND_HEADS = [row for row in ROWS if not any(word in row.name for word in SOMETIMES_RIGHT)]
 QUICK = ("chain", "multi_candidate", "recurrent_drawn")
@@ -157,10 +161,10 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 def test_an_adversarial_drafter_changes_no_sample(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check sampled text, where p without the rejected drafts is p.
+    """Check sampled text: drafted tokens have p = 0, so the residual after a rejection is p.
 
-    `token` and `block` sample from p after a rejection by another uniform; rounds without a draft
-    get the same one here, so that texts can be compared.
+    After a rejection `token` and `block` use another uniform than in a round without a draft. Both
+    use the same one here, so that the texts can be compared.
     """
     monkeypatch.setattr(noise, "BONUS", noise.RESIDUAL)
     fields = {} if rule == "greedy" else {**UNSURE, "verify": rule}
@@ -175,9 +179,10 @@ def test_an_adversarial_drafter_changes_no_sample(
 
 @pytest.mark.parametrize("rule", BY_NAME["self_speculation"].rules)
 def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
-    """Check q = p for the row that cannot draft with a copy of the target.
+    """Check the closed form of self-speculation, which cannot draft with a copy of the target.
 
-    tests/recurrent_drafting has heads with this property, by number of beams.
+    The skipped layers add nothing, so q = p. Recurrent heads with q = p are tested in
+    tests/recurrent_drafting, for each number of beams.
     """
     gamma, rounds = 4, 6
     kit = kit_of(False, True)
@@ -190,7 +195,7 @@ def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
 def test_a_perfect_model_has_an_accepted_token_a_round(row: str, rule: str) -> None:
-    """Check rows whose gain on a random model has no closed form.
+    """Check rows whose gain on an unsure text has no closed form.
 
     The likeliest next token is always among their proposals.
     """
@@ -198,6 +203,6 @@ def test_a_perfect_model_has_an_accepted_token_a_round(row: str, rule: str) -> N
     settings = with_rule(rule, num_draft_tokens=4, max_new_tokens=40)
     for done in decode(kit.target, BY_NAME[row].make(kit), UNSURE_PROMPTS, settings):
         assert done.accepted_by_depth[0] >= done.rounds - 1, (
-            "in the last round there may be room for no draft"
+            "the last round may have no room for a draft"
         )
         assert 2 <= done.block_efficiency <= 5

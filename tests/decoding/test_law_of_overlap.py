@@ -1,6 +1,6 @@
-"""Law 3 under the overlapped schedules, with controls that only they can break.
+"""Law 3 under the overlapped schedules, with controls for errors that only they can make.
 
-Under token verification the schedules of two workers emit the same tokens as these
+Under token verification the schedules with a worker process emit the same tokens as these
 (test_pearl_wall.py), so the law covers them too.
 """
 
@@ -45,14 +45,14 @@ CASES += [
 
 
 def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
-    """Return the p-value of the first three tokens under token verification."""
+    """Return the p-value of law 3 for a chain under token verification. name: key of SCHEDULES."""
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
     return law_holds(drafter_of("chain"), "token", warper, **more)
 
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
 def test_law_3(name: str, gamma: int, warper: str) -> None:
-    """Check PEARL+ too: its choice depends on verified tokens only, so the law holds."""
+    """Check every schedule; the choices of PEARL+ depend on verified tokens only."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
 
 
@@ -61,7 +61,7 @@ def test_law_3(name: str, gamma: int, warper: str) -> None:
     "name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY]
 )
 def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
-    """Check that the batched requests of law 3 have the product's output."""
+    """Check that law 3's batches of requests (batched_requests.py) give the tokens of `decode`."""
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
     assert isinstance(drafter, ChainDrafter)
@@ -76,7 +76,7 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
 def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test the first token of post-verify by the uniform of the pre-verify test before it."""
+    """Check that post-verify's first test may not share the uniform of pre-verify's test."""
     original, last = TokenChooser.uniform, {}
 
     def reused(
@@ -139,7 +139,10 @@ def test_law_1_rejects_an_untested_first_token(
 
 @pytest.mark.parametrize("name", ["plus_eager"])
 def test_law_3_rejects_dropping_a_sampled_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop a chunk that begins with symbol 0: the choice depends on the sampled token."""
+    """Check a drafter that drops chunks that begin with symbol 0.
+
+    Whether a chunk is tested then depends on its sampled token.
+    """
     propose = ChainDrafter.propose
 
     def choosy(self: ChainDrafter, *asked: object) -> Proposal:

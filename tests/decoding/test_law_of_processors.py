@@ -1,7 +1,7 @@
 """Law 3 with a repetition penalty, allowed tokens and min-p, also for overlapped schedules.
 
-Both processors depend on the complete text, so a position that is tested with another text changes
-the distribution.
+Penalty and allowed tokens depend on the complete text, so testing a position with another text
+changes the distribution.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def some_of_many(text: Sequence[int]) -> list[int]:
 
 
 def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
-    """Apply both processors to a row by their definitions."""
+    """Return one row of logits after both processors, from their definitions."""
     penalised = [
         (x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)
     ]
@@ -51,7 +51,10 @@ def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]
 def law_of(
     target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object
 ) -> float:
-    """Return the p-value of the first three tokens against forwards over each prefix."""
+    """Return the p-value of law 3 with both processors.
+
+    Forwards over each prefix give the exact distribution. more: further fields of `Settings`.
+    """
     allowed = four_of_five if target.vocab_size == 5 else some_of_many
 
     def next_row(text: list[int]) -> list[float]:

@@ -1,7 +1,7 @@
 """The laws of every row of `rows.ROWS`: greedy equality, coupled equality and edge cases.
 
-Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows keep laws 1 and
-2 in the long suite; law 5 tests them here under every rule.
+Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows run in the long
+suite; only the test of ragged batches runs them in every suite, under every rule.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_p
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 
 Settings = partial(AnySettings, costs=COSTS, stopping="fixed")
-DISTURBANCE = 0.03  # of the drafter's weights, so that some tokens agree with the target's
+DISTURBANCE = 0.03  # noise in the draft model's weights, so that it agrees with the target at times
 WARPERS = {
     "temperature": {"temperature": 1.0},
     "top_k": {"temperature": 0.7, "top_k": 5},
@@ -58,15 +58,15 @@ def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
 def said(
     prompts: tuple[tuple[int, ...], ...], settings: AnySettings, product: tuple[object, ...]
 ) -> list[Generation]:
-    """Return the target's autoregressive text, computed once for all rows.
+    """Return the target's autoregressive generations, computed once for all rows.
 
-    product: the parts that a control may have broken, which change the text.
+    product: the functions that a control may have replaced; each combination has its own entry.
     """
     return decode(models()[0], None, prompts, settings)
 
 
 def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Generation]:
-    """Decode autoregressively, once for all rows."""
+    """Return the autoregressive generations of prompts, computed once for all rows."""
     product = (
         Batch.__init__,
         Batch._commit,
@@ -80,7 +80,7 @@ def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Ge
 def run(
     row: DrafterRow, prompts: Sequence[Sequence[int]], settings: AnySettings
 ) -> tuple[list[Generation], list[Generation]]:
-    """Return the autoregressive text and the text with the row's drafter."""
+    """Return the autoregressive generations, and those with the row's drafter."""
     target, twin, draft_model = models()
     plain = plain_of(prompts, settings)
     kit = Kit(target, twin, draft_model, [g.tokens for g in plain])
@@ -264,7 +264,7 @@ def test_drafts_end_at_the_context_limit() -> None:
     drafter: Drafter = ChainDrafter(model=drafter_model)
     drafted = decode(target, drafter, prompts, Settings(max_new_tokens=100))
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
-    assert drafted[1].drafted == 0, "a drafter beyond its own context has nothing to say"
+    assert drafted[1].drafted == 0, "a drafter proposes nothing beyond its own context"
 
 
 MODELLED = (
@@ -279,7 +279,10 @@ MODELLED = (
 
 @pytest.mark.parametrize("larger", ["target", "drafter"])
 def test_vocabularies_of_different_size(larger: str) -> None:
-    """Use models of one tokenizer with differently padded output rows and an added token."""
+    """Check that the output is the target's own if one model has five more tokens.
+
+    Models of one tokenizer may differ in their padding and in added tokens.
+    """
     model = hf_model("llama", layers=1)
     state = dict(model.state_dict())
     wide = dict(state)

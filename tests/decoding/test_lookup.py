@@ -1,4 +1,4 @@
-"""Lookup drafters against a plain implementation of their definition."""
+"""The matches of lookup drafters, compared with a plain search."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from decoding.errors import UserError
 
 
 def longest_match(sequence: Sequence[int]) -> int:
-    """Return the length of the longest suffix that occurred before."""
+    """Return the length of the longest suffix that also occurs earlier, or 0."""
     size = len(sequence)
     for length in range(size - 1, 0, -1):
         if any(

@@ -31,7 +31,7 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a llama with 3 layers, 48 tokens, width 32, MLP 40, 4 query and 2 key/value heads."""
+    """Return the folder of a llama of 3 layers, width 32, MLP 40, 4 query and 2 key/value heads."""
     folder = tmp_path_factory.mktemp("made")
     hf_model("llama", layers=3, dtype=torch.float32).save_pretrained(folder)
     return folder
@@ -365,7 +365,7 @@ def test_equal_rotary_fields_are_accepted(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def spoken(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Add a tokenizer, which is loaded before the model, to the llama's folder."""
+    """Return a copy of the llama's folder with a tokenizer, which is loaded before the model."""
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("spoken") / "model"))
     core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "red": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(
@@ -434,7 +434,10 @@ def test_a_damaged_tokenizer_file_is_named(
 
 
 def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Split the weights over two files with an index, which may be wrong."""
+    """Split the weights over two files and write their index, which may be wrong.
+
+    weight_map: function from the names of all tensors to the index's `weight_map`.
+    """
     state = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     for part in (0, 1):

@@ -49,7 +49,7 @@ Script = list[Tensor]
 
 
 def exercise(target: Target) -> Script:
-    """Call every method of a target; return all tensors that it returns."""
+    """Call every method of a target, and return all tensors that the calls return."""
     seen: Script = []
     with torch.inference_mode():
         target.open(4, 40)
@@ -92,7 +92,7 @@ def differ(found: Script, expected: Script) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Write the model folder of each family once."""
+    """Return a function that writes the model folder of a family once and returns its path."""
     home = tmp_path_factory.mktemp("families")
 
     def folder(family: str) -> Path:
@@ -104,7 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Threads:
-    """Ranks as threads that run in step; methods return rank 0's result."""
+    """Ranks of a target as threads; each method runs on all ranks and returns rank 0's result."""
 
     def __init__(self, folder: Path, kind: str, size: int, gloo: bool = False) -> None:
         mesh = socket_mesh(size)
@@ -217,7 +217,7 @@ def test_controls_that_must_fail(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the model of the law tests to disk."""
+    """Write the target of the law tests, and return its folder."""
     path = tmp_path_factory.mktemp("target")
     hf_model("llama", layers=2).save_pretrained(path)
     return path

@@ -35,7 +35,7 @@ from .test_targets import ids
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the model of the law tests to disk."""
+    """Write the target of the law tests, and return its folder."""
     path = tmp_path_factory.mktemp("target")
     hf_model("llama", layers=2).save_pretrained(path)
     return path
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def targets(folder: Path) -> Iterator[Callable[[str], ParallelTarget]]:
-    """Start a target of each kind over two processes, once."""
+    """Yield a function that starts a target of a kind over two processes once and returns it."""
     made: dict[str, ParallelTarget] = {}
 
     def target(kind: str) -> ParallelTarget:
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_named_in_the_error(link: str, folder: Path) -> None:
 def test_an_interrupted_forward_ends_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that interrupted ranks end, since the next forward would receive this one's sums."""
+    """Check that an interrupt ends all ranks, which could otherwise send its sums to the next."""
     target = start(folder)
     target.open(1, 8)
 

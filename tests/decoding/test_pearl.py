@@ -33,9 +33,9 @@ PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
 def run(
     prompts: Sequence[Sequence[int]], settings: Settings
 ) -> tuple[list[Generation], list[Generation]]:
-    """Decode without a drafter and under the schedule of `settings`.
+    """Return the generations without a drafter, and those under the schedule of `settings`.
 
-    Prompts are decoded one by one if the schedule needs it.
+    Prompts are decoded one by one if the schedule runs one prompt at a time.
     """
     target, _, draft_model = models()
     plain = decode(target, None, prompts, settings)
@@ -79,7 +79,7 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 def test_law_4_a_perfect_drafter_has_its_closed_form(rule: str) -> None:
-    """A pre-verify round emits 1 token, every post-verify round gamma."""
+    """Check that the pre-verify round emits 1 token, and every post-verify round gamma tokens."""
     gamma, rounds = 4, 6
     settings = with_rule(
         rule, num_draft_tokens=gamma, max_new_tokens=1 + gamma * rounds, schedule="pearl_virtual"
@@ -128,7 +128,7 @@ def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) 
 def test_the_virtual_clock_hides_the_shorter_lane(
     draft_ms: int, target_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round of lanes that sleep costs the longer one, as do the sums over all rounds."""
+    """Check that rounds cost the time of their longer lane, if both lanes sleep."""
     target, twin, _ = models()
     drafter = ChainDrafter(model=twin)
     propose, forward = drafter.propose, target.forward

@@ -55,7 +55,7 @@ def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
 def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str) -> None:
-    """Schedules of single rows give the same output in any order of requests."""
+    """Check that schedules of one row give the same output in both orders of the requests."""
     settings = with_rule(
         rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS
     )

@@ -1,4 +1,4 @@
-"""PEARL+ under the laws, its closed forms against a simulation, and its choices.
+"""PEARL+ under the laws, its closed forms compared with a simulation, and its choices.
 
 Law 3 is in test_law_of_overlap.py.
 """
@@ -37,7 +37,7 @@ REGIMES = {
 def run(
     prompts: Sequence[Sequence[int]], settings: Settings, drafter: ChainDrafter
 ) -> tuple[list[list[int]], set[str]]:
-    """Return the outputs and the chosen schedules, one prompt at a time."""
+    """Decode one prompt at a time, and return the outputs and the modes of the chosen schedules."""
     tokens, modes = [], set()
     for number, prompt in enumerate(prompts):
         batch = prefill_batch(models()[0], drafter, [prompt], settings, request_ids=[number])
@@ -74,7 +74,7 @@ def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> None:
-    """Every token is accepted, so cycles end with the text."""
+    """Check that every tested token is accepted, and that each regime has a high efficiency."""
     target, twin, _ = models()
     for prompt in random_prompts(4):
         settings = with_rule(
@@ -91,7 +91,7 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_law_5_earlier_requests_change_nothing(regime: str) -> None:
-    """The estimates of a request do not outlive it."""
+    """Check that a request's estimates of acceptance do not affect the next request."""
     target, _, draft_model = models()
     settings = with_rule(
         "token", max_new_tokens=40, costs=REGIMES[regime], schedule="pearl_plus_virtual"
@@ -116,9 +116,11 @@ def simulate(
     rest_ms: float = 0.0,
     tokens: int = 200_000,
 ) -> float:
-    """Simulate the state machine and return its tokens per millisecond.
+    """Simulate a schedule's state machine, and return its tokens per millisecond.
 
-    A test depends on the one before alone.
+    mode: `serial`, `pearl` or `eager`. chance: chances of a chunk's first token, and of each token
+    after an accepted one. overlap: hidden share of the shorter lane. rest_ms: rest of a round with
+    two lanes.
     """
     dice = random.Random(1)
 
@@ -176,7 +178,7 @@ def test_the_closed_forms_equal_the_simulation(gamma: int, first: float, next_: 
 
 
 def best(alpha: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
-    """Return the fastest of all choices."""
+    """Return the choice with the highest predicted rate."""
     return max(
         choose(alpha, next_, longest, costs, overlap, costs.overhead_ms).values(),
         key=lambda choice: choice.rate,
@@ -197,7 +199,7 @@ def test_choices_follow_the_costs() -> None:
 
 
 def test_the_rest_of_rounds_with_two_lanes_decides() -> None:
-    """Overlap pays if the rest of a serial round is longer than with two lanes."""
+    """Check that overlap pays only if a round's rest is shorter with two lanes than serially."""
     costs = RoundCosts(0.15, FLAT, 0.6)
     modes = {
         rest_ms: max(
@@ -209,7 +211,7 @@ def test_the_rest_of_rounds_with_two_lanes_decides() -> None:
 
 
 def test_choices_follow_the_acceptance_of_the_request() -> None:
-    """A perfect drafter and a poor one lead to different estimates and lengths."""
+    """Check that a perfect drafter has a higher estimate and no shorter drafts than a poor one."""
     target, twin, draft_model = models()
     settings = Settings(
         max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual"

@@ -1,4 +1,4 @@
-"""PEARL with the drafter in a worker process: the tokens of the virtual clock, in real time."""
+"""PEARL with the drafter in a worker process, which emits the tokens of the virtual clock."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from .test_processors import letters
 def test_the_wall_clock_gives_the_tokens_of_the_virtual_clock(
     schedule: str, rule: str, remote: RemoteChain, folder: Path
 ) -> None:
-    """Laws 1 to 5 of the virtual clock therefore hold on the wall clock."""
+    """Check that both clocks give equal tokens and counts, so laws 1 to 5 hold on both."""
     target, _, _ = models()
     local = ChainDrafter(folder, dtype="float64")
     settings = with_rule(rule, max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=3)
@@ -97,7 +97,7 @@ def test_the_wall_clock_includes_both_lanes(remote: RemoteChain) -> None:
 
 
 def test_a_failed_round_leaves_the_worker_usable(remote: RemoteChain) -> None:
-    """The next decode discards an answer that was not read."""
+    """Check that a decode discards the worker's answer that a failed decode left unread."""
     target, _, _ = models()
     settings = Settings(max_new_tokens=16, schedule="pearl_wall", num_draft_tokens=3)
     before = decode(target, remote, [[4, 5]], settings)[0].tokens
@@ -116,7 +116,10 @@ def test_a_failed_round_leaves_the_worker_usable(remote: RemoteChain) -> None:
 def test_pearl_plus_gives_the_tokens_of_the_virtual_clock(
     regime: tuple[float, float], remote: RemoteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have the same overlap and rest, so law 3 of the virtual clock holds here too."""
+    """Check that both clocks give equal tokens and counts, so law 3 holds on both.
+
+    The overlap and the rest, which are otherwise measured, are fixed.
+    """
     monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
     target, _, _ = models()
@@ -146,7 +149,7 @@ def test_pearl_plus_gives_the_tokens_of_the_virtual_clock(
 def test_the_drafter_continues_until_the_target_is_done(
     rule: str, remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow target lengthens chunks past the chosen length, and the text stays the same."""
+    """Check that a slow target lengthens chunks beyond the chosen length and keeps the text."""
     target, _, _ = models()
     settings = with_rule(
         rule, max_new_tokens=40, num_draft_tokens=12, costs=RoundCosts(0.9, (1.0, 1.1, 1.2, 1.3))
@@ -174,7 +177,7 @@ def test_the_drafter_continues_until_the_target_is_done(
 
 
 def test_pearl_plus_with_a_worker_keeps_the_targets_output(remote: RemoteChain) -> None:
-    """Choices depend on the clock and change the counts, but not the text."""
+    """Check the text; the choices depend on the clock, and with them the counts."""
     target, _, _ = models()
     costs = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
     for rule in ("greedy", "coupled"):
@@ -194,7 +197,7 @@ def test_pearl_plus_with_a_worker_keeps_the_targets_output(remote: RemoteChain) 
 def test_the_rest_of_a_round_with_two_lanes_is_measured(
     remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow rule lengthens the rest of a round, a slow target its lane."""
+    """Check that a slow rule lengthens the rest of a round, and a slow target does not."""
     target, _, _ = models()
     costs = RoundCosts(0.9, (1.0, 1.02, 1.04, 1.06), 0.0)  # two lanes pay
     settings = Settings(

@@ -1,4 +1,4 @@
-"""Phrase pools, and the target's tokens that Ouroboros stores there."""
+"""Pools of phrases, and the target's tokens that Ouroboros stores in them."""
 
 import random
 from itertools import pairwise

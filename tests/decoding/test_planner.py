@@ -1,4 +1,4 @@
-"""Decisions by cost: trees that do not pay are rarely drafted, batches decide before the round."""
+"""Decisions from costs: trees that do not pay are rarely drafted, batches decide before rounds."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_a_tree_that_does_not_pay_is_rarely_drafted(
 
 
 def test_rows_of_a_batch_retry_together() -> None:
-    """The rows of a batch resume in the same round, a single row when drafting pays."""
+    """Check that paused rows of a batch resume together, and a single row once drafting pays."""
     for rows, expected in ((4, {32}), (1, {21, 30})):
         again = set()
         for paused, pays_again in ((3, 21), (9, 30)):
@@ -75,7 +75,7 @@ def test_cost_ratio_of_a_batch_decides_before_the_round() -> None:
 def test_trees_of_a_batch_are_sized_by_past_rounds(
     kind: type[RankedTree], temperature: float
 ) -> None:
-    """The rows have the target's text, and accepted tokens."""
+    """Check that such trees keep the target's text and have accepted tokens."""
     settings = Settings(
         max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4
     )
@@ -93,7 +93,7 @@ def test_trees_of_a_batch_are_sized_by_past_rounds(
 
 
 def test_a_step_starts_from_the_nodes_that_pay() -> None:
-    """A node is expanded if its expected tokens exceed its share of the step's cost."""
+    """Check that a node is expanded if its expected tokens are worth its share of the step."""
     flat, steep = (
         replace(CHEAP, t_draft_by_frontier_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
         for most in (0.011, 3.0)
@@ -124,7 +124,7 @@ def test_the_likeliest_nodes_are_verified_up_to_the_maximum() -> None:
 
 
 def test_a_row_pauses_after_rejections_and_retries() -> None:
-    """A few rejections do not pause drafting, and no pause lasts forever."""
+    """Check that three rejections do not pause drafting, and that no pause lasts forever."""
     costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
     planner, drafted = StepPlanner(costs), []
     for number in range(400):
