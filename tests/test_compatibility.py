@@ -1,9 +1,9 @@
 """Files of an earlier version resume, load, draft and compare with the same results.
 
-That version's jobs wrote tests/fixtures, which no later version can write again. Every test works
-on a copy. Each comparison has a control: a changed byte or number must make it fail.
+Jobs of that version wrote tests/fixtures, which no later version can write again. Tests work on a
+copy. Each comparison has a control: a changed byte or number must make it fail.
 
-Weights are compared bit for bit on the processor and PyTorch version that wrote them. Elsewhere a
+Weights must be equal bit for bit on the processor and PyTorch version that wrote them. Elsewhere a
 difference of 1e-6 is allowed, as other vector units add in another order. Decoding runs in float64,
 so tokens and rounds are equal on every machine.
 """
@@ -24,7 +24,7 @@ from tests.support import snapshots
 
 TRAINING = ("distill.train", "recurrent_drafting.train")
 WEIGHTS = "drafter/model.safetensors"
-ELSEWHERE = 1e-6  # of the largest weight of a tensor
+ELSEWHERE = 1e-6  # allowed difference on other processors, relative to a tensor's largest weight
 INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # name in the inventory -> current name, of a row, a test function, a parameter id, an override, a
 # command or a drafter; `test[id]` for the id of one test
@@ -142,7 +142,7 @@ def is_from_this_machine(run: Path) -> bool:
 
 
 def check_resumed(job: str) -> None:
-    """Resume a stopped training and compare its weights and metrics with the finished one's."""
+    """Resume a stopped training run, and check its weights and metrics against a finished run's."""
     stopped, finished = Path(job, "stopped"), Path(job, "finished")
     before = (stopped / "metrics.jsonl").read_bytes()
     rerun(job, str(stopped))
@@ -179,7 +179,7 @@ def test_a_stopped_training_resumes_to_the_same_weights(job: str, copied: Path):
 
 
 def flip_byte(checkpoint: Path) -> None:
-    """Damage a checkpoint. It is skipped, and the run starts again."""
+    """Damage a checkpoint, so that it is skipped and the run starts from step 0."""
     file = checkpoint / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -187,7 +187,7 @@ def flip_byte(checkpoint: Path) -> None:
 
 
 def change_state(checkpoint: Path) -> None:
-    """Change the weights of a checkpoint, with valid hashes."""
+    """Change the weights of a checkpoint, and update their hashes."""
     state = checkpoint / "state.json"
     values = json.loads(state.read_text())
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -249,7 +249,7 @@ def test_control_a_finished_run_with_a_changed_byte_is_not_skipped(
 
 
 def current_answers() -> list[dict[str, Any]]:
-    """Generate the answers of answers.json again."""
+    """Return the cases of answers.json with newly generated answers."""
     from decoding import load
     from decoding.interfaces import RoundCosts
     from jobs.aliases import current_costs
@@ -285,7 +285,7 @@ def test_load_generates_the_same_tokens_in_the_same_rounds(copied: Path):
 
 
 def without_planned_lengths(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop the draft lengths of the cases in which the planner chooses them."""
+    """Return the cases, without the fields of LENGTHS where the planner chooses draft lengths."""
     return [
         {
             **case,
@@ -326,7 +326,7 @@ def test_control_a_changed_token_is_found():
 
 
 def measure_again(run: str) -> Path:
-    """Measure an evaluation again with its saved costs."""
+    """Measure an evaluation again with its saved costs, and return its folder."""
     folder = Path(run)
     for name in ("results.jsonl", "records.jsonl", "parts.jsonl", "report.html"):
         (folder / name).unlink(missing_ok=True)
@@ -338,7 +338,7 @@ PLANNED = {"chain", "head by cost"}  # drafters whose draft lengths the planner 
 
 
 def test_a_resumed_evaluation_drafts_the_same_tokens(copied: Path):
-    """The planner may choose other draft lengths, but the tokens are equal."""
+    """Check tokens and counts, apart from draft lengths that the planner chooses."""
     run = copied / "eval.run"
     expected = snapshots.without_lengths(snapshots.drafted(run), PLANNED)
     rows = snapshots.without_lengths(snapshots.counted(run), PLANNED)
@@ -375,14 +375,14 @@ def test_control_other_costs_change_the_drafts(copied: Path):
 
 
 def compare(*more: str) -> list[dict[str, Any]]:
-    """Compare the evaluation and return the rows."""
+    """Run eval.compare on the evaluation, and return the rows of comparison.jsonl."""
     given = ["runs=[eval.run]", "bootstrap_resamples=50", "prompts=all", "output_dir=compared"]
     assert snapshots.run_command("eval.compare", *given, *more) == 0
     return snapshots.json_lines(Path("compared", "comparison.jsonl"))
 
 
 def check_compared() -> None:
-    """Compare the rows of a comparison with those of its evaluation and earlier statistics."""
+    """Check a comparison's rows against its evaluation's and the earlier version's statistics."""
     rows, about = (
         snapshots.json_lines(Path("eval.run/results.jsonl")),
         json.loads(Path("comparison.json").read_text()),
@@ -404,7 +404,7 @@ def test_a_comparison_keeps_the_rows_of_an_evaluation(copied: Path):
 
 
 def slow_down(run: Path) -> str:
-    """Double the time of one generation in the records. Return the name of the file."""
+    """Double the time of one generation in the records, and return the file's name."""
     file = run / "records.jsonl"
     lines = [
         {key: value for key, value in line.items() if key != "crc32"}
@@ -443,7 +443,7 @@ def test_measured_costs_lead_to_the_same_decisions():
 def test_class_paths_of_a_saved_configuration_load(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Cover every class of conf/drafter, with lookup and top-k children, in a dry run."""
+    """Check the inventory's class paths in a dry run, and that an unknown path is an error."""
     file = copied / "class_paths/config.yaml"
     config = yaml.safe_load(file.read_text())
     paths = {entry["_target_"] for entry in config["drafters"]}
@@ -462,7 +462,7 @@ def test_class_paths_of_a_saved_configuration_load(
 @pytest.mark.long
 @pytest.mark.parametrize("run", ["class_paths", "class_path_of_a_worker"])
 def test_class_paths_of_a_saved_configuration_draft_the_same_tokens(run: str, copied: Path):
-    """Compare only the tokens of a worker, whose draft lengths depend on the clock."""
+    """Check tokens and counts; a worker's counts depend on the clock, so only its tokens."""
     expected = json.loads((copied / run / "drafted.json").read_text())
     found = snapshots.drafted(measure_again(run))
     if run == "class_path_of_a_worker":
@@ -473,7 +473,7 @@ def test_class_paths_of_a_saved_configuration_draft_the_same_tokens(run: str, co
 
 
 def renamed(names: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the names of the inventory with their current forms."""
+    """Return the inventory's names and entries in their current forms."""
     found: dict[str, list[str]] = {}
     for name, entries in names.items():
         found.setdefault(RENAMED.get(name, name), []).extend(
@@ -495,7 +495,7 @@ def test_no_test_of_a_law_and_no_control_is_lost(collected_tests: list[str]):
 
 
 def configured(only: Callable[[dict[str, list[str]]], Any]) -> list[Any]:
-    """Return the selected jobs and overrides as parameters of a test."""
+    """Return jobs and overrides as parameters of a test. only: selects from the inventory's."""
     return [
         pytest.param(job, RENAMED.get(override, override), id=f"{job} {override}".strip())
         for job, override in only(INVENTORY["configurations"])
@@ -524,7 +524,7 @@ def test_every_other_configuration_still_composes(job: str, override: str):
 
 
 def test_commands_removed_from_the_readme_still_compose():
-    """tests/test_readme.py composes the present commands."""
+    """Check the inventory's other commands; tests/test_readme.py composes the present ones."""
     from tests.test_readme import composed, parts
 
     for command in sorted({*INVENTORY["commands"]} - {*snapshots.readme_commands()}):

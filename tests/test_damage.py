@@ -15,12 +15,12 @@ from tests.support.small_jobs import JOBS, configured
 
 
 def truncate(content: bytes) -> bytes:
-    """Drop the second half."""
+    """Return the first half of the content."""
     return content[: len(content) // 2]
 
 
 def flip_bit(content: bytes) -> bytes:
-    """Flip one bit in the middle."""
+    """Return the content with one bit flipped in the middle."""
     changed = bytearray(content)
     changed[len(content) // 2] ^= 1
     return bytes(changed)
@@ -93,7 +93,7 @@ def mark_unfinished(folder: Path) -> None:
 
 
 def error_of(job: str, model: str, folder: Path) -> str:
-    """Run a job. Return the text of its UserError; empty where it succeeds."""
+    """Run a job, and return the text of its UserError, or "" if it succeeds."""
     try:
         JOBS[job].run(configured(job, model, folder))
     except UserError as error:
@@ -102,9 +102,9 @@ def error_of(job: str, model: str, folder: Path) -> str:
 
 
 def check_resumes_or_names(job: str, model: str, folder: Path, file: str) -> str:
-    """Run a job again: it succeeds, or its error names the file and a remedy.
+    """Run a job again, and check that it succeeds or that its error names the file and a remedy.
 
-    Returns the text of the error.
+    Returns the text of the error, or "".
     """
     words = error_of(job, model, folder)
     if words:
@@ -119,7 +119,7 @@ def check_resumes_or_names(job: str, model: str, folder: Path, file: str) -> str
 
 
 def cases(files: dict[str, list[str]], kinds: list[str]) -> list[object]:
-    """Return the damages of each file as parameters; most are long tests."""
+    """Return a parameter per job, file and kind of damage; most run in the long suite."""
     return [
         pytest.param(
             job,
@@ -190,7 +190,11 @@ def test_a_changed_artefact_of_a_finished_run_is_written_again(
 def test_a_finished_run_of_an_earlier_version_is_skipped(
     finished_run: Callable[[str, Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its manifest lacks hashes of artefacts, its configuration a hash and newer keys."""
+    """Check a run whose manifest lacks the artefacts' hashes, and whose configuration lacks a key.
+
+    Changed artefacts are then accepted, but a missing one is written again. The configuration has
+    no hash either.
+    """
     folder = tmp_path / "run"
     model = finished_run("distill.train", folder)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -215,7 +219,10 @@ def test_a_finished_run_of_an_earlier_version_is_skipped(
 def test_a_comparison_names_the_damaged_file_of_a_run(
     file: str, kind: str, hashed: bool, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
-    """hashed=False: the run is of an earlier version, whose manifest lists no artefacts."""
+    """Check that eval.compare's error names the file, or that the damage has no effect.
+
+    hashed: False is a run of an earlier version, whose manifest lists no artefacts.
+    """
     folder = tmp_path / "run"
     finished_run("eval.run", folder)
     if not hashed:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 
 def run(script: str, *arguments: object) -> str:
-    """Run an example from the repository's root and return what it prints."""
+    """Run an example from the root of the repository, and return its output."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / script, *map(str, arguments)],
         cwd=ROOT,

@@ -15,7 +15,7 @@ MOST_ENTRIES = MOST_IN_A_CHAIN = 16
 
 @pytest.fixture(scope="module")
 def decoding_imports() -> grimp.ImportGraph:
-    """Build the graph of imports inside `decoding`."""
+    """Return the graph of imports inside `decoding`."""
     return grimp.build_graph("decoding", exclude_type_checking_imports=True, cache_dir=None)
 
 

@@ -1,6 +1,6 @@
 """Installation from the wheel, without the checkout: the command lists and runs the jobs.
 
-The wheel contains their configurations and the embedded target.
+The wheel contains the jobs' configurations and the embedded target.
 """
 
 import os
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the tracked files, without older build folders."""
+    """Build the wheel from a copy of the tracked files, without build folders, and return it."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -58,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into an environment that has the dependencies of this one."""
+    """Install the wheel into a new environment with the same dependencies, and return its folder."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
@@ -84,7 +84,7 @@ def folder(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the installation in a folder, where the checkout is not importable."""
+    """Run a command of the installation in a folder from which the checkout is not importable."""
     names = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}

@@ -104,7 +104,7 @@ def commands_in(texts: list[str]) -> list[str]:
 
 
 def guide_commands() -> list[str]:
-    """Return the commands of the guides that `commands` does not have."""
+    """Return the commands of the guides that are not among `commands`."""
     texts = [(ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES]
     return sorted({*commands_in(texts)} - {*commands()})
 
@@ -118,14 +118,14 @@ def test_the_readme_names_every_job():
 
 
 def parts(command: str) -> tuple[str, list[str]]:
-    """Return the job and its arguments, without an ellipsis."""
+    """Return a command's job and arguments, without ELLIPSES."""
     job, *arguments = (word for word in shlex.split(command) if word not in ELLIPSES)
     return job, arguments
 
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
-    """Compose a command's configuration; the first member's of a sweep."""
-    # It also takes published flags and the folder of a drafter.
+    """Return the configuration of a command; for a sweep, that of its first member."""
+    # This job also takes published flags and the folder of a drafter.
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
     # The schema depends on the kind of head.
@@ -145,7 +145,7 @@ def test_every_command_composes(command: str):
 
 
 def write_pearl_prompts(folder: Path) -> Path:
-    """Write the prompt files of PEARL's suite and of its sweeps, eight short prompts each."""
+    """Write the prompt files of PEARL's suite and sweeps, with eight short prompts each."""
     for name in ("humaneval", "gsm8k_test", "mgsm", "mt_bench", "mbpp_test", "alpaca_eval"):
         lines = [
             {"id": f"{name}/{i}", "category": name, "turns": [f"def {name}_{i}(x):", "And?"]}
@@ -261,7 +261,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_named_file_exists(page: Path):
-    """Check paths in backticks, scripts in commands and targets of links."""
+    """Check paths in backticks, scripts in commands and the targets of links."""
     text = page.read_text()
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
     named = re.findall(r"(?:\./|python )(scripts/[\w/]+\.(?:sh|py))", text)

@@ -48,7 +48,10 @@ def trace_file(tmp_path: Path) -> Path:
 def folder(
     tiny_target: Path, tmp_path: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Make a model folder whose own Python defines its kind; standard input answers yes."""
+    """Return a model folder whose own Python defines its model type.
+
+    Standard input answers yes to every question.
+    """
     own = tmp_path / "own"
     shutil.copytree(tiny_target, own)
     (own / "code.py").write_text(CODE.format(written=str(trace_file)))
@@ -68,14 +71,17 @@ def folder(
 
 
 def job_on_folder(name: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
-    """Return a way to run a job on the folder."""
+    """Return a function that runs a job on the folder with own Python.
+
+    Its arguments: that folder, the tiny target and the run folder.
+    """
     return lambda own, tiny, out: JOBS[name].run(configured(name, own, out, *overrides))
 
 
 def job_on_another_target(
     name: str, key: str, *overrides: str
 ) -> Callable[[Path, Path, Path], object]:
-    """Return a way to run a job on another target, with the folder under a key."""
+    """Return a function that runs a job on the tiny target, with the other folder under a key."""
     return lambda own, tiny, out: JOBS[name].run(
         configured(name, tiny, out, f"{key}={own}", *overrides)
     )
@@ -153,7 +159,7 @@ def test_control_python_of_a_trusted_folder_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The folder's Python writes its file, and its model decodes."""
+    """Check that trusted Python runs in eval.run, and that jobs that make drafters refuse trust."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -178,7 +184,7 @@ def test_control_python_of_a_trusted_folder_runs(
 
 
 def test_every_auto_class_gets_trust_remote_code():
-    """Without this argument transformers asks on standard input."""
+    """Check every call, since transformers asks on standard input without this argument."""
     asked = []
     for package in (
         "decoding",

@@ -166,7 +166,7 @@ def test_work_of_every_step_is_charged_to_steps(
 def test_the_costs_of_a_tree_by_cost_include_its_growth(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that slower growth of a cost-based tree lengthens its measured draft steps.
+    """Check that slower draft forwards lengthen the measured steps of a cost-based tree.
 
     The tree drafts during the measurement, although it has no costs yet.
     """

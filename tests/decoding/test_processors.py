@@ -1,6 +1,6 @@
 """Repetition penalty, allowed tokens, min-p and stop strings under laws 1, 2 and 5.
 
-Each drafted position is processed by the text before it. Law 3 is in test_law_of_processors.py.
+Each drafted position is processed with the text before it. Law 3 is in test_law_of_processors.py.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ CHOSEN = ("chain", "ranked_tree", "multi_candidate", "lookahead", "ouroboros", "
 
 
 def other_thirds(text: Sequence[int]) -> list[int]:
-    """Return the tokens whose remainder by 3 differs from the last and third-last tokens'."""
+    """Return the tokens whose remainder by 3 is not the last token's, without the middle token."""
     taken = {token % 3 for token in text[-1:]}
     return [
         token
@@ -64,7 +64,7 @@ def settings_for(row: DrafterRow, change: str, rule: str) -> Settings:
 
 @lru_cache
 def plain_of(change: str, rule: str) -> list[list[int]]:
-    """Return the text of autoregressive decoding."""
+    """Return the autoregressive text after each of 16 prompts."""
     return [
         g.tokens for g in decode(models()[0], None, random_prompts(16), settings_of(change, rule))
     ]
@@ -73,16 +73,16 @@ def plain_of(change: str, rule: str) -> list[list[int]]:
 def drafted_by(
     row: DrafterRow, settings: Settings, answers: list[list[int]]
 ) -> tuple[list[list[int]], int]:
-    """Return the row's output and its number of accepted tokens."""
+    """Return the row's text after each of 16 prompts, and its number of accepted tokens."""
     drafted = decode(models()[0], row.make(Kit(*models(), answers)), random_prompts(16), settings)
     return [g.tokens for g in drafted], sum(g.accepted for g in drafted)
 
 
 @pytest.mark.parametrize("change", ["penalty", "reward", "all"])
 def test_every_node_is_processed_by_its_text(change: str) -> None:
-    """Compare with the definitions, bit for bit, on trees, chains, tips and token-by-token drafts.
+    """Check equality with the definitions, bit for bit, on trees, chains, tips and single tokens.
 
-    A text may contain padding tokens of the embedding.
+    Each text holds an id beyond the logits, which a padded embedding allows.
     """
     generator = torch.Generator().manual_seed(0)
     named = {key: value for key, value in CHANGES[change].items() if key != "min_p"}
@@ -129,7 +129,7 @@ def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
     drafted, accepted = drafted_by(row, settings_for(row, change, rule), plain)
     assert drafted == plain
     assert accepted > 0 or row.name == "suffix_lookup", (
-        "two tokens of this text hardly ever come again"
+        "suffixes of this text hardly ever occur again"
     )
     assert plain_of("none", rule) != plain, "nothing was changed"
     if "allowed" in CHANGES[change]:
@@ -164,7 +164,7 @@ def test_law_1_rejects_changes_that_leave_the_drafted_tokens_out(
 
 
 def nothing_behind_the_end(text: Sequence[int]) -> list[int]:
-    """A grammar whose texts end with token 5, and which allows no token after it."""
+    """Return the tokens that a grammar allows: none after token 5, which ends its texts."""
     return [] if text[-1] == 5 else other_thirds(text)
 
 
@@ -244,7 +244,7 @@ def test_a_stop_string_ends_the_row_with_its_last_token(row: DrafterRow) -> None
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: str) -> None:
-    """Draft with a copy of the target, whose chunks are all accepted, and with a weak model."""
+    """Check drafts of a copy of the target, whose chunks are all accepted, and of a weak model."""
     target, twin, draft_model = models()
     free = with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=COSTS)
     for number, prompt in enumerate(random_prompts(4)):

@@ -44,7 +44,7 @@ def chats(engine_tokenizer: object, count: int) -> list[list[int]]:
 
 
 def first_layers(folder: Path, count: int) -> ChainDrafter:
-    """Make a weak drafter of the model's first layers, its norm and its head."""
+    """Return a weak drafter with the model's first `count` layers, its norm and its head."""
     config = {**read_config(folder), "num_hidden_layers": count}
     return ChainDrafter(
         model=NativeTarget.from_state(config, load_state(folder), name=f"first-{count}")
@@ -52,7 +52,7 @@ def first_layers(folder: Path, count: int) -> ChainDrafter:
 
 
 def gap(target: Target, sequence: Sequence[int], settings: Settings, request: int) -> float:
-    """Return the gap between the next token's two best scores, shared noise included."""
+    """Return the gap between the next token's two best scores, noise included if sampled."""
     with torch.inference_mode():
         target.open(1, len(sequence) + 1)
         prefill(target, [list(sequence[:-1])])
@@ -74,7 +74,10 @@ def check_law(
     settings: Settings,
     plain: list[Generation] | None = None,
 ) -> tuple[list[Generation], list[Generation]]:
-    """Return the autoregressive and the drafted text; `plain` gives the former if it is known."""
+    """Check that drafted text diverges only at near ties, and on few tokens.
+
+    plain: the autoregressive generations, if they are known. Returns them and the drafted ones.
+    """
     plain = plain or decode(target, None, prompts, settings)
     drafted = decode(target, drafter, prompts, settings)
     diverged = 0
@@ -124,11 +127,11 @@ def test_generate_and_stream(stories260k: Path) -> None:
         )
     assert reply.stats.block_efficiency == 5, "a model that drafts for itself is always right"
     assert 2 in engine.stop_token_ids
-    assert not engine.costs, "nothing was weighed so far"
+    assert not engine.costs, "fixed drafts need no costs"
     weighed = generate(engine, "Once upon a time", max_new_tokens=40)
     assert weighed.text == plain.text
     assert weighed.stats.draft_steps < reply.stats.draft_steps, (
-        "a drafter as dear as its target hardly pays"
+        "a drafter as slow as its target hardly pays"
     )
 
 

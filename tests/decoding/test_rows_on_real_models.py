@@ -38,7 +38,7 @@ SAMPLED = replace(SETTINGS, temperature=1.0, verify="coupled")
 def spoken(
     folder: Path, sampled: bool
 ) -> tuple[Target, list[list[int]], Settings, list[Generation]]:
-    """Return a target, prompts, settings and the target's autoregressive text."""
+    """Return a target, prompts, settings and the target's autoregressive generations."""
     target, settings = load_target(folder), SAMPLED if sampled else SETTINGS
     if folder.name.startswith("chat"):
         prompts = chats(load(folder).tokenizer, PROMPTS)
@@ -50,9 +50,10 @@ def spoken(
 @lru_cache
 @torch.inference_mode()
 def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
-    """Fit a head without blocks that predicts the target's next hidden state from [h; s_1].
+    """Return a recurrent head without blocks, fitted to the target's autoregressive text.
 
-    It uses the target's output layer.
+    Least squares maps [h; s_1], the hidden state and the head's first state, to the target's next
+    hidden state; the target's output layer maps this to logits.
     """
     target, prompts, _, plain = spoken(folder, sampled)
     head = random_head(target, num_draft_layers=0)
@@ -70,7 +71,10 @@ def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
 
 
 def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False) -> None:
-    """Check the law with a drafter of this many target layers, and that drafts are accepted."""
+    """Check the law with a draft model of the target's first `layers`, and that rounds are saved.
+
+    sampled: checks law 2 instead of law 1.
+    """
     target, prompts, settings, plain = spoken(folder, sampled)
     kit = Kit(
         target,

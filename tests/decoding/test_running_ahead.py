@@ -66,7 +66,7 @@ def test_device_drafts_do_not_depend_on_other_rows(name: str, rule: str) -> None
 
 
 def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
-    """Return the paths to the nodes that a row counts, without padding."""
+    """Return the tokens of the path to each of a row's nodes, without padding."""
     assert proposal.parents_BN is not None
     paths: list[tuple[int, ...]] = []
     for token, parent in list(
@@ -95,7 +95,7 @@ def test_running_ahead_changes_no_token(
 def test_rules_on_the_device_equal_the_eager_ones(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare outcomes for random rows of every draft count, and for p = q without a residual."""
+    """Check equal outcomes for random rows of every draft count; p = q leaves no residual."""
     generator = torch.Generator().manual_seed(1)
     chooser = TokenChooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(rules, rule), []
@@ -117,7 +117,7 @@ def test_rules_on_the_device_equal_the_eager_ones(
 
 
 def test_cost_ratio_decides_before_the_round() -> None:
-    """Check the choice before a round: the length with the most expected tokens per millisecond."""
+    """Check that the chosen length has the most expected tokens per millisecond."""
     policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):

@@ -1,6 +1,6 @@
 """Trees with sampled children: choices that break law 3, acceptance, and budgets.
 
-The files of the laws test the rows of rows.py.
+The rows of rows.py are tested in the files of the laws.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -41,7 +41,7 @@ from .test_running_ahead import paths_of
 
 
 def narrow_tree() -> Drafter:
-    """Return a tree with room for some of the possible children."""
+    """Return a drafter whose tree has room for only some of its possible children."""
     return RankedTree(model=draft_table(), frontier=3, max_nodes=4)
 
 
@@ -103,9 +103,9 @@ def sampling_chooser(rows: int, vocab_size: int) -> TokenChooser:
 
 
 def test_children_are_sampled_without_replacement_in_order() -> None:
-    """First children have the distribution q, second ones q without the first.
+    """Check that first children have the distribution q, and second ones q without the first.
 
-    Missing children repeat a sibling with probability 0.
+    Missing children repeat a sibling and have probability 0.
     """
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
     draws = ChildSampler(sampling_chooser(rows, 5), q_V.log().expand(rows, 5), 2)
@@ -142,7 +142,7 @@ FEW: dict[str, Callable[[], Drafter]] = {
 def test_missing_children_are_not_tested(
     name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 3 holds with many missing children, and fails if they are tested as other tokens."""
+    """Check that law 3 holds with missing children, and fails if these are tested as tokens."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(token_chooser, "SAMPLES_PER_CHILD", 1)
     assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
@@ -158,9 +158,9 @@ def test_missing_children_are_not_tested(
 
 
 def test_chances_of_children() -> None:
-    """A child is accepted if those before it are rejected.
+    """Check the chances of children, each of which is tested if its earlier siblings are rejected.
 
-    The first one's chance is the mean before sampling, and then that of its probability.
+    Before sampling the first child has the mean chance, and afterwards that of its probability.
     """
     q_BPV = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
     worth_BPK, reached_BPK = child_chances(q_BPV, q_BPV)
@@ -194,7 +194,7 @@ def test_sampled_children_are_accepted_more_often_than_the_top_k(name: str) -> N
 
 @pytest.fixture
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
-    """Return the list of sampled trees that a test proposes."""
+    """Return a list to which every proposed sampled tree is added."""
     made: list[Proposal] = []
     original = SampledTree.proposal
 
@@ -240,7 +240,7 @@ def test_a_host_that_runs_ahead_samples_the_same_tree(monkeypatch: pytest.Monkey
 def test_merged_nodes_sample_separately_from_one_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Merged nodes share a distribution, of which the model computes one, but not their noise."""
+    """Check that merged nodes share one computed distribution, but not their noise."""
     trees: list[SampledGraph] = []
     original = SampledGraph.grow
 
@@ -269,7 +269,7 @@ def test_merged_nodes_sample_separately_from_one_distribution(
 
 
 def test_planned_budgets_learn_where_nodes_are_accepted() -> None:
-    """Certain levels make a deep and narrow tree, even ones a wide tree."""
+    """Check that certain levels make a deep and narrow tree, and even ones a wide tree."""
     budgets = {}
     for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
         budget = PlannedBudget(1, 6, 3, None, sampled=True)

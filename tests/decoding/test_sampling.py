@@ -1,4 +1,4 @@
-"""Warpers against their definitions, and the keyed noise against its promises.
+"""Warpers compared with their definitions, and the properties of the keyed noise.
 
 Shapes: R rows, V vocabulary.
 """
@@ -57,7 +57,7 @@ def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
     "fields", [{"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 90, "top_p": 0.99}], ids=str
 )
 def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the partial sort, the fast path, with a full stable sort."""
+    """Check that the partial sort, the fast path, gives the result of a full stable sort."""
     logits_RV = (
         torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
     )
@@ -110,7 +110,7 @@ def test_uniforms_stay_inside_the_open_interval() -> None:
 
 
 def test_mixing_matches_splitmix64() -> None:
-    """Compare with the authors' reference outputs of SplitMix64 for seed 1234567."""
+    """Check the first outputs for seed 1234567 against SplitMix64's published ones."""
     state, outputs = 1234567, []
     for _ in range(3):
         state = (state + noise.GOLDEN) & noise.MASK
@@ -160,7 +160,7 @@ def test_uniforms_differ_by_every_part_of_their_key() -> None:
 
 @pytest.mark.parametrize("depths", [None, torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])])
 def test_noise_for_survivors_selects_the_same_tokens(depths: torch.Tensor | None) -> None:
-    """Compare noise made for the survivors, the fast path, with noise for the full vocabulary."""
+    """Check that noise for the survivors, the fast path, selects the tokens of noise for all."""
     logits_BNV = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(1))
     warper = Warper(1.0, top_k=7)
     picks = []

@@ -40,7 +40,7 @@ def settings_of(rule: str) -> Settings:
 
 
 def drained(batch: Batch) -> Generation:
-    """Run a started turn to its end; return its generation."""
+    """Run a started turn to its end, and return its generation."""
     generation = batch.rows[0].generation
     with torch.inference_mode():
         while batch.rows:
@@ -69,7 +69,7 @@ def test_every_turn_equals_a_fresh_decode_of_the_text(row: DrafterRow, rule: str
         (fresh,) = decode(other.target, row.make(other), [text], settings, request_ids=[turn])
         assert found.tokens == fresh.tokens
         assert (found.rounds, found.trace) == (fresh.rounds, fresh.trace), (
-            "the drafter knows what it would know"
+            "the drafter's state differs from that of a fresh decode"
         )
         if turn:  # the answer's last token is in no cache, and perhaps the one before it
             assert len(said) - 1 <= found.prefilled <= len(said) < before
@@ -144,7 +144,7 @@ def test_plain_and_abandoned_turns_do_not_change_the_text(rule: str) -> None:
     answer = drained(session.start(text)).tokens
     plain = drained(session.start([*text, *answer[:-6]], drafted=False, max_new_tokens=6))
     assert plain.prefilled == 0 and len(plain.tokens) == 6 and plain.drafted == 0
-    assert (plain.tokens == answer[-6:]) == (rule != "token"), "by token a sample is another draw"
+    assert (plain.tokens == answer[-6:]) == (rule != "token"), "`token` samples anew without drafts"
     text += [*answer, 9, 10]
     left = session.start(text, request_id=1)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_plain_and_abandoned_turns_do_not_change_the_text(rule: str) -> None:
 
 
 class LastState(ChainDrafter):
-    """A chain drafter that checks that it receives the target's hidden state before the tip."""
+    """Chain drafter that keeps the hidden state before the tip and checks that it receives one."""
 
     capabilities = replace(ChainDrafter.capabilities, needs_hidden=True)
     state: torch.Tensor

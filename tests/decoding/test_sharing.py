@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def plain(prompts: list[list[int]], **changes: object) -> list[list[int]]:
-    """Return the autoregressive text of each prompt alone."""
+    """Return the autoregressive text of each prompt, decoded alone."""
     settings = replace(Settings(max_new_tokens=12), **changes)  # type: ignore[arg-type]
     return [decode(native_of(hf_model()), None, [prompt], settings)[0].tokens for prompt in prompts]
 
@@ -127,7 +127,7 @@ def test_unread_and_finished_streams_disturb_no_call(engine: Engine) -> None:
 
 
 def test_a_nested_call_cannot_mix_two_texts(engine: Engine) -> None:
-    """Check that the claim detects a nested call, which the re-entrant lock admits."""
+    """Check that a nested call, which the re-entrant lock admits, ends the outer one's claim."""
     with pytest.raises(UserError, match=OVERTAKEN):
         decode(
             engine.target,
@@ -190,7 +190,7 @@ def test_a_sessions_earlier_turn_cannot_continue(engine: Engine) -> None:
 
 
 def test_two_sets_of_conversations_do_not_mix(engine: Engine) -> None:
-    """Check two sets of conversations on one target, which stores caches by row."""
+    """Check two sets of conversations that take turns on one target's stored caches."""
     settings = Settings(max_new_tokens=5, num_draft_tokens=3)
     sets = [ConversationBatches(engine.target, engine.drafter) for _ in range(2)]
     texts = [[5, 6, 7], [9, 8, 10, 11]]

@@ -1,6 +1,6 @@
-"""The static forward against the eager one, unrecorded in float64, and the laws on it.
+"""Static forwards compared with eager ones, without recording and in float64, and their laws.
 
-Chains, trees, ragged rows, commits and buckets are compared.
+The forwards cover chains, trees, ragged rows, commits and buckets.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -37,7 +37,7 @@ def same(left: Tensor, right: Tensor) -> None:
 
 
 def both(pair: Sequence[NativeTarget], tokens_BN: Tensor, parents_BN: Tensor | None = None) -> None:
-    """Run one forward of each target; check that logits and hidden states agree."""
+    """Run one forward of each target, and check that logits and hidden states agree."""
     for left, right in zip(*(target.forward(tokens_BN, parents_BN) for target in pair)):
         same(left, right)
 

@@ -158,7 +158,10 @@ def test_cost_ratio_pauses_a_useless_drafter_and_retries() -> None:
 
 
 def test_cost_ratio_is_the_default_with_measured_costs() -> None:
-    """It holds for tokens sampled one by one on the serial schedule; other drafts are fixed."""
+    """Check the default policy: cost_ratio for chains with costs, if the schedule is serial.
+
+    Lookups, trees and overlapped schedules have the policy `fixed`.
+    """
     target, _, draft_model = models()
     prompts, settings = random_prompts(8), Settings(max_new_tokens=48, num_draft_tokens=8)
 

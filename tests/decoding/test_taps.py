@@ -1,4 +1,4 @@
-"""Taps equal Hugging Face's hidden states, and drafters receive those of committed tokens.
+"""Taps equal Hugging Face's hidden states, and drafters receive the taps of committed tokens.
 
 Both backends and recorded steps are tested.
 
@@ -38,14 +38,14 @@ from .test_targets import close, ids
 LAYERS = 3
 EVERY = (2, 0, 3, 1)  # all taps of three layers, not in their order
 PARENTS = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 2]]
-Seen = list[tuple[list[int], Tensor]]  # (a text, the states that its last token was given)
+Seen = list[tuple[list[int], Tensor]]  # (token ids, the tapped states of the last one)
 
 
 def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
-    """Return every text with its last token's tapped states, over all ways to fill a cache.
+    """Fill the target's cache in all ways, and return every text with its last token's states.
 
-    These are chunked prompts, chains, trees, ragged rows, moved paths, roll-back, selection and a
-    restored row.
+    The ways are chunked prompts, chains, trees, ragged rows, moved paths, roll-back, selection and
+    a restored row.
     """
     texts: list[list[int]] = [[5, 6, 7, 8, 9, 10, 11], [9], [], [3, 4, 5, 6]]
     seen: Seen = []
@@ -97,7 +97,7 @@ def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
 
 
 def states_of(model: torch.nn.Module, text: list[int], taps: tuple[int, ...]) -> Tensor:
-    """Return Hugging Face's hidden states of a text's last token, concatenated."""
+    """Return Hugging Face's hidden states of a text's last token, concatenated over the taps."""
     with torch.inference_mode():
         found = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
     return torch.cat([found.hidden_states[tap][0, -1] for tap in taps], -1)
@@ -147,7 +147,7 @@ def test_every_tap_equals_hugging_faces_hidden_state(kind: str, shape: str) -> N
 
 @pytest.mark.long
 def test_each_choice_of_taps_is_compiled_separately() -> None:
-    """Check for one traced form for single tokens and one for more, for each choice of layers."""
+    """Check that each choice of layers has two traced forms: for single tokens and for more."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = hf_model(layers=LAYERS)
@@ -280,7 +280,7 @@ def test_taps_of_a_partial_view_are_those_of_its_layers() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """A counter of the operations inside a context."""
+    """Recorder of the names of all operations inside its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ def test_a_drafter_with_taps_needs_hidden_states() -> None:
 
 
 def test_overlapped_schedules_pass_taps_to_the_drafter() -> None:
-    """Check that each round's first state is that of the tip."""
+    """Check that a drafter receives the tip's state first in every round."""
     kit, other = kit_of(), kit_of()
     prompt = [5, 6, 7]
     text, lengths, firsts = list(prompt), [len(prompt)], []

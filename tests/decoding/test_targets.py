@@ -1,6 +1,6 @@
-"""Both backends against plain `transformers`, and the cache operations.
+"""Both backends compared with plain `transformers`, through every cache operation.
 
-Ragged rows, trees, commits, roll-back and selection are tested.
+The operations are ragged rows, trees, commits, roll-back and selection.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -46,9 +46,9 @@ def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
 
 
 def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
-    """Check closeness relative to the largest number of `right`, or to 1.
+    """Check that two tensors differ by at most `tolerance` times the largest number of `right`.
 
-    tolerance: None is the dtype's default.
+    If that number is below 1, it counts as 1. tolerance: None takes the dtype's value in TOLERANCE.
     """
     tolerance = TOLERANCE[right.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
@@ -60,7 +60,7 @@ def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_equal_plain_transformers(backend: str, shape: str, dtype: torch.dtype) -> None:
-    """Compare a prompt, a chain and single tokens with one forward without a cache."""
+    """Check a prompt, a chain and single tokens against one forward without a cache."""
     target, model = make(backend, shape, dtype)
     tokens = ids(1, 70)  # past position 32, where the Llama 3.1 scaling begins
     with torch.inference_mode():
@@ -260,7 +260,7 @@ def test_real_models_load(stories260k: Path, backend: str) -> None:
 
 
 def test_gpt2_runs_on_hf() -> None:
-    """Use GPT-2, whose learned positions must come from the position ids that the target passes."""
+    """Check ragged rows of GPT-2, whose learned positions depend on the passed position ids."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -281,9 +281,9 @@ def test_gpt2_runs_on_hf() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.long
 def test_a_compiled_model_equals_the_eager_one() -> None:
-    """Compare ragged rows, chains, trees, moved paths and a larger cache.
+    """Check equal outputs for ragged rows, chains, trees, moved paths and a larger cache.
 
-    One form is traced for single tokens and one for wider forwards, for any batch size.
+    The number of traced forms is small, so lengths are not constants in the compiled code.
     """
     parents_BN = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])
     model = hf_model("llama")

@@ -176,7 +176,7 @@ def test_every_rendering_of_a_chat_has_the_limits(way: str) -> None:
 def test_each_thread_has_its_deadline(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Render slow and quick chats in six threads; no thread may receive another's error."""
+    """Check that threads with an endless template get its error, and the others their text."""
     found: dict[int, str] = {}
     until = time.monotonic() + 1.0
 

@@ -66,7 +66,11 @@ VICUNA_TURNS = (
 
 @pytest.fixture
 def build(tmp_path: Path, llama_tokenizer: Path) -> Build:
-    """Write a folder of LLaMA's tokenizer files."""
+    """Return a function that writes a folder of LLaMA's tokenizer files and returns its path.
+
+    Its arguments: the folder's name, a key of FILES, the content of tokenizer_config.json (empty
+    for a config.json instead), and whether a token [PAD] is added.
+    """
 
     def made(name: str, files: str, settings: dict[str, Any], pad: bool = False) -> Path:
         folder = tmp_path / name
@@ -255,7 +259,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(build: Build) -> None
 
 @pytest.fixture
 def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
-    """Write two model folders with random weights; the second has a [PAD] as its last token."""
+    """Return two model folders with random weights; the second has [PAD] as its last token."""
     shape = StudentConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -307,7 +311,7 @@ def test_a_note_reports_the_missing_sentencepiece(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Check the note on a machine without sentencepiece, which may still run models."""
+    """Check that a tokenizer loads without sentencepiece, with a note that it was not compared."""
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copyfile(chat24m / name, tmp_path / name)
     (tmp_path / "tokenizer_config.json").write_text(

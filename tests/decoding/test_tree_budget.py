@@ -21,13 +21,13 @@ COSTS = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5))
 
 
 def scores(*chances_BM: list[float]) -> tuple[Tensor, Tensor]:
-    """Return the path scores of these chances, and the number of nodes of each row."""
+    """Return the path scores (log chances), and the number of nodes with a chance in each row."""
     scores_BM = torch.tensor(chances_BM, dtype=torch.float64).log()
     return scores_BM, (scores_BM > NONE).sum(1)
 
 
 def test_a_host_that_runs_ahead_does_not_count_nodes() -> None:
-    """It proposes the maximum number of nodes for every row that drafts."""
+    """Check that it proposes the maximum number of nodes for every row that drafts."""
     grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
     for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
         budget = PlannedBudget(3, 3, 2, None, sampled=False, ahead=ahead)
@@ -38,7 +38,7 @@ def test_a_host_that_runs_ahead_does_not_count_nodes() -> None:
 
 
 def test_planned_sizes_follow_past_rounds() -> None:
-    """A certain path makes a deep and narrow tree; without acceptance nothing is drafted."""
+    """Check that certain paths make a deep and narrow tree, and that rejections end drafting."""
     for chance, accepted, expected in ((1.0, 5, [1] * 5), (0.0, 0, [])):
         budget = PlannedBudget(1, 6, 4, COSTS, sampled=False)
         for _ in range(40):
@@ -62,7 +62,7 @@ def test_planned_sizes_read_back_the_chances_of_each_level() -> None:
 
 
 def test_a_top_k_tree_ends_when_another_level_does_not_pay() -> None:
-    """The number of proposed nodes has the largest expected gain."""
+    """Check that growth ends, and that the proposed number of nodes has the largest gain."""
     budget = GrowingBudget(2, 4, COSTS, sampled=False)
     assert budget.begin([6, 0]) == [6, 0]
     sure, _ = scores([0.9, 0.02], [0.9, 0.02])
@@ -78,7 +78,10 @@ def test_a_top_k_tree_ends_when_another_level_does_not_pay() -> None:
 
 
 def test_a_budget_lasts_for_its_batch() -> None:
-    """New prompts, a resumed conversation or another kind of tree get a new budget."""
+    """Check that rounds share a budget, and that a resumed conversation gets a new one.
+
+    Trees with sampled and with top-k children have separate budgets.
+    """
     drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
     drafter.open([prompt], None, 32)
     for rule in ("token", "token", "greedy"):

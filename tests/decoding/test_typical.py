@@ -1,4 +1,4 @@
-"""Typical acceptance: equal to its publication on chains and trees, and lossy."""
+"""Typical acceptance: as published, on chains and trees, and lossy."""
 
 import math
 
@@ -25,7 +25,7 @@ V = 7
 
 
 def least(p_V: torch.Tensor) -> float:
-    """Compute the acceptance threshold in plain Python."""
+    """Return the probability above which a token is accepted, computed in plain Python."""
     entropy = -sum(p * math.log(p) for p in p_V.tolist() if p > 0)
     return min(EPSILON, DELTA * math.exp(-entropy))
 
@@ -51,7 +51,7 @@ def test_a_chain_is_accepted_up_to_the_first_untypical_token(seed: int) -> None:
 
 
 def test_the_longest_typical_path_of_a_tree_is_accepted() -> None:
-    """Use a tree whose first branch is typical but short, and whose second is longer."""
+    """Check a tree whose first branch is typical but short, and whose second is longer."""
     sure = torch.full((1, 4, V), -9.0, dtype=torch.float64)
     sure[0, 0, [1, 2]] = 0.0  # after the tip
     sure[0, 1, 3] = 9.0  # after node 0, whose likely token is not node 2

@@ -1,4 +1,4 @@
-"""Device tree verification accepts the eager version's nodes and keeps the next token's law."""
+"""Tree verification on the device accepts the eager nodes and keeps the next token's law."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, TokenChooser]:
 
 
 def with_q(proposal: Proposal, seed: int) -> Proposal:
-    """Return the tree with q over six candidates a node, which include the siblings' tokens."""
+    """Return the tree with q over six candidates per node, its children's tokens among them."""
     generator = torch.Generator().manual_seed(seed)
     ids_BPK = torch.stack(
         [
@@ -86,7 +86,10 @@ def dense(proposal: Proposal) -> Proposal:
 
 
 def padded(proposal: Proposal) -> Proposal:
-    """Return the tree with two padding nodes, whose number only the device has."""
+    """Return the tree with two more nodes of padding, and counts that include all padding.
+
+    Only NO_NODE among the parents, on the device, marks padding.
+    """
     assert proposal.parents_BN is not None
     N, counts_B1 = proposal.tokens_BN.shape[1], torch.tensor(proposal.counts_B)[:, None]
     parents_BN = proposal.parents_BN.masked_fill(torch.arange(N) >= counts_B1, NO_NODE)
@@ -192,9 +195,9 @@ def test_control_a_walk_without_residual_update_is_detected(
 
 @pytest.mark.parametrize("kind", ["point masses", "few candidates", "whole vocabulary"])
 def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> None:
-    """Compare the next token after many full rejections with the residual by the eager rule.
+    """Check that after rejection of all children the next token has the eager rule's residual.
 
-    A tail, where a child may be accepted in part, is under law 3 in tests/recurrent_drafting.
+    Tails, whose children may be accepted in part, are tested by law 3 in tests/recurrent_drafting.
     """
     logits_BNV, proposal, chooser = random_tree(0)
     draws, row, drawn = 6_000, 0, with_q(proposal, 0)
@@ -272,9 +275,9 @@ def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Te
 def test_rounding_never_emits_an_impossible_token(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the next token has p > 0 after every rejection, where p and q differ by rounding.
+    """Check that every next token has p > 0, if p and q differ only by rounding.
 
-    If point masses hold all of p, one of them is accepted.
+    If point masses cover all of p, one of them is accepted.
     """
     failed = 0
     for seed in range(60):
@@ -297,19 +300,19 @@ def test_rounding_never_emits_an_impossible_token(
 
 
 def leave_a_residue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a rounding error to the residual everywhere."""
+    """Add a rounding error to the residual weight of every token."""
     monkeypatch.setattr(
         device_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms)
     )
 
 
 def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a token outside the candidates if rounding passes them, even if none has weight."""
+    """Always sample the next token outside the candidates, even if none there has weight."""
     monkeypatch.setattr(device_tree.CandidateNode, "next_token", lambda self, uniform: self.other)
 
 
 def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute the rest of point masses as 1 minus the rejected ones, with a rounding error."""
+    """Add a rounding error to the probability that is left after rejected point masses."""
     chance = device_tree.PointMassNode.acceptance_probability
     monkeypatch.setattr(
         device_tree.PointMassNode,

@@ -70,9 +70,9 @@ def test_a_round_waits_once(
 
 
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
-    """Return the waits that the law allows: one a round.
+    """Return the number of waits that the law allows: one per round.
 
-    Ouroboros looks phrases up on the host, so each forward of its model waits too.
+    Ouroboros looks phrases up on the host, so each forward of its draft model waits too.
     """
     return rounds + (draft_steps if name.startswith("ouroboros") else 0)
 
@@ -93,7 +93,7 @@ def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
 def test_every_row_waits_once_a_round(
     monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str, penalty: float
 ) -> None:
-    """Count the waits of each row; its output must not change either."""
+    """Check each row's waits, and that its greedy and coupled text is the target's."""
     expected = plain(rule, penalty) if rule in ("greedy", "coupled") else None
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     target, draft_model = models()
@@ -131,7 +131,7 @@ def test_control_extra_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("ahead")
 def test_control_a_penalty_on_host_tokens_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check as a control that reading every drafted token is counted."""
+    """Check that reading every drafted token on the host is counted."""
     original = DraftProcessors.add
 
     def read(self: DraftProcessors, tokens_B: Tensor) -> None:
@@ -160,7 +160,7 @@ def other_half(text: Sequence[int]) -> range:
 def test_allowed_tokens_wait_for_the_draft(
     monkeypatch: pytest.MonkeyPatch, tree: bool, rule: str
 ) -> None:
-    """Count the waits of `allowed`: one more a round, and one for every token of a chain."""
+    """Check the further waits of `allowed`: one per tree, or one per drafted token of a chain."""
     target, draft_model = models()
     drafter = RankedTree(model=draft_model, frontier=3) if tree else ChainDrafter(model=draft_model)
     waits, rounds, drafts = Waits(), 0, 0
@@ -179,7 +179,7 @@ def test_allowed_tokens_wait_for_the_draft(
 
 
 class Lanes(ChainDrafter):
-    """A chain drafter that counts its calls."""
+    """Chain drafter that counts its proposals."""
 
     asked = 0
 
@@ -196,7 +196,7 @@ class Lanes(ChainDrafter):
 def test_an_overlapped_round_waits_once_and_for_its_clock(
     monkeypatch: pytest.MonkeyPatch, schedule: str, rule: str, penalty: float
 ) -> None:
-    """Count one wait for the chunk and the outcome, and one for each lane's virtual clock."""
+    """Check one wait per round for chunk and outcome, and one per lane for its virtual clock."""
     expected = plain(rule, penalty)[0] if rule != "token" else None
     target, draft_model = models()
     drafter, waits = Lanes(model=draft_model), Waits()
@@ -285,7 +285,7 @@ def test_sync_debug_mode_finds_no_other_wait_in_any_row(
 def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(
     schedule: str, rule: str
 ) -> None:
-    """Run the schedule in sync debug mode, which admits the clock's explicit waits."""
+    """Check the schedule in sync debug mode, which admits the clock's explicit waits."""
     target, draft_model = models("cuda")
     drafter, prompts, settings = (
         ChainDrafter(model=draft_model),

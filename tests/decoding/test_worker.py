@@ -46,7 +46,7 @@ def test_a_worker_drafts_the_same_under_the_serial_schedule(
 def test_policies_decide_in_the_worker_and_return_with_their_state(
     stopping: str, remote: RemoteChain, folder: Path
 ) -> None:
-    """Drafts have the lengths of a single process in every round."""
+    """Check that a worker's drafts are as long and as often accepted as a single process's."""
     target, _, _ = models()
     settings = Settings(
         max_new_tokens=40,
@@ -64,7 +64,7 @@ def test_policies_decide_in_the_worker_and_return_with_their_state(
 
 
 def test_the_worker_applies_the_repetition_penalty(remote: RemoteChain, folder: Path) -> None:
-    """The drafts are those of a single process."""
+    """Check that a worker's drafts are accepted as often as a single process's."""
     target, _, _ = models()
     settings = Settings(max_new_tokens=40, num_draft_tokens=4, repetition_penalty=1.4)
     here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(6), settings)
@@ -106,7 +106,10 @@ def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_chain_ends_at_the_message(remote: RemoteChain) -> None:
-    """It ends at once after an early message, at its budget without one, and ignores a late one."""
+    """Check that an early message ends a chain at once, and that a late one has no effect.
+
+    Without a message the chain ends at its budget.
+    """
     chooser = TokenChooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
     remote.open([[4, 5, 6]], None, 64)
     for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
@@ -138,7 +141,7 @@ def delay_messages(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds
 def test_a_workers_draft_step_excludes_messages(
     remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message costs a round once, in its rest; a step costs the worker's time."""
+    """Check that slow messages lengthen the rest of a round, and not the worker's draft steps."""
     target, _, _ = models()
     settings = Settings(schedule="pearl_plus_wall", num_draft_tokens=4)
     plain = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)

@@ -266,7 +266,7 @@ GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 def composed(job: str, override: str) -> Any:
     """Compose a job with an override of the inventory, and with those that the job requires.
 
-    Raises UserError if the job rejects them.
+    Raises the job's error if it rejects them.
     """
     from tests.test_readme import composed as of_arguments
 
