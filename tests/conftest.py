@@ -33,7 +33,7 @@ def _shared(*parts: str) -> Path:
 
 
 def _lacking(reason: str) -> None:
-    """Skip the running test with a reason; in CI, where every requirement must be met, fail it."""
+    """Skip the running test with a reason, or fail it in CI, which must meet every requirement."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

@@ -146,7 +146,7 @@ def check_resumed(job: str) -> None:
     stopped, finished = Path(job, "stopped"), Path(job, "finished")
     before = (stopped / "metrics.jsonl").read_bytes()
     rerun(job, str(stopped))
-    assert (stopped / "metrics.jsonl").read_bytes().startswith(before), "it started from step 0"
+    assert (stopped / "metrics.jsonl").read_bytes().startswith(before), "the run began at step 0"
     metrics = [
         [
             {key: value for key, value in line.items() if key != "tokens_per_second"}
@@ -491,11 +491,14 @@ def test_no_test_of_a_law_and_no_control_is_lost(collected_tests: list[str]):
     assert not snapshots.lost(before, snapshots.by_function(collected_tests))
     some = next(name for name in collected_tests if name.startswith("test_law_1_rejects["))
     without = [name for name in collected_tests if name != some]
-    assert snapshots.lost(before, snapshots.by_function(without)) == [some], "the control"
+    assert snapshots.lost(before, snapshots.by_function(without)) == [some], "control: a lost test"
 
 
 def configured(only: Callable[[dict[str, list[str]]], Any]) -> list[Any]:
-    """Return jobs and overrides as parameters of a test. only: selects from the inventory's."""
+    """Return pairs of job and override as parameters of a test.
+
+    only: function that selects the pairs from the inventory's configurations.
+    """
     return [
         pytest.param(job, RENAMED.get(override, override), id=f"{job} {override}".strip())
         for job, override in only(INVENTORY["configurations"])
@@ -524,7 +527,10 @@ def test_every_other_configuration_still_composes(job: str, override: str):
 
 
 def test_commands_removed_from_the_readme_still_compose():
-    """Check the inventory's other commands; tests/test_readme.py composes the present ones."""
+    """Check the inventory's commands that the README and docs/cli.md no longer have.
+
+    tests/test_readme.py composes the present ones.
+    """
     from tests.test_readme import composed, parts
 
     for command in sorted({*INVENTORY["commands"]} - {*snapshots.readme_commands()}):

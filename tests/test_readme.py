@@ -64,7 +64,7 @@ TOY_LOOP = (
     "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
     "loop.eval_every=0 data.max_samples=20"
 )
-# job -> arguments that make it small; without stages, as .ci/run runs those of the quickstart
+# job -> arguments that make it small; stages are left out, as .ci/run runs the quickstart's
 TOY = {
     "distill.compact": "",
     "distill.pretrain": f"{TOY_LOOP} stages=[]",

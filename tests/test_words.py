@@ -17,7 +17,7 @@ PHRASES = re.compile(
 
 
 def offences(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the phrase of every match; a phrase may continue on the next line."""
+    """Yield the line number and the phrase of every match; a phrase may span two lines."""
     for match in PHRASES.finditer(re.sub(r"\n[ #>]*", lambda gap: gap[0].replace("#", " "), text)):
         yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
 

@@ -1,4 +1,4 @@
-"""Budgets of forwards against the model's parameters, cache and matrix products."""
+"""Budgets of forwards, compared with the model's parameters, cache and matrix products."""
 
 import torch
 

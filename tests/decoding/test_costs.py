@@ -1,4 +1,4 @@
-"""Measured costs of a round: nondecreasing in the tokens, and with the rest of a round."""
+"""Measured costs: forwards over more tokens never cost less, and a round has a rest."""
 
 import itertools
 import json
@@ -270,12 +270,12 @@ def test_one_bad_window_does_not_matter() -> None:
         "costs are nondecreasing"
     )
     assert combine_windows([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
-        "a round saves a limited time over its parts"
+        "a round saves a limited share of its parts"
     )
 
 
 def test_rounds_are_right_if_parts_were_overestimated() -> None:
-    """Check predicted rounds if the target's forwards take a fifth less time inside rounds."""
+    """Check that predictions equal timed rounds, if forwards take a fifth less time inside them."""
     parts = RoundCosts(0.5, (5.0, 5.5, 6.0))
     drafter = ChainDrafter(model=models()[2])
 

@@ -27,7 +27,10 @@ def write_recurrent(folder: Path, **sizes: int) -> None:
 
 
 def write_head(name: str, target: Any, folder: Path) -> None:
-    """Write a head with random weights. target: the Hugging Face configuration of its target."""
+    """Write a head with random weights to `folder`.
+
+    name: a kind in HEAD_ROWS. target: the Hugging Face configuration of the head's target.
+    """
     torch.manual_seed(3)
     row = next(row for row in HEAD_ROWS if row.kind.name == name)
     shape = row.shape(target)

@@ -138,7 +138,7 @@ def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> N
     if (
         not drafter.capabilities.needs_costs
     ):  # drafters that weigh costs pause, except for a retry now and then
-        assert all(g.tested == 23 for g in drafted), "a token is tested in every round but the last"
+        assert all(g.tested == 23 for g in drafted), "all rounds but the last test a token"
 
 
 # On an unsure text, drafters that copy or learn from the target are right now and then, and so are

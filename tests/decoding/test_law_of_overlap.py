@@ -30,8 +30,8 @@ SCHEDULES: dict[str, dict] = {
     f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs}
     for name, costs in REGIMES.items()
 }
-# Every length and warper for PEARL, and two for schedules that only reorder
-# PEARL's rounds.
+# PEARL and its ablations have every length and warper; PEARL+, which only reorders their rounds,
+# has two.
 CASES = [
     (name, gamma, warper)
     for name in ("pearl", "without_post", "without_pre")
@@ -76,7 +76,7 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
 def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that post-verify's first test may not share the uniform of pre-verify's test."""
+    """Check a post-verify whose first test reuses the uniform of the pre-verify test before it."""
     original, last = TokenChooser.uniform, {}
 
     def reused(

@@ -170,7 +170,7 @@ def test_law_5_a_stop_token_inside_the_accepted_span_ends_the_row(rule: str) -> 
         assert generation.tokens == tokens[:stop]
         assert generation.finish == ("stop" if stop_token in tokens else "length")
         assert generation.accepted + generation.rounds >= stop
-        assert generation.accepted <= stop, "tokens behind the stop were counted"
+        assert generation.accepted <= stop, "tokens after the stop were counted"
     assert drafted[0].rounds == 2
 
 
@@ -223,7 +223,7 @@ def test_law_5_cache_lengths_after_every_round(
         "graph",
         "ouroboros",
     )
-    assert models_seen or not row.name.startswith(with_models), "no cache of a model was looked at"
+    assert models_seen or not row.name.startswith(with_models), "no draft model's cache was checked"
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])

@@ -31,7 +31,10 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a llama of 3 layers, width 32, MLP 40, 4 query and 2 key/value heads."""
+    """Return the folder of a random llama with 3 layers and a vocabulary of 48.
+
+    Its width is 32, its MLP's 40, and it has 4 query and 2 key/value heads.
+    """
     folder = tmp_path_factory.mktemp("made")
     hf_model("llama", layers=3, dtype=torch.float32).save_pretrained(folder)
     return folder

@@ -138,7 +138,7 @@ def test_finite_checks_share_the_rules_readback(
     assert reads == []
     follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)
     assert readback.drafter_values() == [[3]]
-    assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
+    assert reads == [4], "choices, drafted tokens, the drafter's value, and the largest logit"
     readback = DeviceReadback(watched=[FiniteCheck(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
         follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, readback)

@@ -128,7 +128,7 @@ def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) 
 def test_the_virtual_clock_hides_the_shorter_lane(
     draft_ms: int, target_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that rounds cost the time of their longer lane, if both lanes sleep."""
+    """Check on lanes that sleep that a round costs the time of its longer lane."""
     target, twin, _ = models()
     drafter = ChainDrafter(model=twin)
     propose, forward = drafter.propose, target.forward

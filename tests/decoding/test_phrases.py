@@ -63,7 +63,7 @@ class CheckedOuroboros(Ouroboros):
                 if list(words) != tokens:
                     assert (*words, *phrase[len(words) :]) in [
                         one[: len(phrase)] for one in pool.newest(drafted.tokens[-1], 99)
-                    ], "the part that was cut off follows the corrected tokens"
+                    ], "the rest of the phrase follows the corrected tokens"
                     self.corrected += 1
 
 

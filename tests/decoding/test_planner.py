@@ -75,7 +75,7 @@ def test_cost_ratio_of_a_batch_decides_before_the_round() -> None:
 def test_trees_of_a_batch_are_sized_by_past_rounds(
     kind: type[RankedTree], temperature: float
 ) -> None:
-    """Check that such trees keep the target's text and have accepted tokens."""
+    """Check that cost-based trees of a batch keep the target's text and have accepted tokens."""
     settings = Settings(
         max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4
     )

@@ -28,7 +28,7 @@ CHOSEN = ("chain", "ranked_tree", "multi_candidate", "lookahead", "ouroboros", "
 
 
 def other_thirds(text: Sequence[int]) -> list[int]:
-    """Return the tokens whose remainder by 3 is not the last token's, without the middle token."""
+    """Return the tokens with another remainder by 3 than the last one, except the middle token."""
     taken = {token % 3 for token in text[-1:]}
     return [
         token
@@ -259,7 +259,7 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
                 target, ChainDrafter(model=model), [prompt], settings, request_ids=[number]
             )
             assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
-            assert done.accepted <= end, "tokens behind the stop were counted"
+            assert done.accepted <= end, "tokens after the stop were counted"
 
 
 @pytest.mark.parametrize("schedule", ["serial", *VIRTUAL])

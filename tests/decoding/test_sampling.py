@@ -44,7 +44,7 @@ def test_warpers_follow_their_definition(fields: dict) -> None:
 
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
 def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
-    """Use a vocabulary for which a partial sort, which leaves ties undefined, is tried first."""
+    """Check a vocabulary for which a partial sort, which leaves ties undefined, is tried first."""
     logits = torch.full((2, 2 * PARTIAL_SORT_SIZES[-1]), -30.0)
     logits[0, [7, 40, 90, 200]] = 2.0
     logits[1, [3, 5]] = torch.tensor([1.0, 2.0])
@@ -191,5 +191,5 @@ def test_logits_in_half_precision_are_warped_in_float32(
     assert torch.equal(probs_RV, (logits_RV.float() / temperature).softmax(-1))
     rounded_RV = (logits_RV / temperature).softmax(-1, dtype=torch.float32)
     assert torch.equal(probs_RV, rounded_RV) == (temperature == 1.0), (
-        "control: halves that are divided as such are rounded"
+        "control: a division in half precision is rounded"
     )

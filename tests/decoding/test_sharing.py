@@ -173,7 +173,7 @@ def test_an_overtaken_session_reads_its_text_again(engine: Engine) -> None:
     answer, _ = turn(first)
     second = [*first, *answer, 11, 12]
     undisturbed, read = turn(second)
-    assert read < len(second) - 1, "the caches hold its beginning"
+    assert read < len(second) - 1, "the caches hold the beginning of the text"
     third = [*second, *undisturbed, 13]
     decode(engine.target, engine.drafter, [[9, 9, 9, 9]], settings)
     found, read = turn(third)

@@ -1,4 +1,4 @@
-"""Static forwards compared with eager ones, without recording and in float64, and their laws.
+"""Static forwards, unrecorded and in float64, compared with eager ones, and the laws on them.
 
 The forwards cover chains, trees, ragged rows, commits and buckets.
 

@@ -126,7 +126,9 @@ def test_thompson_continues_with_the_acceptance_rate() -> None:
 
 
 def test_cost_ratio_compares_survival_with_cost() -> None:
-    assert CostRatio(EXPENSIVE).limit(8) == 0, "a draft step of five target steps never pays"
+    assert CostRatio(EXPENSIVE).limit(8) == 0, (
+        "a draft step as long as five target steps never pays"
+    )
     cheap = CostRatio(CHEAP)
     assert cheap.limit(8) == 8
     assert all(cheap.more(depth, TokenConfidence(0.95)) for depth in range(1, 8)), (

@@ -174,7 +174,7 @@ def test_controls_a_wrong_layer_or_order_is_detected(kind: str) -> None:
     for wrong in ((1, 2), (0, 1), (0, 3), (2, 0), (0,)):
         assert not agree(seen, model, wrong)
     shifted = [(text, seen[i - 1][1]) for i, (text, _) in enumerate(seen)]
-    assert not agree(shifted, model, (0, 2)), "the states of other tokens pass"
+    assert not agree(shifted, model, (0, 2)), "states of other tokens are accepted"
 
 
 def test_the_last_tap_is_after_the_final_norm() -> None:
@@ -437,7 +437,7 @@ def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
         found = drained(session.start(text, drafted=drafted))
         assert found.tokens == decode(other.target, None, [text], settings)[0].tokens
         text += found.tokens
-    assert len(drafter.known_B[0][1]) >= len(text) - 4, "all but what the last round left"
+    assert len(drafter.known_B[0][1]) >= len(text) - 4, "all states but the last round's"
 
 
 def test_control_a_gap_in_the_states_is_detected() -> None:

@@ -317,7 +317,7 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
                 target.truncate([7, 3][:batch])
             both(ids(batch, 4))
     found = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 0 < found <= 8, f"{found} forms were traced: a length has been built into the code"
+    assert 0 < found <= 8, f"{found} forms were traced: a length is constant in the compiled code"
 
 
 @pytest.mark.usefixtures("fresh_compiler")

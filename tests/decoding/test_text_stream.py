@@ -27,7 +27,7 @@ def test_the_pieces_make_up_the_text(embedded_target: Path, text: str) -> None:
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
     assert not any(BROKEN in piece for piece in pieces)
-    assert sum(bool(piece) for piece in pieces) > len(text) // 8, "it does not wait for the end"
+    assert sum(bool(piece) for piece in pieces) > len(text) // 8, "pieces come before the end"
     whole = TextStream(lambda some: tokenizer.decode(list(some), skip_special_tokens=True))
     assert whole.add(ids) + whole.end() == "".join(pieces)
 

@@ -27,7 +27,7 @@ def scores(*chances_BM: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_host_that_runs_ahead_does_not_count_nodes() -> None:
-    """Check that it proposes the maximum number of nodes for every row that drafts."""
+    """Check that such a host proposes the maximum number of nodes for every row that drafts."""
     grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
     for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
         budget = PlannedBudget(3, 3, 2, None, sampled=False, ahead=ahead)
@@ -62,7 +62,7 @@ def test_planned_sizes_read_back_the_chances_of_each_level() -> None:
 
 
 def test_a_top_k_tree_ends_when_another_level_does_not_pay() -> None:
-    """Check that growth ends, and that the proposed number of nodes has the largest gain."""
+    """Check that growth stops at such a level, and that the best number of nodes is proposed."""
     budget = GrowingBudget(2, 4, COSTS, sampled=False)
     assert budget.begin([6, 0]) == [6, 0]
     sure, _ = scores([0.9, 0.02], [0.9, 0.02])

@@ -148,7 +148,7 @@ def test_a_workers_draft_step_excludes_messages(
     delay_messages(remote, monkeypatch, 0.05)
     began = time.perf_counter()
     remote.time_step()
-    assert time.perf_counter() - began > 0.05, "control: on this process's clock a step includes it"
+    assert time.perf_counter() - began > 0.05, "control: here a step's time includes its message"
     slow = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
     assert plain.t_draft_ms > 0 and slow.t_draft_ms < 15
     assert time_parts(target, remote, [4, 5, 6], repeats=2, warmup=0).t_draft_ms < 15

@@ -1,4 +1,4 @@
-"""Counter of the host's waits for the device, and the settings and rows of its tests."""
+"""Counter of the host's waits for the device, and the settings and rows of the tests with it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -35,7 +35,7 @@ class Oracle:
         ]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        raise NotImplementedError("an oracle has the answer of one turn only")
+        raise NotImplementedError("an oracle knows the answer of one turn only")
 
     def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
         """Return `budget` tokens of the text from position `at`, each off by one if `wrong`.

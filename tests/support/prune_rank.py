@@ -32,7 +32,7 @@ SHAPE = StudentConfig(
 
 
 def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, Any]:
-    """Score and cut the target, and return the content of rank<N>.json.
+    """Score and cut the target, write this rank's files, and return its report.
 
     kind: `parallel.kind`. Two ranks share the default of 17 sequences unequally.
     """
@@ -84,7 +84,7 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
 
 
 def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run the module in `ranks` processes, and return the content of each rank<N>.json."""
+    """Run the module in `ranks` processes, check that all succeed, and return their reports."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [

@@ -63,7 +63,7 @@ def write_chats(
 
 
 def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
-    """Copy a target to `folder`, with every `every`-th token id from 100 on as a stop token."""
+    """Copy a target to `folder`; its stop tokens are 2 and every `every`-th token from 100 on."""
     shutil.copytree(target, folder)
     file = folder / "generation_config.json"
     values = json.loads(file.read_text())

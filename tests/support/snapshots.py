@@ -89,8 +89,8 @@ def differences(
 ) -> list[str]:
     """Return a line for every place where two JSON values differ.
 
-    tolerance: allowed difference of floats, relative to values above 1. path: path of the values in
-    the lines.
+    tolerance: allowed difference between floats, relative to the expected value if that is above 1.
+    path: name of the values in the lines.
     """
     where = path or "the value"
     if isinstance(expected, Mapping) and isinstance(found, Mapping):

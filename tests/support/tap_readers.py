@@ -35,8 +35,8 @@ class TapChain(ChainDrafter):
     ) -> None:
         """Create a chain. twin: a copy of the target, which computes the expected states.
 
-        last_hidden: accepts only the last state of each prompt. expected: taps of the expected
-        states; None means `taps`, and other taps are a control.
+        last_hidden: the capability of reading only the last state of each prompt. expected: taps of
+        the expected states; None means `taps`, and other taps make a control, which must fail.
         """
         super().__init__(model=model, **named)  # type: ignore[arg-type]
         self.capabilities = replace(

@@ -43,7 +43,7 @@ WIDTHS = {
 
 @dataclass
 class Spec:
-    """Settings of the job."""
+    """Settings of the training job, and the faults that it simulates."""
 
     folder: str
     kind: str = "single"
@@ -101,9 +101,10 @@ class Log:
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Train as one rank, or alone.
+    """Train as one rank or alone, and return the report of rank<N>.json.
 
-    Returns losses, norms, held-out scores and the bytes of the optimizer's states on this rank.
+    The report has the losses, gradient norms and held-out scores of the run, and the bytes of
+    weights and optimizer states on this rank.
     """
     torch.set_num_threads(1)
     parallel = Watched(ParallelConfig(kind=spec.kind), "cpu")
@@ -127,9 +128,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        """Return the mean of both models' hidden states on a row.
+        """Return the last logged step as the score, and the means of both models' hidden states.
 
-        It depends on the complete weights, wherever their parts are.
+        The means, summed as `seen`, depend on the complete weights, wherever their parts are.
         """
         from training.data.packing import collate
 
@@ -215,7 +216,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def state_bytes(optimizer: Any) -> dict[str, int]:
-    """Return the bytes of moments, and of masters that are not weights, on this rank."""
+    """Return the bytes on this rank of moments, and of master weights that are separate tensors."""
     if hasattr(optimizer, "engine"):
         states = optimizer.engine.optimizer.state
         masters = list(states)
@@ -231,7 +232,7 @@ def state_bytes(optimizer: Any) -> dict[str, int]:
 
 
 def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any]:
-    """Run the job in several processes, and return the report of rank 0."""
+    """Run the job in `ranks` processes, check that all succeed, and return the report of rank 0."""
     ends = [process.wait(timeout=timeout) for process in start_ranks(spec, ranks)]
     assert ends == [0] * ranks, ends
     return json.loads(Path(spec.folder, "rank0.json").read_text())
