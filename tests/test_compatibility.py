@@ -462,7 +462,7 @@ def test_class_paths_of_a_saved_configuration_load(
 @pytest.mark.long
 @pytest.mark.parametrize("run", ["class_paths", "class_path_of_a_worker"])
 def test_class_paths_of_a_saved_configuration_draft_the_same_tokens(run: str, copied: Path):
-    """Check tokens and counts; a worker's counts depend on the clock, so only its tokens."""
+    """Check tokens and counts, but only tokens of a worker, whose counts depend on the clock."""
     expected = json.loads((copied / run / "drafted.json").read_text())
     found = snapshots.drafted(measure_again(run))
     if run == "class_path_of_a_worker":

@@ -58,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a new environment with this one's dependencies and the wheel installed."""
+    """Return the folder of an environment with this one's dependencies and the wheel installed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))

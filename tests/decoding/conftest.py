@@ -13,7 +13,7 @@ from tests.support.tiny_targets import hf_model
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the code paths of a host that runs ahead of the device, as on a GPU."""
+    """Make the code behave as on a GPU, where the host runs ahead of the device."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
 
 

@@ -65,7 +65,7 @@ def target_of(drafter: Drafter | None) -> Target:
 def drafter_of(name: str) -> Drafter | None:
     """Return the drafter of the row `name` for the 5-symbol target.
 
-    Other names, such as "autoregressive", return None, which decodes without a drafter.
+    Names without one, such as "autoregressive", give None, which decodes without a drafter.
     """
     make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None

@@ -1,7 +1,7 @@
 """The table of rows for the laws of decoding: one entry per drafter, with its verification rules.
 
 A new drafter or rule is one more entry. `make` builds the row's drafter from a `Kit`. `table`
-builds one for the 5-symbol target of law 3; the oracles have none, as they need the answer first.
+builds one for the 5-symbol target of law 3; the oracles have none, as they must know the answer.
 
 Law 4 needs perfect and adversarial drafters (test_law_of_gain.py). For most rows `make` builds
 both, from a kit whose models and head predict the text or its opposite; the other rows define
@@ -164,8 +164,8 @@ def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
     """Return a drafter with Medusa heads fitted by least squares.
 
     If the kit has texts, the heads are `fitted_medusa`'s. Otherwise they map the state of each
-    one-token prompt to the draft model's logits along its greedy continuation, which begins with
-    the target's next token.
+    one-token prompt to the draft model's logits along a greedy text, each computed from the token
+    before alone. The text begins with the target's next token.
     """
     if kit.texts:
         return MedusaDrafter(heads=fitted_medusa(kit), **options)  # type: ignore[arg-type]
@@ -388,8 +388,7 @@ PICKED = [
 ]
 
 BY_NAME = {row.name: row for row in ROWS}
-# Rows that are repeated with lookup before the drafter; `chain_with_lookup` above does it for a
-# chain.
+# Rows that are repeated with lookup before the drafter; for a chain that is `chain_with_lookup`.
 KINDS = (
     "multi_candidate",
     "static_tree",

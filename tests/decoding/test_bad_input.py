@@ -160,7 +160,7 @@ BAD_PROMPTS: dict[str, Any] = {
 
 
 def ask(engine: Engine, prompt: Any, stream: bool) -> None:
-    """Generate a reply, or read the first piece of a stream."""
+    """Generate a reply, or only the first piece of one if `stream`."""
     found = generate(engine, prompt, stream=stream, max_new_tokens=2, stopping="fixed")  # type: ignore[call-overload]
     if isinstance(found, Iterator):
         next(found)

@@ -22,7 +22,7 @@ BATCHED = ("chain", "self_speculation", "recurrent", "prompt_lookup")
 
 @dataclass
 class Said:
-    """An answer in one of several conversations."""
+    """An answer in one of several conversations, and its prompt."""
 
     prompt: list[int]
     answer: Generation

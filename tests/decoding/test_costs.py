@@ -1,4 +1,4 @@
-"""Measured costs: forwards over more tokens never cost less, and a round has a rest."""
+"""Measured costs of a round: never less for more tokens, and with the rest of the round."""
 
 import itertools
 import json
@@ -270,7 +270,7 @@ def test_one_bad_window_does_not_matter() -> None:
         "costs are nondecreasing"
     )
     assert combine_windows([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
-        "a round saves a limited share of its parts"
+        "a round saves a limited share of a target forward"
     )
 
 

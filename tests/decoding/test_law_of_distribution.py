@@ -79,7 +79,7 @@ def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# If the host runs ahead of the device, other code grows, sizes and verifies trees: one row each.
+# If the host runs ahead of the device, other code grows, sizes and verifies trees: a row for each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
     *BRIEFLY,

@@ -190,7 +190,7 @@ def test_four_ranks_of_one_head(folders: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("kind", ["tp", "layers"])
 def test_sockets_and_gloo_give_equal_logits(kind: str, folders: Callable[[str], Path]) -> None:
-    """Compare `Sockets` with `Collectives`, the link that GPUs use."""
+    """Check that `Sockets` give the results of `Collectives`, the link that GPUs use."""
     folder = folders("grouped_heads")
     close(exercise(Threads(folder, kind, 2)), exercise(Threads(folder, kind, 2, gloo=True)))
     (folder / "meeting").unlink(missing_ok=True)

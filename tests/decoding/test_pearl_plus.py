@@ -74,7 +74,7 @@ def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> None:
-    """Check that every tested token is accepted, and that each regime has a high efficiency."""
+    """Check that every tested token is accepted, and each regime's least block efficiency."""
     target, twin, _ = models()
     for prompt in random_prompts(4):
         settings = with_rule(
@@ -199,7 +199,7 @@ def test_choices_follow_the_costs() -> None:
 
 
 def test_the_rest_of_rounds_with_two_lanes_decides() -> None:
-    """Check that overlap pays only if a round's rest is shorter with two lanes than serially."""
+    """Check that overlap pays if two lanes shorten the rest of a round, and not if it is equal."""
     costs = RoundCosts(0.15, FLAT, 0.6)
     modes = {
         rest_ms: max(

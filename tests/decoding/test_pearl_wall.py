@@ -177,7 +177,7 @@ def test_the_drafter_continues_until_the_target_is_done(
 
 
 def test_pearl_plus_with_a_worker_keeps_the_targets_output(remote: RemoteChain) -> None:
-    """Check the text; the choices depend on the clock, and with them the counts."""
+    """Check the text alone, since the choices, and with them the counts, depend on the clock."""
     target, _, _ = models()
     costs = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
     for rule in ("greedy", "coupled"):

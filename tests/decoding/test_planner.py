@@ -124,7 +124,7 @@ def test_the_likeliest_nodes_are_verified_up_to_the_maximum() -> None:
 
 
 def test_a_row_pauses_after_rejections_and_retries() -> None:
-    """Check that three rejections do not pause drafting, and that no pause lasts forever."""
+    """Check that drafting pauses after three rejections or more, and that no pause is endless."""
     costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
     planner, drafted = StepPlanner(costs), []
     for number in range(400):

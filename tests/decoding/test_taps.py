@@ -42,7 +42,7 @@ Seen = list[tuple[list[int], Tensor]]  # (token ids, the tapped states of the la
 
 
 def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
-    """Fill the target's cache in all ways, and return every text with its last token's states.
+    """Fill a target's cache in many ways, and return every text with its last token's states.
 
     The ways are chunked prompts, chains, trees, ragged rows, moved paths, roll-back, selection and
     a restored row.

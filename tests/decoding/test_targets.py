@@ -1,6 +1,6 @@
-"""Both backends compared with plain `transformers`, through every cache operation.
+"""Both backends, and their cache operations, compared with plain `transformers`.
 
-The operations are ragged rows, trees, commits, roll-back and selection.
+Ragged rows, trees, commits, roll-back and selection are tested.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -48,7 +48,7 @@ def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
 def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
     """Check that two tensors differ by at most `tolerance` times the largest number of `right`.
 
-    If that number is below 1, it counts as 1. tolerance: None takes the dtype's value in TOLERANCE.
+    That number is absolute and at least 1. tolerance: None takes the dtype's value in TOLERANCE.
     """
     tolerance = TOLERANCE[right.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(

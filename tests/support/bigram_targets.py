@@ -1,7 +1,7 @@
 """Native bigram targets: a table of logits gives the next token from the last one alone.
 
 Models and heads of the same table draft perfectly; those of the negative table are never right.
-The targets have two layers, of which attention and the first MLP add nothing. The second MLP turns
+The targets have two layers, in which attention and the first MLP add nothing. The second MLP turns
 the logits of the negative table into those of the table.
 
 Shapes: V vocabulary, C = 2 V hidden size.

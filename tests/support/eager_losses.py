@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
-    """Return the loss of each row, [N], from full logits and in operations that autograd records.
+    """Return the loss of each row [N], computed with autograd from full logits.
 
     name: `forward_kl`, `lk` or `lk_hybrid`. eta: decay of the KL share of `lk_hybrid`.
     """

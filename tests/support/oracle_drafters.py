@@ -1,4 +1,4 @@
-"""Drafters that know the target's answer: perfect and adversarial chains and trees, and phrases."""
+"""Drafters that know the target's answer: right and wrong chains and trees, and wrong phrases."""
 
 from collections.abc import Sequence
 

@@ -222,7 +222,10 @@ def by_function(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def collect_all() -> list[str]:
-    """Return the names of all tests of all tiers, collected by pytest in a new process."""
+    """Return the names of the tests of all tiers, except those of tests/test_compatibility.py.
+
+    Pytest collects them in a new process.
+    """
     command = [
         sys.executable,
         "-m",
