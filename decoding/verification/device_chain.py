@@ -101,7 +101,7 @@ def _at(values_BN: Tensor, nodes_B: Tensor) -> Tensor:
 
 
 def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
-    """Return each row's node whose test failed, or its last node if none failed."""
+    """Return each row's node whose test failed, or some node if none failed."""
     return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
 
 

@@ -1,8 +1,8 @@
 """The rules `greedy` and `coupled`, on chains and trees: accept what equals the target's choice.
 
 The target chooses a token at every node, and the walk continues through the child that equals it.
-Both rules keep the target's distribution; with a given seed, `coupled` also emits the
-tokens that the target alone would sample.
+Both rules keep the target's distribution; with a given seed, `coupled` also emits the tokens that
+the target alone would sample.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.

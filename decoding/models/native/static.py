@@ -57,7 +57,7 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], _Step] = {}
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-        """Use this cache and these rope tables."""
+        """Use this cache and these rope tables, and drop the steps recorded with others."""
         self.cache_L2BHSD = cache_L2BHSD
         with torch.inference_mode(False):
             self.rope_S2D = torch.stack(rope, 1)
