@@ -268,7 +268,10 @@ def test_layers_are_divided_by_parameters() -> None:
             {"parallel": "tp", "processes": 3},
             "4 attention heads cannot be split evenly over 3 processes",
         ),
-        ({"parallel": "layers", "processes": 3}, "has 2 layers, expected at least one for each of 3"),
+        (
+            {"parallel": "layers", "processes": 3},
+            "has 2 layers, expected at least one for each of 3",
+        ),
     ],
 )
 def test_inconsistent_parallel_settings_are_refused(
