@@ -73,7 +73,7 @@ def load(
     "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
     option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
     device unless its options specify others.
-    backend, dtype, device, max_length, parallel, processes: see `load_target`.
+    The other settings are described at `load_target`.
 
     Raises UserError for an invalid setting, for a folder that cannot be loaded, and for a drafter
     that does not fit the target: a model with another tokenizer, a head trained for another target.
@@ -176,8 +176,8 @@ def with_costs(
     """Return the settings, with measured costs of a round if a decision needs them.
 
     The stopping policy, the drafter or the schedule may decide from costs. Measuring takes about
-    sixty target forwards, once for each schedule, rule and batch size. It overwrites the caches,
-    so call this before a decode begins.
+    sixty target forwards, once for each schedule, rule and batch size. It overwrites the caches, so
+    call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:

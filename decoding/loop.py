@@ -60,8 +60,8 @@ def build_batch(
     """Build the batch, claim the caches and prepare the drafter, without the prefill.
 
     claim: None creates a new claim to both models. Raises UserError for a prompt that is empty,
-    fills the target's context or contains an id outside the vocabulary, for measured costs that
-    are needed but missing, for a schedule that does not fit, and as `check` does.
+    fills the target's context or contains an id outside the vocabulary, for measured costs that are
+    needed but missing, for a schedule that does not fit, and as `check` does.
     """
     check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
@@ -143,8 +143,8 @@ def decode(
     """Continue all prompts as one ragged batch; return their generations in order.
 
     drafter: None decodes autoregressively. request_ids: one per prompt, which keys its random
-    numbers (default: 0, 1, 2, ...). on_tokens: called with the prompt's index and its new token
-    ids after each round. Raises UserError as `build_batch` and `Batch.round` do.
+    numbers (default: 0, 1, 2, ...). on_tokens: called with the prompt's index and its new token ids
+    after each round. Raises UserError as `build_batch` and `Batch.round` do.
     """
     with Claim(target, drafter):  # other threads wait for the whole call
         batch = prefill_batch(

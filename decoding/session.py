@@ -140,9 +140,9 @@ class ConversationBatches:
     """Conversations decoded in batches of one turn each, which reuse what the last batch cached.
 
     Rows end at different times and batches differ, so a row's cache is copied out when it ends and
-    copied in at its next turn. The copies take as much memory as the committed tokens of
-    the batch. The drafter reads every prompt from the start; so does the target, if the drafter
-    needs the hidden states of complete prompts (`needs_hidden` without `last_hidden`).
+    copied in at its next turn. The copies take as much memory as the committed tokens of the batch.
+    The drafter reads every prompt from the start; so does the target, if the drafter needs the
+    hidden states of complete prompts (`needs_hidden` without `last_hidden`).
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:

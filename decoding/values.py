@@ -136,8 +136,8 @@ RULES: dict[str, ValueRule] = {
 def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str = "") -> None:
     """Raise UserError for a value that is invalid for this setting.
 
-    rule: None takes the rule of this name in `RULES`. key: the setting's name in the message, if
-    it is not `name`.
+    rule: None takes the rule of this name in `RULES`. key: the setting's name in the message, if it
+    is not `name`.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):

@@ -94,9 +94,9 @@ class Slots:
     ) -> None:
         """Keep the first `counts_B` nodes of each row's path; None is the chain 0, 1, 2, ...
 
-        A chain already lies in the right slots and only changes the lengths. For other
-        paths `move(src_BL, dst_BL)` copies the kept slots into place; slots past a row's count map
-        to themselves.
+        A chain already lies in the right slots and only changes the lengths. For other paths
+        `move(src_BL, dst_BL)` copies the kept slots into place; slots past a row's count map to
+        themselves.
         """
         if paths_BL is not None:
             width = max(counts_B)

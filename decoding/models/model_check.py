@@ -92,8 +92,8 @@ class Expected(NamedTuple):
 def check_model(folder: str | Path) -> None:
     """Raise UserError for the first contradiction between a folder's config.json and its weights.
 
-    Also raises UserError for a folder that cannot be read, and for an invalid field of
-    config.json. No weights are read.
+    Also raises UserError for a folder that cannot be read, and for an invalid field of config.json.
+    No weights are read.
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)

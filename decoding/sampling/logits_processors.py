@@ -44,8 +44,8 @@ class Processors:
         """Return the changed logits of the tip and of each node.
 
         sequences_B: each row's text. tokens_BN: the nodes; None if nothing was drafted. Without
-        `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token
-        after a row's text.
+        `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token after a
+        row's text.
         """
         if tokens_BN is not None and tokens_BN.shape[1] == 0:
             tokens_BN = None

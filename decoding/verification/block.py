@@ -28,8 +28,7 @@ def block(
     w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first i
     tokens are accepted with probability h_i = s_i / (s_i + 1 - w_i), and the complete chain with
     h_gamma = w_gamma (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The next token is sampled
-    from max(w_i p - q, 0), or from p after the complete chain.
-    Raises ValueError for a tree.
+    from max(w_i p - q, 0), or from p after the complete chain. Raises ValueError for a tree.
     """
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)

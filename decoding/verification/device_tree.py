@@ -2,9 +2,9 @@
 
 The eager version (token_tree.py) waits at every node. Here the device computes the numbers of all
 nodes at once, and the host then walks the tree. Each node needs the acceptance probability of each
-child, given that its earlier siblings were rejected, and the token that follows if all children
-are rejected. This token is sampled at every node before the walk by one uniform per row, which is
-valid because the end of the walk depends on other uniforms only.
+child, given that its earlier siblings were rejected, and the token that follows if all children are
+rejected. This token is sampled at every node before the walk by one uniform per row, which is valid
+because the end of the walk depends on other uniforms only.
 
 - Point masses: a rejected child removes its probability from p, so the rest is known before any
   test.

@@ -21,9 +21,9 @@ from decoding.verification.tail_rejection import verify_children
 def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
     """Walk from the tip through accepted children, testing siblings by recursive rejection.
 
-    Siblings are point masses, or were sampled without replacement. After a
-    rejection the next sibling is tested against the residual of p; if all are rejected, the next
-    token is sampled from the last residual. Only logits at nodes that the walk reaches are warped.
+    Siblings are point masses, or were sampled without replacement. After a rejection the next
+    sibling is tested against the residual of p; if all are rejected, the next token is sampled from
+    the last residual. Only logits at nodes that the walk reaches are warped.
     """
     assert proposal.parents_BN is not None
     drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()

@@ -40,9 +40,9 @@ def load_tokenizer(
     """Return the tokenizer of a model folder.
 
     trust_remote_code: run the Python code of the folder, if its tokenizer needs it. of_model: False
-    for a folder that only holds a tokenizer. Raises UserError for a folder or
-    tokenizer that cannot be read, ids that differ from SentencePiece's and cannot be repaired, and
-    ids outside the model's vocabulary.
+    for a folder that only holds a tokenizer. Raises UserError for a folder or tokenizer that cannot
+    be read, ids that differ from SentencePiece's and cannot be repaired, and ids outside the
+    model's vocabulary.
     """
     folder = Path(folder)
     config = read_config(folder) if of_model else {}

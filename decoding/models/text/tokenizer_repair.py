@@ -86,7 +86,7 @@ class Repair:
 
 
 def differences(encode: Encode, reference: Encode, texts: Iterable[str]) -> list[Difference]:
-    """Return the texts for which two tokenizers give different ids, with both."""
+    """Return a `Difference` for each text to which the tokenizers give different ids."""
     both = [Difference(text, encode(text), reference(text)) for text in texts]
     return [one for one in both if one.found != one.expected]
 
