@@ -178,12 +178,12 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}. "
+            f"{file}: hidden_size is {hidden}, expected a multiple of num_attention_heads {heads}. "
             f"Correct one of them, or set head_dim."
         )
     if heads % groups:
         raise UserError(
-            f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{file}: num_attention_heads is {heads}, expected a multiple of num_key_value_heads "
             f"{groups}. Correct one of them."
         )
     if _head_dim(config) % 2:
