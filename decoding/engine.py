@@ -1,8 +1,10 @@
 """The front door: load a target with a drafter, generate text, stream it.
 
-from decoding import load, generate
-engine = load("assets/target", "runs/quickstart/distill.train/drafter")
-print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
+For example:
+
+    from decoding import load, generate
+    engine = load("assets/target", "runs/quickstart/distill.train/drafter")
+    print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,8 +74,7 @@ def load(
     drafter: the folder of a model or of a head, the name of a drafter without a folder (such as
     "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
     option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
-    device unless its options specify others.
-    The other settings are described at `load_target`.
+    device unless its options specify others. The other settings are described at `load_target`.
 
     Raises UserError for an invalid setting, for a folder that cannot be loaded, and for a drafter
     that does not fit the target: a model with another tokenizer, a head trained for another target.
@@ -135,7 +136,7 @@ def generate(
 def generate(
     engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
-    """Continue a text or token ids, or answer a chat (messages).
+    """Continue a string or token ids, or answer a chat (messages).
 
     settings: the fields of `decoding.Settings`. The text ends with the token that completes a stop
     string, if any does. stream=True returns an iterator over pieces of text, at most one per round.

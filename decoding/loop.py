@@ -1,7 +1,7 @@
 """The decode loop: open a batch and run rounds until all rows have finished.
 
 It serves every drafter, schedule and verification rule, greedy and sampled, and rows of different
-lengths; without a drafter it decodes autoregressively. A round is in decoding/rounds/batch.py.
+lengths; without a drafter it decodes autoregressively. decoding/rounds/batch.py runs a round.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ def prefill_batch(
 ) -> Batch:
     """Build the batch of all prompts and run its prefill.
 
-    Call `round` under torch.inference_mode while it has `rows`, then `close`. The batch owns the
-    models' caches until another call takes them; `round` then raises UserError. Raises UserError
-    as `build_batch` does.
+    While the batch has `rows`, call its `round` under torch.inference_mode; then call its `close`.
+    It owns the models' caches until another call takes them; `round` then raises UserError. Raises
+    UserError as `build_batch` does.
     """
     with Claim(target, drafter):
         batch = build_batch(

@@ -1,8 +1,8 @@
 """Conversations that read only the new text of each turn: one cached row, or batches of turns.
 
 Every turn receives the complete text so far. The cache is rolled back to the longest prefix that it
-shares with this text, and the rest is read. A turn's tokens therefore equal those of a fresh decode
-over the complete text, even if earlier text was edited, removed or rendered differently.
+shares with this text, and the rest is read. A turn therefore emits the same tokens as a fresh
+decode over the complete text, even if earlier text was edited, removed or rendered differently.
 
 Shapes: B rows (one of a `Session`), N new tokens, C hidden size.
 """
@@ -114,8 +114,8 @@ class Session:
         kept = shared_prefix_length(cached, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The hidden state before the tip needs a forward. A drafter that was never opened needs
-            # the states of the complete prompt; one that reads all states also needs those of turns
-            # that did not use it.
+            # the states of the complete prompt; one that reads all states also needs the states of
+            # turns that did not use it.
             if self._drafted is None:
                 return 0
             if not drafter.capabilities.last_hidden:

@@ -3,7 +3,7 @@
 `transformers` does the arithmetic; this module passes it a cache that writes each row's tokens to
 that row's slots, an explicit 4-D mask and explicit positions. A model that ignores the mask or the
 positions would be silently wrong, so `HFTarget` tests each model with a tree of two branches on
-loading, and rejects it if the logits differ from those of the separate branches.
+loading, and rejects it if the logits differ from the separate branches' logits.
 
 `compiled` traces the model once for single tokens and once for all wider forwards with symbolic
 sizes; slots are then a tensor, so that no length is compiled in. Prompts are read uncompiled.

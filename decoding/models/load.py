@@ -115,5 +115,5 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
             f"execution '{execution}' does not work for a target over several processes. Use "
-            f"execution=eager or processes=1."
+            f"execution=eager or parallel=none."
         )

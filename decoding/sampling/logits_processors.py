@@ -1,7 +1,7 @@
 """Changes to the logits that depend on the text so far: repetition penalty and allowed tokens.
 
 The text at a draft node is the row's text followed by the path to the node, and it determines how
-the node's logits change. The target's choice at a node is therefore that of autoregressive
+the node's logits change. The target's choice at a node is therefore the same as in autoregressive
 decoding, and the output stays exact. A drafter that ignores the processors only has a lower
 acceptance rate.
 

@@ -15,8 +15,8 @@ because the end of the walk depends on other uniforms only.
 - Children sampled from the whole vocabulary (`Proposal.q_BNV`): the device computes all rejections
   for all nodes at once, child by child.
 
-The tests and their uniforms are those of the eager version, so the path is equal up to rounding;
-the token after it is sampled by another uniform.
+The tests and their uniforms equal the eager version's, so the path is equal up to rounding; the
+token after it is sampled by another uniform.
 
 Rounding never leads to a token with p = 0: a subtraction leaves no weight where p is 0, and a
 rejected child has none. With point masses, whose p is not reduced, one of the siblings is accepted

@@ -54,9 +54,9 @@ def prompt_ids(
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise UserError for a text that UTF-8 cannot encode.
+    """Raise UserError for a string that UTF-8 cannot encode.
 
-    where: the text's name in the message.
+    where: the string's name in the message.
     """
     at = lone_surrogate(text)
     if at is not None:

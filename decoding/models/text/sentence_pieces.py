@@ -34,7 +34,9 @@ class SentencePieces:
     def __init__(self, model: bytes, added: Added, legacy: bool, prefix: bool = True) -> None:
         """Read a model; raise ValueError for bytes that are not a SentencePiece model.
 
-        prefix: with legacy false, whether a text starts with a blank (`add_prefix_space`).
+        model: the content of tokenizer.model. added: the folder's added tokens by id. legacy: the
+        convention for blanks (see the module's docstring). prefix: with legacy false, whether a
+        text starts with a blank (`add_prefix_space`).
         """
         try:
             self.proto = _ModelProto.FromString(model)

@@ -62,14 +62,14 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """A text and its ids by two tokenizers."""
+    """A probe text to which two tokenizers give different ids."""
 
     text: str
     found: list[int]
     expected: list[int]
 
     def __str__(self) -> str:
-        """Describe the text and the ids from the first difference on."""
+        """Describe the text and some of its ids, from the first difference on."""
         pairs = zip_longest(self.found, self.expected)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)
         found, expected = (ids[first : first + _SHOWN] for ids in (self.found, self.expected))
