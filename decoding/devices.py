@@ -53,18 +53,18 @@ def gpu_names() -> list[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether there is a GPU with bfloat16 in hardware."""
+    """Return whether there is a GPU that multiplies bfloat16 in hardware."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def set_default_gpu(device: torch.device) -> None:
-    """Make this the default GPU, to which plain `cuda` refers."""
+    """Make this GPU the one to which plain `cuda` refers; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def rng_state() -> Tensor | None:
-    """Return the state of the current GPU's generator, None without a GPU."""
+    """Return the state of the current GPU's random number generator, None without a GPU."""
     return torch.cuda.get_rng_state() if device_of("auto") == "cuda" else None
 
 

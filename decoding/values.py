@@ -76,7 +76,7 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def is_text_list(value: Any) -> bool:
-    """Return whether the value is a list or tuple of nonempty strings."""
+    """Return whether the value is a list or tuple of nonempty strings that pass `is_text`."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
@@ -88,7 +88,7 @@ def is_id_collection(value: Any) -> bool:
 
 
 def optional(rule: ValueRule) -> ValueRule:
-    """Return a rule that also accepts None."""
+    """Return the rule that accepts None as well as the values of `rule`."""
     return ValueRule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
 
 

@@ -74,7 +74,7 @@ class Generation:
         return len(self.tokens) / max(self.decode_seconds, 1e-9)
 
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
-        """Add the counts of one round."""
+        """Add one round's numbers of drafted, tested, accepted and emitted tokens."""
         self.rounds += 1
         self.trace += "1" * accepted + "0" * (tested - accepted) + "." * (emitted - tested)
         self.drafted += drafted

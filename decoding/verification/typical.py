@@ -27,7 +27,7 @@ def typical(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest path of typical tokens (lossy)."""
+    """Accept the longest path of typical tokens, which the module defines (lossy)."""
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)

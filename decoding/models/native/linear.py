@@ -70,7 +70,7 @@ def mkl_is_fast() -> bool:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch and the processor have packed products for the dtype."""
+    """Return whether oneDNN has packed products for the dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

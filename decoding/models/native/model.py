@@ -103,8 +103,9 @@ class NativeTarget(CachedTarget):
     ) -> "NativeTarget":
         """Make a target from config.json's fields and a Hugging Face state dict.
 
-        packed: whether to use oneDNN's packed products; None uses them where they exist.
-        execution: see `__init__`.
+        packed: whether to use oneDNN's packed products; None uses them where they exist. execution:
+        see `__init__`. Raises UserError for a model that this backend does not support, and for a
+        missing tensor.
         """
         place = torch.device(device)
         if packed is None:

@@ -67,7 +67,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """Return the messages as dicts; raise UserError for an invalid role or content."""
+    """Return the messages as dicts; raise UserError for one that is not a valid message."""
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):

@@ -1,4 +1,4 @@
-"""Compile chat templates with limits on the size of each operation's result and of the output.
+"""Compilation of chat templates with limits on the sizes of results and of the output.
 
 A thread cannot be interrupted within a long operation (`'x' * 10**10`), so a result's size is
 computed before the result.
