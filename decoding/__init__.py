@@ -1,4 +1,4 @@
-"""Decode with any drafter, losslessly: `load` and `generate` are the front door."""
+"""Lossless decoding with any drafter: `load` and `generate` are the front door."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

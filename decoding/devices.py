@@ -2,7 +2,7 @@
 
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
 launching kernels one by one, which captured graphs avoid, and waiting for a number, which the loop
-does once a round (`read`). All other code is independent of the device, so the tests run it on a
+does once per round (`read`). All other code is independent of the device, so the tests run it on a
 CPU; a test counts the lines here that only a GPU can run.
 """
 
@@ -53,18 +53,18 @@ def gpu_names() -> list[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether there is a GPU with bfloat16 in hardware."""
+    """Return whether there is a GPU that multiplies bfloat16 in hardware."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def set_default_gpu(device: torch.device) -> None:
-    """Make this the default GPU, to which plain `cuda` refers."""
+    """Make this GPU the one to which plain `cuda` refers; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def rng_state() -> Tensor | None:
-    """Return the state of the current GPU's generator, None without a GPU."""
+    """Return the state of the current GPU's random number generator, None without a GPU."""
     return torch.cuda.get_rng_state() if device_of("auto") == "cuda" else None
 
 
@@ -77,7 +77,7 @@ def restore_rng(state: Tensor) -> None:
 def runs_ahead(device: torch.device) -> bool:
     """Return whether the host queues work ahead of the device, so that reading a tensor waits.
 
-    It selects between the eager and the device version of an algorithm.
+    Algorithms with an eager version and a version for such devices choose between them by this.
     """
     return device.type == "cuda"
 
@@ -89,7 +89,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Create a tensor of host numbers by an asynchronous copy from pinned memory."""
+    """Return host numbers as a tensor on the device, without waiting for the device."""
     if device.type == "cuda":
         return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(data, dtype=dtype, device=device)
@@ -114,15 +114,15 @@ def copy_arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) ->
 
 
 def fill(buffer: Tensor, data: Any) -> None:
-    """Overwrite a static buffer with host numbers, in the order of the device's queue."""
+    """Overwrite a buffer with host numbers; on a GPU the copy is queued like a kernel."""
     host = torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     buffer.copy_(host, non_blocking=True)
 
 
 def read(*tensors: Tensor) -> list[Any]:
-    """Return the tensors as lists, with one wait for the device.
+    """Return the tensors as (nested) lists, with one wait for the device.
 
-    The values travel as float64, so integers above 2^53 lose digits.
+    On a GPU the values travel as float64, so integers above 2^53 lose digits.
     """
     if not runs_ahead(tensors[0].device):
         return [each.tolist() for each in tensors]
@@ -137,7 +137,7 @@ def read(*tensors: Tensor) -> list[Any]:
 
 
 def no_waiting(device: torch.device) -> AbstractContextManager[None]:
-    """Make every wait for the device other than `read` raise (CUDA's sync debug mode)."""
+    """Return a context in which every wait for the GPU other than `read` raises RuntimeError."""
     return _sync_debug_mode(device, "error")
 
 
@@ -155,7 +155,7 @@ def _sync_debug_mode(device: torch.device, mode: str) -> Iterator[None]:
 
 
 def pool(device: torch.device) -> Any:
-    """Return the memory pool that the graphs of one model share."""
+    """Return a new memory pool for the graphs of one model, None on a CPU."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -210,7 +210,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak bytes of tensors since the last call, None on a CPU."""
+    """Return the peak bytes of tensors since the last call on this device, None on a CPU."""
     if device.type != "cuda":
         return None
     most = torch.cuda.max_memory_allocated(device)
@@ -227,6 +227,6 @@ def describe_gpu(device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Return cached memory to the device, between models of different sizes."""
+    """Free the device memory that PyTorch caches; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
 """The front door: load a target with a drafter, generate text, stream it.
 
-from decoding import load, generate
-engine = load("assets/target", "runs/quickstart/distill.train/drafter")
-print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
+For example:
+
+    from decoding import load, generate
+    engine = load("assets/target", "runs/quickstart/distill.train/drafter")
+    print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +37,8 @@ from decoding.values import check_value, quote
 class Engine:
     """A target, its drafter, and the target's tokenizer.
 
-    Threads may share an engine: their calls wait for each other. Only the latest stream can be
-    read (see `generate`).
+    Threads may share an engine: their calls wait for each other. A stream cannot continue after
+    another call has used the engine (see `generate`).
     """
 
     target: Target
@@ -72,11 +74,10 @@ def load(
     drafter: the folder of a model or of a head, the name of a drafter without a folder (such as
     "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
     option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
-    device unless its options specify others.
-    parallel, processes: split the target over several processes (see `load_target`).
+    device unless its options specify others. The other settings are described at `load_target`.
 
-    Raises UserError for folders that cannot be used, and for a drafter that does not fit the
-    target: a model with another tokenizer, a head of another target.
+    Raises UserError for an invalid setting, for a folder that cannot be loaded, and for a drafter
+    that does not fit the target: a model with another tokenizer, a head trained for another target.
     """
     if not isinstance(target, str | Path):
         raise UserError(f"target is {quote(target)}, expected the path of a model folder.")
@@ -98,7 +99,10 @@ def load(
 
 
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end-of-text ids of generation_config.json and of the tokenizer."""
+    """Return the end-of-text ids of generation_config.json and of the tokenizer.
+
+    Raises UserError if generation_config.json cannot be read or its eos_token_id is invalid.
+    """
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     listed = found if isinstance(found, list) else [found]
@@ -108,9 +112,10 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Return the token ids of a text, a chat or a sequence of ids.
+    """Return the token ids of a prompt: a string, a chat or a sequence of ids.
 
-    A chat is rendered by the tokenizer's chat template with its generation prompt.
+    A chat is rendered with the tokenizer's chat template and its generation prompt. Raises
+    UserError for an invalid prompt.
     """
     return prompt_ids(engine.tokenizer, prompt, engine.target.vocab_size, engine.target.name)
 
@@ -131,17 +136,17 @@ def generate(
 def generate(
     engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
-    """Continue a text or token ids, or answer a chat (messages).
+    """Continue a string or token ids, or answer a chat (messages).
 
-    settings: the fields of `decoding.Settings`. The text ends with the first completed stop
-    string, which is included. stream=True returns an iterator over pieces of text, one a round. If
-    another call uses the engine between two pieces, the iterator raises UserError, since that call
-    has overwritten the caches.
+    settings: the fields of `decoding.Settings`. The text ends with the token that completes a stop
+    string, if any does. stream=True returns an iterator over pieces of text, at most one per round.
+    If another call uses the engine between two pieces, the iterator raises UserError, since that
+    call has overwritten the caches. Raises UserError for an invalid prompt or setting.
 
-    The first call with a drafter measures the costs of a round, by which `stopping="cost_ratio"`
-    chooses the draft length. A seed therefore reproduces its text with the same engine only;
-    verify="coupled", stopping="fixed" or given `costs` reproduce it with any engine.
-    schedule="pearl_plus_wall" decides by the clock: only verify="coupled" reproduces its text.
+    If the stopping policy (such as "cost_ratio"), the drafter or the schedule decides from the
+    costs of a round, the first call measures them. A seed then reproduces its text with the same
+    engine only; verify="coupled" or given `costs` reproduce it with any engine. With
+    schedule="pearl_plus_wall", which decides by the clock, only verify="coupled" reproduces it.
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
@@ -169,10 +174,11 @@ def generate(
 def with_costs(
     engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1
 ) -> Settings:
-    """Return the settings with measured costs of a round if the drafter decides by them.
+    """Return the settings, with measured costs of a round if a decision needs them.
 
-    Measuring takes about sixty target forwards, once for each schedule, rule and batch size. It
-    overwrites the caches, so call this before a decode begins.
+    The stopping policy, the drafter or the schedule may decide from costs. Measuring takes about
+    sixty target forwards, once for each schedule, rule and batch size. It overwrites the caches, so
+    call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:

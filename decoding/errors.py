@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """Bad input: the message names what was found, what was expected and what to do."""
+    """An error in the user's input; its message names what was found and expected, and a remedy."""

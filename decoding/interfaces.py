@@ -47,7 +47,7 @@ class Warper(Protocol):
         """Return the warped probabilities (R, V)."""
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
-        """Return unnormalised warped probabilities of each row's K highest logits."""
+        """Return unnormalised warped probabilities (R, K) of each row's K highest logits."""
 
 
 class Chooser(Protocol):
@@ -79,10 +79,13 @@ class Chooser(Protocol):
         """Number of depths with shared noise in this round."""
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        """Return the uniform keyed by seed, request, round, position, purpose and node."""
+        """Return a number in (0, 1), keyed by seed, request, round, position, purpose and node.
+
+        node: None leaves the node out of the key.
+        """
 
     def draft_key(self, row: int, depth: int) -> int:
-        """Return the key (seed, request, round, position) of a drafter's noise."""
+        """Return the key of (seed, request, round, position) for a drafter's noise."""
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return each row's next draft token (B,), and q (B, V) if the rule tests it."""
@@ -90,9 +93,10 @@ class Chooser(Protocol):
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Sample `count` distinct tokens from q at each node; return tokens and probabilities.
+        """Return `count` distinct tokens sampled from q at each node, and their probabilities.
 
-        The nodes are numbered from `first`.
+        Both are (B, P, count); a token with probability 0 counts as not sampled. first: the first
+        node's number, which keys the noise; the other nodes follow it.
         """
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
@@ -101,35 +105,38 @@ class Chooser(Protocol):
     def race(
         self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
     ) -> Tensor:
-        """Return the tokens (B, N) that the shared noise selects at these depths."""
+        """Return the tokens (B, N) that the shared noise selects.
+
+        Node n is at depth first_depth + n, or at depths_BN[:, n] if they are given.
+        """
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Measured milliseconds of a round's parts, by which policies and planners decide.
+    """Measured milliseconds of a round's parts, from which policies and planners decide.
 
     The *frontier* of a draft step is the number of nodes that it continues from: 1 in a chain, the
-    beams of a beam search, the expanded nodes of a tree.
+    number of beams in a beam search, the number of expanded nodes in a tree.
     """
 
-    # one draft step at the widest frontier, its samples and tree nodes included
+    # one draft step at the widest frontier, sampling and tree building included
     t_draft_ms: float
     # a target forward over n = 1, 2, ... new tokens; extrapolated through the last two
     t_target_ms: tuple[float, ...]
     overhead_ms: float = 0.0  # the rest of a round that drafts
-    plain_overhead_ms: float | None = None  # the rest of a round that does not; None: the same
+    plain_overhead_ms: float | None = None  # the rest of a round without a draft; None: the same
     # Rows of the timed batch. One row's draft lengthens the round of all rows, so the rows of a
-    # batch decide together before the round, by past rounds.
+    # batch decide together before the round, from past rounds.
     rows: int = 1
     # (frontier, milliseconds of a step) in increasing order, linear in between; empty if all steps
     # cost the same
     t_draft_by_frontier_ms: tuple[tuple[int, float], ...] = ()
-    # frontier at which `overhead_ms` was measured; None: the planner's choice by these costs
+    # frontier at which `overhead_ms` was measured; None: the planner's choice for these costs
     frontier: int | None = None
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
-        """Return the costs from the JSON form of `dataclasses.asdict`."""
+        """Return the costs read from JSON, in the form that `dataclasses.asdict` produces."""
         steps = tuple((frontier, ms) for frontier, ms in entry.get("t_draft_by_frontier_ms", ()))
         values = {"t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_frontier_ms": steps}
         return cls(**{**entry, **values})
@@ -141,7 +148,7 @@ class RoundCosts:
         return self.target_ms(1) + (self.overhead_ms if rest_ms is None else rest_ms)
 
     def step_ms(self, frontier: float) -> float:
-        """Return the milliseconds of a draft step with this (mean) frontier."""
+        """Return the milliseconds of a draft step at this frontier, which may be a mean."""
         known = self.t_draft_by_frontier_ms
         if not known:
             return self.t_draft_ms
@@ -152,29 +159,32 @@ class RoundCosts:
         return known[-1][1]
 
     def steps_ms(self, steps: int, frontier: int | None = None) -> float:
-        """Return the milliseconds of draft steps, the first from the tip alone.
+        """Return the milliseconds of `steps` draft steps, of which the first starts from the tip.
 
-        frontier: that of the other steps; None is the widest.
+        steps: at least 1. frontier: the frontier of every later step; None is the widest.
         """
         return self.step_ms(1) + (steps - 1) * (
             self.t_draft_ms if frontier is None else self.step_ms(frontier)
         )
 
     def with_slower_steps(self, ms: float) -> "RoundCosts":
-        """Return costs with `ms` milliseconds more per draft step."""
+        """Return these costs with `ms` milliseconds added to every draft step."""
         steps = tuple((frontier, step_ms + ms) for frontier, step_ms in self.t_draft_by_frontier_ms)
         return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_frontier_ms=steps)
 
     def round_ms(self, steps: int, nodes: int) -> float:
-        """Return the milliseconds of a round with these numbers of draft steps and nodes."""
+        """Return the milliseconds of a round with `steps` draft steps and `nodes` drafted tokens.
+
+        Without steps the round does not draft, and `nodes` is ignored.
+        """
         return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
 
     def drafted_ms(self, draft_ms: float, nodes: int) -> float:
-        """Return the milliseconds of a round whose draft takes `draft_ms`."""
+        """Return the milliseconds of a round whose draft of `nodes` tokens takes `draft_ms`."""
         return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
 
     def target_ms(self, n: int) -> float:
-        """Return t_target(n) in milliseconds."""
+        """Return the milliseconds of a target forward over n new tokens."""
         known = self.t_target_ms
         if n <= len(known):
             return known[n - 1]
@@ -184,7 +194,10 @@ class RoundCosts:
 
 @dataclass(frozen=True, slots=True)
 class TokenConfidence:
-    """Probability of a sampled token, and the entropy of its distribution in nats if needed."""
+    """A sampled token's probability, and the entropy of the distribution it was sampled from.
+
+    The entropy is in nats, and NaN if the stopping policy does not read it.
+    """
 
     confidence: float
     entropy: float = math.nan
@@ -193,8 +206,8 @@ class TokenConfidence:
 class Stopping(Protocol):
     """Policy that may end a row's draft before its budget is spent."""
 
-    # input of `more`: "nothing", "confidence" or "entropy"; for the latter two, every drafted token
-    # waits for the device
+    # input of `more`: "nothing", "confidence" or "entropy"; for the last two, the host waits for
+    # the device at every drafted token
     reads: str
 
     def limit(self, budget: int) -> int:
@@ -207,7 +220,7 @@ class Stopping(Protocol):
         """
 
     def update(self, drafted: int, accepted: int) -> None:
-        """End a round with these numbers of drafted and accepted tokens."""
+        """Record the numbers of drafted and accepted tokens of the round that ends."""
 
 
 Policies = Sequence[Stopping]  # one for every row
@@ -217,21 +230,24 @@ Policies = Sequence[Stopping]  # one for every row
 class TopRows:
     """Distributions over few candidates, from which a tree's tokens were sampled.
 
-    Row 0 holds the distribution of the tip's children, row n + 1 that of node n's; rows of nodes
-    without children may be missing at the end. Siblings are in the order in which they were
-    sampled, without replacement.
+    Place 0 holds the distribution of the tip's children, and place n + 1 the distribution of node
+    n's children; places of nodes without children may be missing at the end. Siblings were sampled
+    without replacement, in their order in the proposal.
 
     With a tail, the last candidate represents all tokens outside the other candidates: its
     probability is their sum, and its id is the token that was sampled from them.
     """
 
-    ids_BPK: Tensor  # distinct within a row
+    ids_BPK: Tensor  # distinct at each place
     probs_BPK: Tensor  # unnormalised
     # unnormalised, 0 at the candidates; None: all other tokens have probability 0
     tail_BPV: Tensor | None = None
 
     def at(self, row: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the ids (K,), probabilities (K,) and tail (V,) of one node's children."""
+        """Return the ids (K,), probabilities (K,) and tail (V,) of one node's children.
+
+        row: the batch row. place: 0 for the tip, n + 1 for node n.
+        """
         tail_V = None if self.tail_BPV is None else self.tail_BPV[row, place]
         return self.ids_BPK[row, place], self.probs_BPK[row, place], tail_V
 
@@ -253,12 +269,12 @@ class Proposal:
     # Maps the target's logits (B, N + 1, V) to tensors that are copied to the host together with
     # the outcome; they arrive in `Observation.readback`.
     readback: Callable[[Tensor], Sequence[Tensor]] | None = None
-    frontiers: int = 0  # sum of the frontiers of all steps; 0: one node a step
+    frontiers: int = 0  # sum of the frontiers of all steps; 0: one node per step
 
     def counted(self) -> "Proposal | None":
-        """Drop the nodes past every row's count; return None if no row has a drafted token.
+        """Return the proposal without nodes past every row's count, or None if no node is left.
 
-        The target's forward runs over such nodes, but they are not verified.
+        The target's forward runs over the dropped nodes too, but they are not verified.
         """
         N = max(self.counts_B)
         if self.tokens_BN.shape[1] == N:
@@ -270,7 +286,10 @@ class Proposal:
         return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
 
     def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
-        """Return each row's number of drafted tokens without padding. parents: as lists."""
+        """Return each row's number of drafted tokens, without padding.
+
+        parents: `parents_BN` as lists.
+        """
         pairs = zip(parents, self.counts_B, strict=True)
         return [sum(parent != NO_NODE for parent in row[:count]) for row, count in pairs]
 
@@ -297,13 +316,13 @@ class Observation:
 
 
 class FrontierPlanner(Protocol):
-    """Choice of the number of nodes that each draft step continues from, by measured costs."""
+    """Planner that chooses the frontier of a drafter's steps from measured costs."""
 
     def best_frontier(self, costs: RoundCosts) -> int:
         """Return the frontier with the most expected tokens per millisecond."""
 
     def expected_rate(self, costs: RoundCosts) -> float:
-        """Return the expected tokens per millisecond with the frontier of these costs."""
+        """Return the expected tokens per millisecond at the frontier of these costs."""
 
 
 @dataclass(frozen=True)
@@ -316,13 +335,13 @@ class Capabilities:
     taps: tuple[int, ...] = ()  # layers of these states, see `Target.forward`; (): the final norm
     last_hidden: bool = False  # of a prompt only the last hidden state is needed
     can_overlap: bool = False  # can draft while the target verifies
-    needs_costs: bool = False  # sizes its proposals by the measured costs of a round
+    needs_costs: bool = False  # chooses the size of its proposals from measured costs
     steps: str = "token"  # unit of t_draft: a drafted "token" or a "round" (one-pass drafters)
     # chains: whether stopping policies decide after every token, and not just before a round
     stops_by_token: bool = True
     # frontiers at which a draft step is timed, in increasing order; one if all steps cost the same
     frontiers: tuple[int, ...] = (1,)
-    frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
+    frontier_planner: FrontierPlanner | None = None  # chooses one from measured costs
 
     def __post_init__(self) -> None:
         if self.taps and not self.needs_hidden:
@@ -360,7 +379,7 @@ class Target(Protocol):
 
     @property
     def lengths_B(self) -> list[int]:
-        """Number of committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache of each row."""
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows of `capacity` cache slots each (default: max_length)."""
@@ -387,13 +406,13 @@ class Target(Protocol):
         """Return the hidden states of `forward` without computing logits, for prefill."""
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward.
+        """Commit the first counts_B[b] nodes of the path paths_BL[b], and drop the others.
 
-        paths_BL: None is the chain 0, 1, 2, ...
+        paths_BL: indices of the last forward's tokens; None is the chain 0, 1, 2, ...
         """
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to at most these numbers of tokens."""
+        """Shorten each row to at most lengths_B[b] committed tokens."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
@@ -408,7 +427,7 @@ class Target(Protocol):
         """Drop all caches that `keep` stored."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return token embeddings (..., C)."""
+        """Return the embeddings (..., C) of token ids."""
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
@@ -440,17 +459,17 @@ class Drafter(Protocol):
         """Start rows with these prompts; no sequence will exceed `capacity` tokens.
 
         prefill_hidden_BNC: the target's hidden states of all prompt tokens except the last, if
-        `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: the
-        last of these states of each prompt.
+        `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: each
+        prompt's last such state.
         """
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Continue the single row of `open` with a new prompt.
 
         The row already holds the prompt's first `kept` tokens. hidden_NC: with
-        `capabilities.needs_hidden`, the target's hidden states of the tokens that it has just read
-        (at least one), up to the prompt's second-to-last token. They cover all new tokens, unless
-        `capabilities.last_hidden`.
+        `capabilities.needs_hidden`, the target's hidden states of the tokens that the target has
+        just read: at least one, the last of which is the prompt's second-to-last token. Without
+        `capabilities.last_hidden` they cover all tokens past `kept`.
         """
 
     def propose(
@@ -471,16 +490,16 @@ class Drafter(Protocol):
         """Keep only these rows, in this order."""
 
     def time_step(self, frontier: int = 1) -> None:
-        """Do the work of one draft step for timing, without a change of state.
+        """Run one draft step for timing, and leave the state unchanged.
 
         frontier: one of `Capabilities.frontiers`. `Capabilities.steps` defines a step.
         """
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Return a boolean (B, N, N) that is true at [n, m] if node n is m or a descendant of m.
+    """Return a mask (B, N, N), true at [b, n, m] if node n is m or a descendant of m.
 
-    It squares the parent relation repeatedly. Rows of padding are undefined.
+    The mask is undefined at rows n of padding nodes.
     """
     B, N = parents_BN.shape
     device = parents_BN.device
@@ -488,6 +507,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]
     reach.scatter_(2, parents_BN.remainder(N + 1)[:, :, None], 1.0)
     reach = reach[:, :, :N]
+    # each squaring doubles the number of generations that are reached
     for _ in range(max(N - 1, 1).bit_length()):
         reach = (reach @ reach).clamp_(max=1.0)
     return reach > 0

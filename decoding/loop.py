@@ -1,7 +1,7 @@
 """The decode loop: open a batch and run rounds until all rows have finished.
 
 It serves every drafter, schedule and verification rule, greedy and sampled, and rows of different
-lengths; without a drafter it decodes autoregressively. A round is in decoding/rounds/batch.py.
+lengths; without a drafter it decodes autoregressively. decoding/rounds/batch.py runs a round.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ def prefill_batch(
 ) -> Batch:
     """Build the batch of all prompts and run its prefill.
 
-    Call `round` under torch.inference_mode while it has `rows`, then `close`. The batch owns the
-    models' caches until another call takes them; `round` then raises UserError. Raises UserError
-    as `build_batch` does.
+    While the batch has `rows`, call its `round` under torch.inference_mode; then call its `close`.
+    It owns the models' caches until another call takes them; `round` then raises UserError. Raises
+    UserError as `build_batch` does.
     """
     with Claim(target, drafter):
         batch = build_batch(
@@ -60,13 +60,14 @@ def build_batch(
     """Build the batch, claim the caches and prepare the drafter, without the prefill.
 
     claim: None creates a new claim to both models. Raises UserError for a prompt that is empty,
-    fills the target's context or contains an id outside the vocabulary, and as `check` does.
+    fills the target's context or contains an id outside the vocabulary, for measured costs that are
+    needed but missing, for a schedule that does not fit, and as `check` does.
     """
     check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     if len(ids) != len(prompts):
         raise ValueError(
-            f"found {len(ids)} request ids for {len(prompts)} prompts, expected one a prompt"
+            f"found {len(ids)} request ids for {len(prompts)} prompts, expected one per prompt"
         )
     keys = [noise.key(settings.seed, request) for request in ids]
     policy = settings.stopping or "fixed"
@@ -91,7 +92,7 @@ def build_batch(
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
     if drafter is not None and drafter.capabilities.needs_costs and settings.costs is None:
         raise UserError(
-            f"drafter '{drafter.name}' needs measured costs, found None. Give "
+            f"drafter '{drafter.name}' needs measured costs, found None. Use "
             f"Settings(costs=time_parts(...).costs)."
         )
     kind, schedule = Batch, settings.schedule
@@ -120,7 +121,7 @@ def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
 
 
 def _check_ids(index: int, prompt: Sequence[int], target: Target) -> None:
-    """Raise UserError for a token id outside the target's vocabulary."""
+    """Raise UserError if the prompt holds anything but ids of the target's vocabulary."""
     wrong = [token for token in prompt if not is_int(token) or not 0 <= token < target.vocab_size]
     if wrong:
         raise UserError(
@@ -139,11 +140,11 @@ def decode(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Generation]:
-    """Continue all prompts as one ragged batch; return one Generation a prompt, in order.
+    """Continue all prompts as one ragged batch; return their generations in order.
 
-    drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2
-    ...). on_tokens(prompt index, new token ids) is called as tokens are emitted. Raises UserError
-    as `build_batch` does.
+    drafter: None decodes autoregressively. request_ids: one per prompt, which keys its random
+    numbers (default: 0, 1, 2, ...). on_tokens: called with the prompt's index and its new token ids
+    after each round. Raises UserError as `build_batch` and `Batch.round` do.
     """
     with Claim(target, drafter):  # other threads wait for the whole call
         batch = prefill_batch(

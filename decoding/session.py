@@ -1,8 +1,8 @@
 """Conversations that read only the new text of each turn: one cached row, or batches of turns.
 
 Every turn receives the complete text so far. The cache is rolled back to the longest prefix that it
-shares with this text, and the rest is read. A turn's tokens therefore equal those of a fresh decode
-over the complete text, even if earlier text was edited, removed or rendered differently.
+shares with this text, and the rest is read. A turn therefore emits the same tokens as a fresh
+decode over the complete text, even if earlier text was edited, removed or rendered differently.
 
 Shapes: B rows (one of a `Session`), N new tokens, C hidden size.
 """
@@ -34,7 +34,7 @@ class Session:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, settings: Settings) -> None:
-        """Raise UserError for an overlapped schedule, whose lanes run ahead of the text."""
+        """Set the models and the settings; raise UserError for an overlapped schedule."""
         _check_serial(settings)
         self.target, self.drafter, self.settings = target, drafter, settings
         width = drafter.width(settings.num_draft_tokens) if drafter is not None else 0
@@ -64,8 +64,9 @@ class Session:
         rounds. A batch of an earlier turn cannot continue.
 
         prompt: the complete text so far. drafted=False decodes autoregressively in the same cache.
-        max_new_tokens: None takes the settings' value. Raises UserError for an empty prompt or one
-        that fills the target's context; the caches are then unchanged.
+        max_new_tokens: None takes the settings' value. request_id: keys the random numbers.
+        on_tokens: see `decoding.loop.decode`. Raises UserError as `build_batch` does; the caches
+        are then unchanged.
         """
         settings, drafter = self.settings, self.drafter if drafted else None
         if max_new_tokens is not None:
@@ -113,8 +114,8 @@ class Session:
         kept = shared_prefix_length(cached, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The hidden state before the tip needs a forward. A drafter that was never opened needs
-            # the states of the complete prompt; one that reads all states also needs those of turns
-            # that did not use it.
+            # the states of the complete prompt; one that reads all states also needs the states of
+            # turns that did not use it.
             if self._drafted is None:
                 return 0
             if not drafter.capabilities.last_hidden:
@@ -139,9 +140,9 @@ class ConversationBatches:
     """Conversations decoded in batches of one turn each, which reuse what the last batch cached.
 
     Rows end at different times and batches differ, so a row's cache is copied out when it ends and
-    copied in at its next turn. The copies take as much memory as the batch has committed. The
-    drafter reads every prompt from the start. If it reads the hidden states of complete prompts
-    (`capabilities.last_hidden` is false), so does the target.
+    copied in at its next turn. The copies take as much memory as the committed tokens of the batch.
+    The drafter reads every prompt from the start; so does the target, if the drafter needs the
+    hidden states of complete prompts (`needs_hidden` without `last_hidden`).
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
@@ -168,9 +169,9 @@ class ConversationBatches:
     ) -> list[Generation]:
         """Continue every prompt like `decoding.loop.decode`, reusing the last batch's caches.
 
-        names: the conversations of the prompts, all different. prompts: the complete texts so far.
-        last: whether a conversation ends with this turn, so that its cache is not stored. Raises
-        UserError as `decode` does, and for an overlapped schedule.
+        names: each prompt's conversation, all different. prompts: each conversation's complete text
+        so far. last: whether each conversation ends with this turn, so that its cache is not
+        stored. Raises UserError as `decoding.loop.decode` does, and for an overlapped schedule.
         """
         _check_serial(settings)
         with Claim(self.target, self.drafter):  # other threads wait for the whole batch
@@ -195,7 +196,7 @@ class ConversationBatches:
         self._stored[name] = row.index, row.sequence[: self.target.lengths_B[place]]
 
     def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
-        """Open the batch like `Batch.open`, but reuse the stored caches, and drop them."""
+        """Open the batch like `Batch.open`, but reuse the stored caches and then drop them."""
         began = perf_counter()
         drafter = self.drafter
         wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
@@ -236,6 +237,6 @@ def _check_serial(settings: Settings) -> None:
 
 
 def shared_prefix_length(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the length of the common prefix, without the prompt's last token, the tip."""
+    """Return the length of the common prefix; the prompt's last token, the tip, is not counted."""
     longest = min(len(cached), len(prompt) - 1)
     return next((i for i in range(longest) if cached[i] != prompt[i]), longest)

@@ -43,7 +43,10 @@ def is_number(value: Any) -> bool:
 
 
 def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
-    """Return the rule for whole numbers from `least` to `most`; the note explains a bound."""
+    """Return the rule for whole numbers from `least` to `most`.
+
+    note: words that a message appends to the range, such as " (0 is off)".
+    """
     return ValueRule(
         lambda value: is_int(value) and least <= value <= most,
         f"a whole number from {least} to {most}{note}",
@@ -51,7 +54,10 @@ def whole_number(least: int, most: int = LARGEST, note: str = "") -> ValueRule:
 
 
 def number_where(fits: Callable[[float], bool], bounds: str) -> ValueRule:
-    """Return the rule for finite numbers within bounds, which a message appends to "a number"."""
+    """Return the rule for finite numbers that `fits` accepts.
+
+    bounds: the words that follow "a number" in a message, such as "from 0 to 1".
+    """
     return ValueRule(lambda value: is_number(value) and fits(value), f"a number {bounds}")
 
 
@@ -70,19 +76,19 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def is_text_list(value: Any) -> bool:
-    """Return whether the value is a list or tuple of nonempty strings."""
+    """Return whether the value is a list or tuple of nonempty strings that pass `is_text`."""
     return isinstance(value, list | tuple) and all(is_text(one) and one for one in value)
 
 
 def is_id_collection(value: Any) -> bool:
-    """Return whether the value is a collection of token ids."""
+    """Return whether the value is a list, tuple or set of whole numbers of 0 or more."""
     return isinstance(value, list | tuple | set | frozenset) and all(
         is_int(one) and one >= 0 for one in value
     )
 
 
 def optional(rule: ValueRule) -> ValueRule:
-    """Return a rule that also accepts None."""
+    """Return the rule that accepts None as well as the values of `rule`."""
     return ValueRule(lambda value: value is None or rule.fits(value), f"{rule.expected}, or None")
 
 
@@ -130,7 +136,8 @@ RULES: dict[str, ValueRule] = {
 def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str = "") -> None:
     """Raise UserError for a value that is invalid for this setting.
 
-    key: replaces the name in the message.
+    rule: None takes the rule of this name in `RULES`. key: the setting's name in the message, if it
+    is not `name`.
     """
     rule = rule or RULES[name]
     if not rule.fits(value):
@@ -138,13 +145,13 @@ def check_value(name: str, value: Any, rule: ValueRule | None = None, key: str =
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Check each value by the rule of its name."""
+    """Raise UserError for the first value that is invalid for the setting of its name."""
     for name, value in values.items():
         check_value(name, value)
 
 
 def check_settings(config: Any, names: Sequence[str]) -> None:
-    """Check these fields of a job's configuration."""
+    """Raise UserError for an invalid value in one of these fields of a job's configuration."""
     check_values({name: vars(config)[name] for name in names})
 
 

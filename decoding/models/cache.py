@@ -50,7 +50,7 @@ class Slots:
         self.capacity = capacity
 
     def end_of(self, num_tokens: int) -> int:
-        """Return the slots that a forward over `num_tokens` reads.
+        """Return the number of slots that a forward over `num_tokens` new tokens reads.
 
         Raises ValueError if the cache has fewer.
         """
@@ -63,7 +63,7 @@ class Slots:
         return end
 
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> ForwardPlan:
-        """Return the plan of a forward over `num_tokens` new tokens a row.
+        """Return the plan of a forward over `num_tokens` new tokens per row.
 
         parents_BN: as in `Target.forward`.
         """
@@ -94,8 +94,9 @@ class Slots:
     ) -> None:
         """Keep the first `counts_B` nodes of each row's path; None is the chain 0, 1, 2, ...
 
-        A chain already lies in the right slots and only changes the lengths. Other paths move cache
-        rows by `move(src_BL, dst_BL)`, where slots past a row's count map to themselves.
+        A chain already lies in the right slots and only changes the lengths. For other paths
+        `move(src_BL, dst_BL)` copies the kept slots into place; slots past a row's count map to
+        themselves.
         """
         if paths_BL is not None:
             width = max(counts_B)
@@ -112,7 +113,7 @@ class Slots:
         ]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Shorten rows to at most `lengths_B`."""
+        """Shorten each row to at most lengths_B[b] committed tokens."""
         self.lengths_B = [min(old, new) for old, new in zip(self.lengths_B, lengths_B, strict=True)]
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -122,7 +123,7 @@ class Slots:
 
 
 class CachedTarget:
-    """The methods of a target that only concern its rows' lengths and stored copies."""
+    """The methods of a target that concern only the lengths of its rows and their stored copies."""
 
     slots: Slots
     # name -> the copy of a row's cache that `keep` stored
@@ -130,19 +131,19 @@ class CachedTarget:
 
     @property
     def lengths_B(self) -> list[int]:
-        """Number of committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache of each row."""
         return self.slots.lengths_B
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep accepted nodes (see `Slots.commit`)."""
+        """Commit the accepted nodes (see `Target.commit`)."""
         self.slots.commit(paths_BL, counts_B, self._move)
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to at most these lengths."""
+        """Shorten each row to at most lengths_B[b] committed tokens."""
         self.slots.truncate(lengths_B)
 
     def forget(self) -> None:
-        """Drop everything that `keep` stored."""
+        """Drop all caches that `keep` stored."""
         self._kept = {}
 
     def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:

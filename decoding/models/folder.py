@@ -41,17 +41,17 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}, line {error.lineno}: is not valid JSON ({error.msg}). Copy or download the "
+            f"{path}, line {error.lineno} is not valid JSON ({error.msg}). Copy or download the "
             f"file again."
         ) from error
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(
-            f"{path}: cannot be read as JSON ({error}). Check its permissions, or copy the file "
+            f"{path} cannot be read as JSON ({error}). Check its permissions, or copy the file "
             f"again."
         ) from error
     if not isinstance(value, dict):
         raise UserError(
-            f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields. "
+            f"{path} holds a {type(value).__name__}, expected a JSON object with named fields. "
             f"Copy the file again."
         )
     return value
@@ -65,31 +65,31 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not exists(folder):
         raise UserError(
-            f"{folder}: there is no such model folder. Give the path of a folder with config.json "
-            f"in it."
+            f"{folder} does not exist, expected a model folder. Use the path of a folder with "
+            f"config.json in it."
         )
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: is a file, expected a model folder with config.json and model.safetensors "
-            f"in it."
+            f"{folder} is a file, expected a model folder. Use the path of a folder with "
+            f"config.json and model.safetensors in it."
         )
     path = folder / "config.json"
     if not path.is_file():
         inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
         if inside:  # such as a run's folder
             raise UserError(
-                f"{folder}: is not a model folder, but contains {' and '.join(map(str, inside))}. "
-                f"Give that folder."
+                f"{folder} is not a model folder, but contains {' and '.join(map(str, inside))}. "
+                f"Use the path of a model folder inside it."
             )
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise UserError(
-            f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder. "
+            f"{folder} has no config.json (found {found}), expected a Hugging Face model folder. "
             f"Check the path."
         )
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise UserError(
-            f"{path}: has no model_type, expected one such as 'llama'. Give a Hugging Face model "
+            f"{path} has no model_type, expected one such as 'llama'. Use a Hugging Face model "
             f"folder."
         )
     return config
@@ -105,7 +105,7 @@ def untrusted_code_error(folder: str | Path) -> UserError:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or folder at this path.
+    """Return whether a file or folder exists at this path.
 
     Raises UserError for an invalid path, and for one without read permission.
     """
@@ -131,7 +131,7 @@ def weight_files(folder: str | Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(
-                f"{folder / INDEX}: has no weight_map, expected the file of every tensor. Download "
+                f"{folder / INDEX} has no weight_map, expected the file of every tensor. Download "
                 f"the index again."
             )
         for tensor, name in weight_map.items():
@@ -163,7 +163,7 @@ def _missing_weights(folder: Path, file: Path) -> str:
     pickled = sorted(p.name for p in folder.glob("*.bin"))
     if pickled:
         return (
-            f"{folder}: has only pickled weights ({pickled[0]}), which are not opened because a "
+            f"{folder} has only pickled weights ({pickled[0]}), which are not opened because a "
             f"pickle can run code. Convert them once: python scripts/to_safetensors.py {folder}"
         )
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:6])
@@ -173,15 +173,15 @@ def _missing_weights(folder: Path, file: Path) -> str:
 def read_headers(folder: str | Path) -> Tensors:
     """Return the headers of a folder's tensors by name, without reading weights.
 
-    Raises UserError as `weight_files` does, for a tensor that is in two files, and for a tensor
-    that is missing from the file given by the index.
+    Raises UserError as `weight_files` does, and for a tensor that is in two files or is missing
+    from the file that the index gives.
     """
     tensors: Tensors = {}
     for file in weight_files(folder):
         for name, header in _read_header(file).items():
             if name in tensors:
                 raise UserError(
-                    f"{file}: tensor '{name}' is also in {tensors[name].file.name}, expected in "
+                    f"{file}: tensor '{name}' is also in {tensors[name].file.name}, expected it in "
                     f"one file. Copy the folder again."
                 )
             tensors[name] = header
@@ -207,11 +207,11 @@ def _read_header(file: Path) -> Tensors:
             }
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error}), expected safetensors. Check the file's permissions."
+            f"{file} cannot be read ({error}), expected safetensors. Check the file's permissions."
         ) from error
     except SafetensorError as error:
         raise UserError(
-            f"{file}: has {file.stat().st_size} bytes and is damaged or incomplete ({error}), "
+            f"{file} has {file.stat().st_size} bytes and is damaged or incomplete ({error}), "
             f"expected safetensors. Copy it again."
         ) from error
 
@@ -286,7 +286,10 @@ _LARGE = 64 * 2**20  # bytes from which a file's hash is cached
 
 
 def hash_input(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a model folder's files except its card and README."""
+    """Return the SHA-256 of a file, or of a model folder's files except its card and README.
+
+    A path that does not exist gives "absent".
+    """
     if path.is_file():
         return hash_file(path)
     if not path.exists():
@@ -299,7 +302,7 @@ def hash_input(path: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return a file's hash, computed once a process for large files."""
+    """Return a file's hash, computed once per process for large files."""
     stat = path.stat()
     if stat.st_size < _LARGE:
         return sha256(path)

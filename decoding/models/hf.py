@@ -3,7 +3,7 @@
 `transformers` does the arithmetic; this module passes it a cache that writes each row's tokens to
 that row's slots, an explicit 4-D mask and explicit positions. A model that ignores the mask or the
 positions would be silently wrong, so `HFTarget` tests each model with a tree of two branches on
-loading, and rejects it if the logits differ from those of the separate branches.
+loading, and rejects it if the logits differ from the separate branches' logits.
 
 `compiled` traces the model once for single tokens and once for all wider forwards with symbolic
 sizes; slots are then a tensor, so that no length is compiled in. Prompts are read uncompiled.
@@ -125,7 +125,11 @@ class HFTarget(CachedTarget):
         max_length: int | None = None,
         execution: str | None = None,
     ) -> None:
-        """Wrap a model; execution is one of EXECUTIONS, else UserError is raised (None: eager)."""
+        """Wrap a model.
+
+        max_length: None is the model's context. execution: one of EXECUTIONS; None is eager. Raises
+        UserError for another execution, and for a model that ignores the mask or the positions.
+        """
         self.execution = execution or "eager"
         check_choice("execution", self.execution, EXECUTIONS)
         self.model = model.eval().requires_grad_(False)
@@ -162,7 +166,8 @@ class HFTarget(CachedTarget):
     ) -> "HFTarget":
         """Load a model folder.
 
-        Raises UserError for damaged folders and models whose attention is not full and causal.
+        Raises UserError for a damaged folder, for code that is not trusted, and for a model that
+        `transformers` cannot load or whose attention is not full and causal.
         """
         refuse_unsupported_attention(read_config(folder), str(folder))
         weight_files(folder)
@@ -313,7 +318,7 @@ class HFTarget(CachedTarget):
         slots_BN: Tensor,
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Run the compiled forward, in which every length is a tensor's size."""
+        """Run the forward that is compiled, in which every length is the size of a tensor."""
         self.cache.plan = ForwardPlan(mask.shape[-1], None, slots_BN, positions_BN, mask)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
@@ -332,7 +337,7 @@ class HFTarget(CachedTarget):
             store[rows, :, dst_BL] = store[rows, :, src_BL]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows` of the batch, in this order."""
+        """Keep only these rows of the batch, in this order."""
         moves = self.slots.select(rows)
         if moves:
             src, dst = [m[0] for m in moves], [m[1] for m in moves]
@@ -346,7 +351,7 @@ class HFTarget(CachedTarget):
         self._kept[name] = list(zip(copies[::2], copies[1::2], strict=True))
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Start a row with the first `length` tokens that `keep` stored."""
+        """Fill an empty row with the first `length` tokens that `keep` stored for this name."""
         for layer, (keys, values) in zip(self.cache.rows, self._kept[name], strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
@@ -356,7 +361,7 @@ class HFTarget(CachedTarget):
         self.slots.lengths_B[row] = length
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return token embeddings (..., C)."""
+        """Return the embeddings (..., C) of token ids."""
         return self.model.get_input_embeddings()(ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Load a target model from a model folder.
-
-Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
-"""
+"""Loading of a target model from a model folder."""
 
 from pathlib import Path
 from typing import Any
@@ -46,19 +43,21 @@ def load_target(
 
     backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only
     full-attention causal LM).
+    dtype: float64, float32, bfloat16 or float16.
     device: cpu, cuda, cuda:N, or auto (a GPU if there is one).
     max_length: maximum tokens in a row; the default and upper bound is the model's context length.
     batch_size: number of cache rows of max_length tokens to reserve now, so that insufficient
     memory is reported at once; by default the cache grows as needed.
-    parallel: 'none', or split over processes: 'tp' (every layer) or 'layers' (some layers each);
-    native only.
-    processes: number of processes, this one included; 0 is one for each visible GPU.
+    trust_remote_code: run the Python code of the folder, if its model needs it; hf only.
+    parallel: 'none'; 'tp' splits every layer over several processes, and 'layers' gives each
+    process some layers; native only.
+    processes: number of processes, this one included; 0 is one for each GPU from `device` on.
     execution: for native 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded
-    with fused layers); None is graph on a GPU and eager on a CPU, where the others serve tests. For
-    hf 'eager' (None) or 'compiled'.
+    with fused layers); None is graph on a GPU and eager on a CPU, where the other two are only for
+    tests. For hf 'eager' (None) or 'compiled'.
 
-    Raises UserError for a folder that is missing, empty, damaged, holds only pickled weights or is
-    of an unsupported kind.
+    Raises UserError for an invalid setting, and for a folder that is missing, empty or damaged,
+    that holds only pickled weights, or whose model is not supported.
     """
     check_values({"device": device, "max_length": max_length, "batch_size": batch_size})
     check_values({"processes": processes, "trust_remote_code": trust_remote_code})
@@ -91,7 +90,7 @@ def load_target(
 def _check_folder(
     folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None
 ) -> None:
-    """Raise UserError for a dtype, backend or length that does not fit, before reading weights."""
+    """Raise UserError for settings or a model that cannot be loaded, before weights are read."""
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("backend", backend, BACKENDS)
     context = config.get("max_position_embeddings") or config.get("n_positions")
@@ -116,5 +115,5 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
             f"execution '{execution}' does not work for a target over several processes. Use "
-            f"execution=eager or processes=1."
+            f"execution=eager or parallel=none."
         )

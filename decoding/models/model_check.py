@@ -41,7 +41,7 @@ _DTYPE = ValueRule(lambda value: value in _DTYPES, "float64, float32, float16 or
 _OBJECT = ValueRule(lambda value: isinstance(value, dict), "an object with named fields")
 _WORDS = ValueRule(
     lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
-    "a list of texts",
+    "a list of strings",
 )
 _TOKENS = ValueRule(
     lambda value: is_int(value) or (isinstance(value, list) and all(map(is_int, value))),
@@ -62,7 +62,7 @@ _OPTIONAL = {
     "max_position_embeddings": whole_number(2),
     "rms_norm_eps": number_where(lambda value: 0 < value < 1, "more than 0 and less than 1"),
     "rope_theta": _POSITIVE,
-    "hidden_act": ValueRule(lambda value: isinstance(value, str), "a text such as 'silu'"),
+    "hidden_act": ValueRule(lambda value: isinstance(value, str), "a string such as 'silu'"),
     "initializer_range": number_where(lambda value: value >= 0, "of 0 or more"),
     "attention_dropout": number_where(lambda value: 0 <= value < 1, "from 0 to less than 1"),
 }
@@ -92,8 +92,8 @@ class Expected(NamedTuple):
 def check_model(folder: str | Path) -> None:
     """Raise UserError for the first contradiction between a folder's config.json and its weights.
 
-    Also for a folder that cannot be read, and for invalid fields of config.json. No weights are
-    read.
+    Also raises UserError for a folder that cannot be read, and for an invalid field of config.json.
+    No weights are read.
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
@@ -144,7 +144,7 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
 def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
     """Raise UserError for an invalid value in config.json.
 
-    complete: also raise for a missing field.
+    complete: also raise for a missing field of a known family's model.
     """
     _check_finite(folder / "config.json", config)
     if config["model_type"] in FAMILIES:
@@ -161,7 +161,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     file = folder / "config.json"
     missing = [key for key in _REQUIRED if key not in config]
     if missing and complete:
-        raise UserError(f"{file}: has no {missing[0]}, expected {_REQUIRED[missing[0]].expected}.")
+        raise UserError(f"{file} has no {missing[0]}, expected {_REQUIRED[missing[0]].expected}.")
     for key, rule in _REQUIRED.items():
         if key in config:
             check_value(key, config[key], rule, f"{file}: {key}")
@@ -178,13 +178,13 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{file}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
-            f"expected one. Correct either, or give head_dim."
+            f"{file}: hidden_size is {hidden}, expected a multiple of num_attention_heads {heads}. "
+            f"Correct one of them, or set head_dim."
         )
     if heads % groups:
         raise UserError(
-            f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-            f"{groups}, expected one. Correct either."
+            f"{file}: num_attention_heads is {heads}, expected a multiple of num_key_value_heads "
+            f"{groups}. Correct one of them."
         )
     if _head_dim(config) % 2:
         raise UserError(
@@ -254,14 +254,14 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
     if found is None:
         raise UserError(
             f"{folder}: the weights have no tensor '{wanted.name}', expected one of shape "
-            f"{wanted.shape} by config.json ({wanted.why}). Use config.json and weights of one "
-            f"model."
+            f"{wanted.shape} according to config.json ({wanted.why}). Use config.json and weights "
+            f"of the same model."
         )
     if found.shape != wanted.shape:
         raise UserError(
             f"{found.file}: tensor '{wanted.name}' has shape {found.shape}, expected "
-            f"{wanted.shape} by {folder / 'config.json'} ({wanted.why}). Use config.json and "
-            f"weights of the same model."
+            f"{wanted.shape} according to {folder / 'config.json'} ({wanted.why}). Use "
+            f"config.json and weights of the same model."
         )
     if found.dtype not in FLOATS:
         raise UserError(
@@ -271,7 +271,7 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Raise UserError for more layers than the files hold, or fewer for a known family."""
+    """Raise UserError for more layers than the weights hold, and for fewer in a known family."""
     keys = [key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config]
     if not keys:
         return
@@ -279,7 +279,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
     check_value(key, config[key], _COUNT, f"{folder / 'config.json'}: {key}")
     indices = (int(match[1]) for name in tensors if (match := _INDEXED.search(name)))
     held = 1 + max(indices, default=-1)
-    # Some families store layers that their causal LM does not use, such as those for multi-token
+    # Some families store layers that their causal LM does not use, such as layers for multi-token
     # prediction.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
@@ -316,7 +316,7 @@ def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
     for kind, what in {
         "missing_keys": "is in none of the weights, and would be random",
         "unexpected_keys": "is in the weights and has no place in the model",
-        "mismatched_keys": "has another shape than config.json gives it",
+        "mismatched_keys": "has a shape that config.json does not describe",
     }.items():
         # a mismatch is (name, shape, shape)
         found = (entry if isinstance(entry, str) else entry[0] for entry in info.get(kind) or ())
@@ -324,7 +324,7 @@ def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
         if names:
             raise UserError(
                 f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights "
-                f"that config.json describes. Use both of the same model."
+                f"that config.json describes. Use config.json and weights of the same model."
             )
 
 

@@ -1,4 +1,4 @@
-"""Read prompts into a target."""
+"""Prefill: prompts are read into a target's cache, in chunks."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Target
 
-PREFILL_CHUNK = 512  # tokens a row in one prefill forward, to bound memory
+PREFILL_CHUNK = 512  # tokens per row in one prefill forward, to bound memory
 
 
 def prefill(
@@ -17,10 +17,11 @@ def prefill(
     keep_hidden: bool = False,
     taps: tuple[int, ...] = (),
 ) -> Tensor | None:
-    """Read prompts into an opened, empty target; rows may be empty.
+    """Read these tokens into the rows of an open target, after what the rows hold.
 
-    Returns hidden_BNC if `keep_hidden`, padded on the right: after the final norm, or at the taps
-    (see `Target.forward`).
+    A row's tokens may be empty. With keep_hidden returns the hidden states (B, N, C) of all tokens,
+    padded on the right: after the final norm, or at the taps (see `Target.forward`). Returns None
+    without keep_hidden, or if no row has tokens.
     """
     longest = max(len(prompt) for prompt in prompts_B)
     hidden: list[Tensor] = []

@@ -31,5 +31,8 @@ def check_taps(target: Target, taps: Sequence[int]) -> None:
 
 
 def join_taps(states: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor:
-    """Return the hidden states (B, N, X * C) at these layers, in this order."""
+    """Return the hidden states (B, N, X * C) at the taps, in this order.
+
+    states: the hidden states (B, N, C) by layer.
+    """
     return torch.cat([states[tap] for tap in taps], -1)

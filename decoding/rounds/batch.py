@@ -46,7 +46,7 @@ class Row:
 
 
 class Batch:
-    """The running rows of one `decode` call."""
+    """The running rows of one `decode` call; drafting and verifying take turns."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class Batch:
             row.generation.prefill_seconds = perf_counter() - began
 
     def close(self) -> None:
-        """Release the processes or threads that `open` started."""
+        """Release what an overlapped schedule has reserved; a serial batch reserves nothing."""
 
     def round(self) -> None:
-        """Run a round.
+        """Run one round.
 
-        Raises UserError if another call has overwritten the caches, and for logits that are NaN or
-        infinite.
+        Raises UserError if another call has overwritten the caches, if the target's logits or the
+        drafter's probabilities are NaN or infinite, and if `allowed` allows no token.
         """
         with self.claim:
             if not self.claim.holds:
@@ -191,7 +191,7 @@ class Batch:
         return logits_BNV, hidden_BNC
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
-        """Return the checks of this round for NaN and infinity.
+        """Return this round's checks for NaN and infinities.
 
         `q_top` needs none: it comes from heads and trees, whose weights were checked on loading.
         """
@@ -209,9 +209,9 @@ class Batch:
         tested_B: list[int],
         accepted_B: list[int],
     ) -> list[int]:
-        """Append each row's tokens up to its first stop token and its limit.
+        """Append each row's tokens, up to its first stop token or stop string and its limit.
 
-        Returns the indices of the rows that continue.
+        Counts the round and calls `on_tokens`. Returns the indices of the rows that continue.
         """
         keep = []
         for b, row in enumerate(self.rows):
@@ -250,7 +250,7 @@ class Batch:
         return otherwise
 
     def _commit(self, observation: Observation, drafted_B: list[int]) -> None:
-        """Keep the tip and the accepted tokens in the caches."""
+        """Commit the tips and the accepted tokens; report the round to the drafter and policies."""
         outcome = observation.outcome
         paths_BL = None
         if outcome.paths_B is not None:

@@ -43,7 +43,7 @@ class Settings:
     stopping_threshold: float | None = None
     # "serial", or a schedule that drafts while it verifies (decoding.schedules.by_name.SCHEDULES)
     schedule: str = "serial"
-    # measured costs, for stopping="cost_ratio" and for drafters that choose by them
+    # measured costs, for stopping="cost_ratio" and for drafters and schedules that need them
     costs: RoundCosts | None = None
     # divides positive and multiplies negative logits of the text's tokens; 1 is off
     repetition_penalty: float = 1.0
@@ -72,11 +72,11 @@ class Settings:
             raise UserError(f"costs is {quote(self.costs)}, expected measured RoundCosts, or None.")
         if self.stop_strings and self.text_of is None:
             raise UserError(
-                "stop_strings needs text_of, the function that decodes token ids, found None. Give "
+                "stop_strings needs text_of, the function that decodes token ids, found None. Set "
                 "text_of, or use decoding.generate, which sets it."
             )
 
     @property
     def warper(self) -> Warper:
-        """The sampling settings."""
+        """The warper with these sampling settings."""
         return Warper(self.temperature, self.top_k, self.top_p, self.min_p)

@@ -28,15 +28,15 @@ class Generation:
     drafted: int = 0
     # forwards of the draft model, for the whole batch
     draft_steps: int = 0
-    # sum over the draft steps of the nodes of a row that they continued from, one each in a chain
+    # sum over the draft steps of their frontiers: the nodes of a row that a step continues from
     draft_frontiers: int = 0
     # nodes of the target's forwards without the tip, padding included
     verified: int = 0
     # tests at depth 1, 2, ... (all earlier depths were accepted)
     tested_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    # One character a token: "1" an accepted draft, "0" the target's token in place of a rejected
-    # draft, "." where no draft was tested.
+    # One character per emitted token: "1" an accepted draft, "0" the target's token in place of a
+    # rejected draft, "." where no draft was tested.
     trace: str = ""
     # prompt tokens that were read, without those that a session had cached
     prefilled: int = 0
@@ -44,11 +44,11 @@ class Generation:
     decode_seconds: float = 0.0
     # part of decode_seconds spent in the drafter
     draft_seconds: float = 0.0
-    # overlapped schedules: the target's lane
+    # overlapped schedules: seconds of the target's lane
     target_seconds: float = 0.0
-    # overlapped schedules: the shorter lane of each round, which overlap can hide
+    # overlapped schedules: seconds of the shorter lane of each round, which overlap can hide
     shorter_seconds: float = 0.0
-    # overlapped schedules: the longer lane of each round, a part of decode_seconds
+    # overlapped schedules: seconds of the longer lane of each round, a part of decode_seconds
     lanes_seconds: float = 0.0
     # from the start of the prefill to the end of the first round
     first_token_seconds: float = 0.0
@@ -74,7 +74,7 @@ class Generation:
         return len(self.tokens) / max(self.decode_seconds, 1e-9)
 
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
-        """Add the counts of one round."""
+        """Add one round's numbers of drafted, tested, accepted and emitted tokens."""
         self.rounds += 1
         self.trace += "1" * accepted + "0" * (tested - accepted) + "." * (emitted - tested)
         self.drafted += drafted
@@ -89,9 +89,9 @@ class Generation:
 
 
 def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
-    """Return distinct n-grams / n-grams: 1 without repetition, near 0 when the text loops.
+    """Return the number of distinct n-grams over the number of n-grams.
 
-    A text shorter than n counts as 1.
+    It is 1 without repetition, near 0 for a text that loops, and 1 for fewer than n tokens.
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0

@@ -52,6 +52,6 @@ def choice_scores(
 
 
 def top_two_gap(scores_V: torch.Tensor) -> float:
-    """Return the best score minus the second best."""
+    """Return the highest score minus the second highest."""
     best, second = scores_V.topk(2).values.tolist()
     return best - second

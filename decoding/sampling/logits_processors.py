@@ -1,8 +1,9 @@
 """Changes to the logits that depend on the text so far: repetition penalty and allowed tokens.
 
-The text at a draft node is the row's text and the path to the node, and the node's logits are
-changed by it. The target's choice at a node is therefore that of autoregressive decoding, and the
-output stays exact. A drafter that ignores the processors only has a lower acceptance rate.
+The text at a draft node is the row's text followed by the path to the node, and it determines how
+the node's logits change. The target's choice at a node is therefore the same as in autoregressive
+decoding, and the output stays exact. A drafter that ignores the processors only has a lower
+acceptance rate.
 
 The penalty needs the set of tokens in a text. Their ids stay on the device, where each drafted
 token is added, so an asynchronous host does not wait. `allowed` is an arbitrary Python function of
@@ -42,8 +43,9 @@ class Processors:
     ) -> Tensor:
         """Return the changed logits of the tip and of each node.
 
-        Without `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token
-        after a row's text.
+        sequences_B: each row's text. tokens_BN: the nodes; None if nothing was drafted. Without
+        `parents_BN` the nodes are a chain. Raises UserError when `allowed` allows no token after a
+        row's text.
         """
         if tokens_BN is not None and tokens_BN.shape[1] == 0:
             tokens_BN = None
@@ -66,7 +68,7 @@ class Processors:
         return DraftProcessors(self, texts_B)
 
     def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
-        """Penalise the tokens of each node's text; ids may repeat."""
+        """Return the logits, with the tokens of each node's text penalised; ids may repeat."""
         of_held_BNX = logits_BNV.gather(-1, held_BNX)
         penalty = self.repetition_penalty
         changed_BNX = torch.where(of_held_BNX > 0, of_held_BNX / penalty, of_held_BNX * penalty)
@@ -75,7 +77,7 @@ class Processors:
     def masked(
         self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False
     ) -> Tensor:
-        """Set the logits of tokens that `allowed` forbids after each node's text to -inf.
+        """Return the logits, with -inf for tokens that `allowed` forbids after each node's text.
 
         may_end: leave the logits unchanged if nothing is allowed after a row's text, instead of
         raising UserError.
@@ -182,7 +184,10 @@ def _texts_at_nodes(
 
 
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
-    """Return processors, or None if nothing changes; raise UserError for an invalid penalty."""
+    """Return the processors of these settings, or None if they change no logits.
+
+    Raises UserError for an invalid penalty.
+    """
     check_value("repetition_penalty", repetition_penalty)
     if repetition_penalty == 1 and allowed is None:
         return None

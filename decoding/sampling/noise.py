@@ -5,7 +5,7 @@ It does not depend on the batch row, the order of calls or the device. There are
 - `uniform` is keyed by (seed, request, round, position, purpose), for token verification, where a
   position that is drafted again in a later round must get new noise.
 - `exponentials` are keyed by (seed, request, position, token id), for the coupled rule: draft and
-  target, tree nodes and batch rows share the noise, so the output is that of the target alone. With
+  target, tree nodes and batch rows share the noise, so the output equals the target's alone. With
   E = -log(uniform), a standard exponential, -log E is a Gumbel variable, and argmax(log p + Gumbel)
   = argmax(p / E).
 

@@ -18,11 +18,14 @@ class FiniteCheck:
     """
 
     def __init__(self, values: Tensor, whose: str, what: str) -> None:
-        """Prepare the check of these values, which takes one operation."""
+        """Prepare the check of these values.
+
+        whose, what: the model and the kind of values, such as "logits", for the message.
+        """
         self.largest, self.whose, self.what = values.amax(), whose, what
 
     def check(self, largest: float) -> None:
-        """Raise UserError for NaN and infinities."""
+        """Raise UserError if the largest value is NaN or infinite."""
         if not math.isfinite(largest):
             raise UserError(
                 f"{self.whose} computes non-finite {self.what} (found {largest}), expected finite "
@@ -32,7 +35,7 @@ class FiniteCheck:
 
 
 class DeviceReadback:
-    """`devices.read` of one round, whose first call also reads the drafter's tensors and checks."""
+    """Reader of one round's tensors, whose first call also reads the drafter's and the checks'."""
 
     def __init__(self, *along: Tensor, watched: Sequence[FiniteCheck] = ()) -> None:
         """Add tensors and checks to the first read; a failed check raises UserError.
@@ -47,7 +50,7 @@ class DeviceReadback:
                 one.check(one.largest.item())
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
-        """Return the tensors as lists."""
+        """Return the tensors as lists; raise UserError if a check fails at the first call."""
         watched, self._watched = self._watched, []
         found = devices.read(*tensors, *self._along, *(one.largest for one in watched))
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):

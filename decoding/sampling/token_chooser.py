@@ -74,8 +74,9 @@ class TokenChooser:
     ) -> None:
         """Start a round.
 
-        request_keys_B: `noise.key(seed, request)`. positions_B: index in its sequence of the first
-        token that the round emits. depths: maximum number of tokens that a row can gain.
+        request_keys_B: each row's `noise.key(seed, request)`. rounds_B: each row's number of
+        earlier rounds. positions_B: the index, in each row's sequence, of the first token that the
+        round emits. depths: the maximum number of tokens that a row can gain.
         """
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
@@ -103,7 +104,10 @@ class TokenChooser:
         return self._keys_BW.shape[1]
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        """Return the uniform of (seed, request, round, position, purpose) and, if given, node."""
+        """Return the round's number in (0, 1) for this row, depth and purpose.
+
+        It is keyed by seed, request, round, position, purpose and, if given, node.
+        """
         state = self._state(row, depth, purpose)
         return noise.uniform(state if node is None else noise.extend(state, node))
 
@@ -135,9 +139,9 @@ class TokenChooser:
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Sample distinct children at P nodes of a depth, numbered from `first`.
+        """Return `count` distinct children sampled at each of P nodes, and their probabilities.
 
-        See `draw_different`.
+        The nodes are at one depth and numbered from `first`. See `draw_different`.
         """
         keys = self.node_keys(depth, range(first, first + q_BPV.shape[1]))
         keys_BP1 = devices.tensor(keys, q_BPV.device)[:, :, None]
@@ -165,7 +169,7 @@ class TokenChooser:
         return self.warper.probs(logits_BPV) / self._shared(depth, 1)
 
     def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
-        """Return p / E over the vocabulary at these depths; the target chooses the largest."""
+        """Return p / E (B, N, V) at these depths; the target chooses the token with the largest."""
         return self.warper.probs(logits_BNV) / self._at_depths(depths_BN)
 
     def race(
@@ -223,7 +227,7 @@ class TokenChooser:
         return torch.stack([self._cached[key] for key in wanted]).view(len(self._keys), count, -1)
 
     def _forget(self, most: int) -> None:
-        """Drop the oldest half of the noise if there is more than a few rounds can use."""
+        """Drop old noise if more than `most` positions have some; keep the newest `most` / 2."""
         if len(self._cached) > most:
             for key in list(self._cached)[: -most // 2]:
                 del self._cached[key]

@@ -142,7 +142,7 @@ def _single(value: float, device: torch.device) -> Tensor:
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
-    """Sample one token (R,) a row from unnormalised weights by inverting the cumulative sum.
+    """Sample one token per row (R,) from unnormalised weights by inverting the cumulative sum.
 
     uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
     the total, so the first sum above it belongs to a token of positive weight.
@@ -175,8 +175,9 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
 
     Returns tokens and probabilities (B, P, count). The tokens are sampled without replacement, in
     this order: the first sample that differs from all earlier ones follows q without them, however
-    many samples it took. If the M samples contain fewer distinct tokens, the last places repeat
-    some with probability 0, and count as not sampled, which depends on the earlier samples alone.
+    many samples it took. If the M samples contain fewer distinct tokens, the last places hold
+    repeated tokens with probability 0, which count as not sampled. Whether a place is filled does
+    not change the distribution of its token.
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)

@@ -1,1 +1,1 @@
-"""Verification rules for chains and trees, and their device versions, which wait once a round."""
+"""Verification rules for chains and trees, and their device versions, which wait once per round."""

@@ -22,13 +22,13 @@ def block(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest prefix of the chain whose joint test accepts.
+    """Accept the longest prefix of the chain that passes its joint test.
 
     On average it is at least as long as the prefix that `token` keeps. With w_0 = 1, w_i = min(1,
     w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first i
     tokens are accepted with probability h_i = s_i / (s_i + 1 - w_i), and the complete chain with
     h_gamma = w_gamma (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The next token is sampled
-    from max(w_i p - q, 0), or from p after the complete chain.
+    from max(w_i p - q, 0), or from p after the complete chain. Raises ValueError for a tree.
     """
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
@@ -84,7 +84,7 @@ def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> f
 
 
 def _dense(proposal: Proposal, probs_BNV: Tensor) -> Tensor:
-    """Return q of every drafted token over the vocabulary, a point mass if there is none."""
+    """Return the distribution (B, N, V) of every drafted token: q, or a point mass without q."""
     if proposal.q_BNV is not None:
         return proposal.q_BNV
     return torch.zeros_like(probs_BNV[:, :-1]).scatter_(-1, proposal.tokens_BN[:, :, None], 1.0)

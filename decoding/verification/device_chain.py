@@ -1,4 +1,4 @@
-"""Device versions of `token` and `block` verification of chains: one wait a round.
+"""Device versions of `token` and `block` verification of chains: one wait per round.
 
 The eager versions (token.py, block.py) read probabilities, decide on the host and then read the
 next token: three waits on a GPU, but fewer operations on a CPU. Both use the same numbers and the
@@ -20,7 +20,7 @@ from decoding.sampling.warpers import draw_at, residual_or_p
 
 
 def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
-    """Verify like `token` (Leviathan et al. 2023, Algorithm 1)."""
+    """Verify a chain by the rule of token.py (Leviathan et al. 2023), with one wait."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
@@ -35,9 +35,9 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Rea
 def block(
     probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback
 ) -> Outcome:
-    """Verify like `block` (Sun et al. 2025, Algorithm 2).
+    """Verify a chain by the rule of block.py (Sun et al. 2025), with one wait.
 
-    q_BNV: over the vocabulary, a point mass if the proposal has none.
+    q_BNV: each drafted token's distribution, which is a point mass if the proposal has no q.
     """
     accept_BN, last_BN = _uniforms(proposal, chooser)
     w_BN = _running_ratios(*_probabilities(probs_BNV, proposal))  # w_0 .. w_N
@@ -60,7 +60,7 @@ def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
     """Return the uniforms that test tokens (B, N), and those that sample the next one (B, N + 1).
 
     The first are infinite where a row drafted nothing; the second are indexed by the number of
-    accepted tokens. Both are float64, made in one copy.
+    accepted tokens. Both are float64, sent to the device in one copy.
     """
     N = proposal.tokens_BN.shape[1]
     numbers = [
@@ -75,7 +75,7 @@ def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Return p and q of each drafted token, float64."""
+    """Return p and q (B, N) of each drafted token in float64; q is 1 for point masses."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
     p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).double()
     if proposal.q_BNV is None:
@@ -101,7 +101,7 @@ def _at(values_BN: Tensor, nodes_B: Tensor) -> Tensor:
 
 
 def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
-    """Return the node whose test failed, or any node if none did."""
+    """Return each row's node whose test failed, or some node if none failed."""
     return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
 
 
@@ -113,7 +113,7 @@ def _outcome(
     proposal: Proposal,
     readback: Readback,
 ) -> Outcome:
-    """Sample the token after the accepted ones and read everything back."""
+    """Sample each row's next token, and return the outcome after reading it with one wait."""
     counts_B = proposal.counts_B
     failed_B1 = (accepted_B < devices.tensor(counts_B, accepted_B.device))[:, None]
     weights_BV = torch.where(failed_B1, residual_or_p(residual_BV, p_BV), p_BV)

@@ -1,10 +1,10 @@
-"""Device version of `token` verification of trees: one wait a round for any tree.
+"""Device version of `token` verification of trees: one wait per round for any tree.
 
 The eager version (token_tree.py) waits at every node. Here the device computes the numbers of all
 nodes at once, and the host then walks the tree. Each node needs the acceptance probability of each
-child, given that its earlier siblings were rejected, and the token that follows if all children
-are rejected. This token is sampled at every node before the walk by one uniform a row, which is
-valid because the end of the walk depends on other uniforms only.
+child, given that its earlier siblings were rejected, and the token that follows if all children are
+rejected. This token is sampled at every node before the walk by one uniform per row, which is valid
+because the end of the walk depends on other uniforms only.
 
 - Point masses: a rejected child removes its probability from p, so the rest is known before any
   test.
@@ -15,8 +15,8 @@ valid because the end of the walk depends on other uniforms only.
 - Children sampled from the whole vocabulary (`Proposal.q_BNV`): the device computes all rejections
   for all nodes at once, child by child.
 
-The tests and their uniforms are those of the eager version, so the path is equal up to rounding;
-the token after it is sampled by another uniform.
+The tests and their uniforms equal the eager version's, so the path is equal up to rounding; the
+token after it is sampled by another uniform.
 
 Rounding never leads to a token with p = 0: a subtraction leaves no weight where p is 0, and a
 rejected child has none. With point masses, whose p is not reduced, one of the siblings is accepted
@@ -64,7 +64,7 @@ NodeTests = Callable[[int, int, list[int]], NodeTest]
 def token(
     logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback = devices.read
 ) -> Outcome:
-    """Verify like `token` a tree of point masses or of children with q."""
+    """Verify a tree by the rule of token_tree.py, with one wait."""
     probs_BPV = chooser.warper.probs(logits_BPV)
     # for rows without a draft
     ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
@@ -123,6 +123,7 @@ class PointMassNode:
     untested: dict[int, float]
     # p of all other tokens
     rest: float
+    # the token that follows if all children are rejected
     follows: int
 
     def acceptance_probability(self, child: int) -> float:
@@ -171,6 +172,7 @@ class PrecomputedNode:
 
     # acceptance probabilities of all nodes
     chances: list[float]
+    # the token that follows if all children are rejected
     follows: int
 
     def acceptance_probability(self, child: int) -> float:
@@ -190,9 +192,9 @@ class CandidateNode:
     # tokens of all nodes
     tokens: list[int]
     rejection: TailRejection
-    # sampled from p in the tail
+    # token sampled from p in the tail
     other: int
-    # sampled from the part of p that exceeds q in the tail
+    # token sampled from the part of p that exceeds q in the tail
     residual_tail_token: int
     # p of the candidates and the tail before any test
     p: list[float]
@@ -279,7 +281,7 @@ def _full_vocabulary_tests(
 ) -> tuple[list[list[int]], list[list[int]], NodeTests]:
     """Return tokens, parents and node tests of a tree sampled from the full vocabulary.
 
-    The number of steps is the largest number of children of a node.
+    All nodes are tested together, one child of each at a time.
     """
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
     children_BPS, ranks_BN = _children_by_node(proposal)

@@ -1,7 +1,8 @@
 """The rules `greedy` and `coupled`, on chains and trees: accept what equals the target's choice.
 
 The target chooses a token at every node, and the walk continues through the child that equals it.
-Both rules keep the target's distribution; `coupled` also emits the same tokens for the same seed.
+Both rules keep the target's distribution; with a given seed, `coupled` also emits the tokens that
+the target alone would sample.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.
@@ -21,7 +22,7 @@ def greedy(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Accept drafted tokens that are the target's argmax."""
+    """Accept drafted tokens while they equal the target's argmax."""
     return follow(logits_BNV.argmax(-1), proposal, readback)
 
 
@@ -31,7 +32,7 @@ def coupled(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Accept drafted tokens that equal the target's sample under the shared noise."""
+    """Accept drafted tokens while they equal the target's sample under the shared noise."""
     depths_BN = None
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
@@ -40,7 +41,10 @@ def coupled(
 
 
 def follow(choices_BN: Tensor, proposal: Proposal | None, readback: Readback) -> Outcome:
-    """Walk from the tip through children that equal the target's choices."""
+    """Accept drafted tokens while they equal the target's choices.
+
+    choices_BN: the target's token after the tip and after each drafted token, (B, N + 1).
+    """
     if proposal is None:
         (choices,) = readback(choices_BN)
         return Outcome(choices, None, [0] * len(choices), [0] * len(choices))

@@ -1,4 +1,4 @@
-"""Helpers of the rules that test p / q: values at nodes, the end of a chain, rounds without one.
+"""Parts of the rules that test p / q: values at nodes, ends of chains, rounds without a draft.
 
 Shapes: B rows, F rows with a rejection, N drafted tokens, V vocabulary.
 """
@@ -20,7 +20,7 @@ Residual = Callable[[list[int], list[int]], Tensor]
 def probabilities(
     probs_BNV: Tensor, proposal: Proposal
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return p and q of each drafted token."""
+    """Return p and q (B, N) of each drafted token as lists; q is 1 for point masses."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
     p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).tolist()
     if proposal.q_BNV is None:

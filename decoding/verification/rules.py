@@ -4,8 +4,8 @@ A rule is one function (target logits, proposal, chooser, readback) -> Outcome, 
 with different draft counts. `greedy` and `coupled` follow the target's choices (follow.py); `token`
 tests sampled tokens one by one by p / q (token.py, token_tree.py); `block` tests a chain jointly
 (block.py). The last two treat a proposal without q as point masses. All keep the target's
-distribution except `typical` (typical.py). On a GPU each waits once a round: `token` and `block`
-have device versions for that (device_chain.py, device_tree.py).
+distribution except `typical` (typical.py). On a GPU each except `typical` waits once per round:
+`token` and `block` have device versions for that (device_chain.py, device_tree.py).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ VerificationRule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcom
 def check_rule(verify: str, temperature: float, capabilities: Capabilities, name: str) -> None:
     """Raise UserError for a rule that cannot verify the proposals of this drafter.
 
-    Greedy decoding follows trees for every `verify`.
+    At temperature 0 verification is greedy for every `verify`, which fits chains and trees.
     """
     if verify == "block" and temperature > 0 and capabilities.shape == "tree":
         raise UserError(

@@ -54,7 +54,7 @@ class TailRejection:
         return place == len(self.p) - 1
 
     def _ratio_at(self, place: int) -> float:
-        """Return min(1, p / q) of a symbol."""
+        """Return min(1, p / q) of the candidate or tail at this place; 0 without p or q."""
         total, q = sum(self.p), self.q[place]
         return min((self.p[place] / total) / (q / sum(self.q)), 1.0) if total > 0 and q > 0 else 0.0
 
@@ -77,7 +77,7 @@ def verify_children(
     """Return the first accepted child, and the weights (V,) of the next token if there is none.
 
     Whole-vocabulary work is done once when the walk reaches the node and once where it ends. ids_K,
-    q_K, tail_V: a row of `TopRows`. uniform: the uniform that tests a child.
+    q_K, tail_V: the values of `TopRows.at`. uniform: maps a child to the number that tests it.
     """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)

@@ -19,9 +19,11 @@ from decoding.verification.tail_rejection import verify_children
 
 
 def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
-    """Verify a tree of point masses, or of siblings sampled without replacement, like `token`.
+    """Walk from the tip through accepted children, testing siblings by recursive rejection.
 
-    Logits are only warped at nodes that the walk reaches.
+    Siblings are point masses, or were sampled without replacement. After a rejection the next
+    sibling is tested against the residual of p; if all are rejected, the next token is sampled from
+    the last residual. Only logits at nodes that the walk reaches are warped.
     """
     assert proposal.parents_BN is not None
     drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()
@@ -73,7 +75,8 @@ def _verify_siblings(
 ) -> tuple[int | None, Tensor]:
     """Return the first accepted child, and the residual of p after the children before it.
 
-    p and q are recomputed after every rejection. q_V: None for point masses.
+    p and q are recomputed after every rejection. q_V: None for point masses. uniform: maps a child
+    to the number that tests it.
     """
     failed: set[int] = set()
     for child in children:

@@ -2,8 +2,8 @@
 
 Cai et al. 2024, arXiv 2401.10774, section 2.3.2. The output does not have the target's
 distribution. A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), where p is the
-target's warped distribution and H its entropy in nats. The longest accepted path is kept (the first
-of several); then a token is sampled from p.
+target's warped distribution and H its entropy in nats. The longest accepted path is kept (ties go
+to the first), and the next token is sampled from p.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
 comes first.
@@ -27,7 +27,7 @@ def typical(
     chooser: Chooser,
     readback: Readback = devices.read,
 ) -> Outcome:
-    """Keep the longest path of typical tokens (lossy)."""
+    """Accept the longest path of typical tokens, which the module defines (lossy)."""
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)

@@ -259,7 +259,7 @@ def test_invalid_arguments_of_load_are_refused(name: str, value: Any) -> None:
     named = {"target": ASSETS, name: value}
     with pytest.raises(
         UserError,
-        match=r"expected|looked in|no CUDA device|no such model folder|more than the "
+        match=r"expected|looked in|no CUDA device|does not exist|more than the "
         r"model's|processes is",
     ):
         load(**named)

@@ -59,18 +59,18 @@ def into_a_run(folder: Path) -> None:
 
 
 BAD: list[tuple[str, Callable[[Path], object], str]] = [
-    ("missing", shutil.rmtree, "there is no such model folder"),
+    ("missing", shutil.rmtree, "does not exist, expected a model folder"),
     (
         "empty",
         lambda f: [p.unlink() for p in f.iterdir()],
         "has no config.json .found nothing., expected",
     ),
-    ("a run's folder", into_a_run, "is not a model folder, but contains .*/drafter. Give that"),
+    ("a run's folder", into_a_run, "is not a model folder, but contains .*/drafter. Use the"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     (
         "cut weights",
         cut,
-        r"model.safetensors: has \d+ bytes and is damaged or incomplete .*Copy it again",
+        r"model.safetensors has \d+ bytes and is damaged or incomplete .*Copy it again",
     ),
     (
         "empty weights",
@@ -88,7 +88,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "broken config",
         lambda f: (f / "config.json").write_text('{\n"model_type": '),
-        "config.json, line 2: is not valid JSON",
+        "config.json, line 2 is not valid JSON",
     ),
     (
         "list config",

@@ -145,7 +145,7 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
         ({"use": None}, "mapping with `use`"),
         ({"use": "chain", "folder": ""}, "has no folder"),
         ({"use": "chain", "folder": 3}, "folder is 3, expected a path"),
-        ({"use": "chain", "folder": "/nowhere"}, "there is no such model folder"),
+        ({"use": "chain", "folder": "/nowhere"}, "does not exist, expected a model folder"),
         (
             {"use": "prompt_lookup", "max_ngrams": 3},
             "has the key 'max_ngrams', which PromptLookup does not take; the nearest is "

@@ -258,8 +258,8 @@ def test_layers_are_divided_by_parameters() -> None:
         ({"parallel": "rows"}, "parallel 'rows' is unknown, expected one of none, tp, layers"),
         ({"processes": 2}, "processes is 2 with parallel=none"),
         ({"parallel": "tp", "processes": 2, "backend": "hf"}, "native backend, found hf"),
-        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; found processes=1"),
-        ({"parallel": "layers"}, "needs processes=N, 2 or more; found 0 GPUs from cpu on"),
+        ({"parallel": "tp", "processes": 1}, "needs at least 2 processes, found processes=1"),
+        ({"parallel": "layers"}, "needs at least 2 processes, found 0 GPUs for device=cpu"),
         (
             {"parallel": "tp", "processes": 4},
             "2 key/value heads cannot be split .* Use 2 processes, or parallel=layers",
@@ -268,7 +268,10 @@ def test_layers_are_divided_by_parameters() -> None:
             {"parallel": "tp", "processes": 3},
             "4 attention heads cannot be split evenly over 3 processes",
         ),
-        ({"parallel": "layers", "processes": 3}, "has 2 layers, too few for 3 processes"),
+        (
+            {"parallel": "layers", "processes": 3},
+            "has 2 layers, expected at least one for each of 3",
+        ),
     ],
 )
 def test_inconsistent_parallel_settings_are_refused(
@@ -290,7 +293,7 @@ def test_gpus_are_counted_from_the_targets(monkeypatch: pytest.MonkeyPatch) -> N
     assert processes_of("tp", 0, "native", "cuda:1") == 3
     assert processes_of("layers", 2, "native", "cuda:2") == 2
     with pytest.raises(
-        UserError, match="over 3 processes needs as many GPUs from cuda:2 on; found 2"
+        UserError, match="processes=3 needs 3 GPUs starting at cuda:2, found 2. Use processes=2"
     ):
         processes_of("tp", 3, "native", "cuda:2")
 

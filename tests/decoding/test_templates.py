@@ -50,7 +50,7 @@ BAD = {
 }
 
 
-TEXT, NUMBER = "a text or list of more than 16,000,000 ", "a whole number of more than 8,192 bits"
+TEXT, NUMBER = "a string or list of more than 16,000,000 ", "a whole number of more than 8,192 bits"
 LONG = "'x' | center(9000000)"
 LARGE = {
     "{{ 9**(9**9) }}": NUMBER,

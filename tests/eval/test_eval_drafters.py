@@ -55,7 +55,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     weights.write_bytes(weights.read_bytes()[:-100])
     mappings = describe([str(home / "cut")], target, False)
     with pytest.raises(
-        UserError, match="model.safetensors: has .* bytes and is damaged or incomplete"
+        UserError, match="model.safetensors has .* bytes and is damaged or incomplete"
     ):
         build(mappings, uses(mappings, DrafterUse()), home / "target")
     tree = describe(

@@ -306,7 +306,7 @@ def test_a_folder_loads_with_its_name_and_dtype(tmp_path) -> None:  # type: igno
     assert done.tokens == decode(target, None, [[1, 2]], settings_of("greedy"))[0].tokens
     with pytest.raises(UserError, match="dtype 'int3' is unknown"):
         RecurrentDrafter(tmp_path / "mine", dtype="int3")
-    with pytest.raises(UserError, match="there is no such model folder"):
+    with pytest.raises(UserError, match="does not exist, expected a model folder"):
         RecurrentDrafter(tmp_path / "other")
 
 

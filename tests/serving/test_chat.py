@@ -211,7 +211,7 @@ def test_misfits_are_refused_before_the_chat(
     other.tokenizer = str(stories260k)
     with pytest.raises(
         UserError,
-        match=r"--hf_tokenizer\) is not that of .*: they differ in \d+ of 2048 ids: id \d+ is",
+        match=r"--hf_tokenizer\) is not the tokenizer of .*: they differ in \d+ of 2048 ids: id",
     ):
         load(other)
     cfg = config_of(tiny_target, "prompt_lookup")

@@ -2,8 +2,9 @@
 
 `Sockets` is for CPU: a mesh of socket pairs, whose reader polls briefly before it sleeps. One sum
 over two ranks took 10 to 40 microseconds, where gloo took 240 to 550 on the same two cores, and a
-decoding step has two sums a layer. `Collectives` is torch.distributed: nccl between GPUs, and gloo,
-with which the tests compare `Sockets`. Its group is separate, so training may use the default one.
+decoding step has two sums per layer. `Collectives` is torch.distributed: nccl between GPUs, and
+gloo, with which the tests compare `Sockets`. Its process group is separate, so training may use the
+default one.
 
 Shapes: any; the tensors of one exchange have the same shape on all ranks.
 """
@@ -47,10 +48,10 @@ class Link(Protocol):
 
 
 class Sockets:
-    """Stream sockets to all other ranks of this machine."""
+    """Link by stream sockets to all other ranks, which run on the same host."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
-        """Use the connected socket of each other rank."""
+        """Use the connected sockets to the other ranks, by rank."""
         self.rank, self.peers = rank, peers
         for peer in peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK_BYTES)
@@ -118,7 +119,7 @@ def socket_mesh(size: int) -> list[dict[int, socket.socket]]:
 
 
 class Collectives:
-    """A process group of torch.distributed: gloo on the loopback device, or nccl."""
+    """Link by a process group of torch.distributed: gloo on the loopback device, or nccl."""
 
     def __init__(self, kind: str, rank: int, size: int, meeting_file: str) -> None:
         """Join the group through a new file whose path is equal on all ranks."""

@@ -32,8 +32,8 @@ PARALLEL = ("none", *KINDS)
 def processes_of(parallel: str, processes: int, backend: str, device: str) -> int:
     """Return the number of processes of a target, 1 if it is not split.
 
-    device: cpu, cuda or cuda:N. Raises UserError if the settings are inconsistent or the machine
-    has too few GPUs.
+    processes: 0 is one per GPU from `device` on. device: cpu, cuda or cuda:N. Raises UserError if
+    the settings are inconsistent or there are too few GPUs.
     """
     check_choice("parallel", parallel, PARALLEL)
     if parallel == "none":
@@ -51,15 +51,16 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
     cards = devices.count_gpus() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
-        found = f"processes={processes}" if processes else f"{cards} GPUs from {device} on"
+        found = f"processes={processes}" if processes else f"{cards} GPUs for device={device}"
         raise UserError(
-            f"parallel={parallel} needs processes=N, 2 or more; found {found}. Set processes, or "
-            f"use parallel=none."
+            f"parallel={parallel} needs at least 2 processes, found {found}. Set processes=2 or "
+            f"more, or parallel=none."
         )
     if device.startswith("cuda") and cards < wanted:
         raise UserError(
-            f"parallel={parallel} over {wanted} processes needs as many GPUs from {device} on; "
-            f"found {cards}. Use fewer processes."
+            f"parallel={parallel} with processes={wanted} needs {wanted} GPUs starting at "
+            f"{device}, found {cards}. Use "
+            f"{f'processes={cards}' if cards > 1 else 'parallel=none'}."
         )
     return wanted
 
@@ -106,11 +107,11 @@ class ParallelTarget:
 
     @property
     def lengths_B(self) -> list[int]:
-        """Number of committed tokens in the cache, by row."""
+        """Number of committed tokens in the cache of each row."""
         return self._target.lengths_B
 
     def open(self, batch_size: int, capacity: int | None = None) -> None:
-        """Open the cache; every rank allocates its part."""
+        """Start empty rows; every rank allocates its part of the cache."""
         capacity = capacity or self.max_length
         with self.ranks.together():
             self.ranks.call("open", batch_size, capacity)
@@ -163,7 +164,7 @@ class ParallelTarget:
         self._on_all_ranks("forget")
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return token embeddings (..., C) from rank 0's complete table."""
+        """Return the embeddings (..., C) of token ids, from rank 0's complete table."""
         return self._target.embed(ids)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -207,5 +208,5 @@ def _devices(device: str, size: int) -> list[str]:
 
 
 def _arrays(tokens_BN: Tensor, parents_BN: Tensor | None) -> tuple[Any, Any]:
-    """Return token ids for the pipe; on a GPU this waits once a forward."""
+    """Return token ids and parents as arrays for the pipe; on a GPU this waits for the device."""
     return tokens_BN.cpu().numpy(), None if parents_BN is None else parents_BN.cpu().numpy()

@@ -1,7 +1,7 @@
 """The processes of a parallel target, which rank 0 starts, calls, binds and ends.
 
 A rank's failure or an interrupt within a step leaves the ranks out of step; all are then ended, and
-the error names the rank that failed. They also end with this object and with this process.
+the error names the rank that failed. The ranks also end with this object and with this process.
 """
 
 import os
@@ -90,12 +90,12 @@ class Ranks:
         return self._links[0]
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Make every rank call a method (see `rank_process.serve`) without waiting."""
+        """Make every other rank call a method (see `rank_process.serve`), without waiting."""
         for pipe in self._pipes:
             pipe.send((name, arguments))
 
     def wait(self) -> None:
-        """Wait until every rank has answered; raise UserError with a rank's error."""
+        """Wait until every other rank has answered; raise UserError if one reports an error."""
         for pipe in self._pipes:
             kind, value = pipe.recv()
             if kind == "error":
@@ -103,9 +103,9 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a step of all ranks, with this rank's share of the threads.
+        """Return a context for one step of all ranks, with this rank's share of the threads.
 
-        Raises UserError if a rank has ended.
+        An exception within it ends the ranks. Raises UserError if a rank has ended.
         """
         if self._fault:
             raise UserError(self._fault)
@@ -124,8 +124,8 @@ class Ranks:
             status = self.processes[ended].returncode or 0
             self._fault = (
                 f"rank {ended + 1} of the {self.size} processes of {self.name} "
-                f"{_describe_status(status)}; its output is above. The other ranks were ended: "
-                f"load the target again."
+                f"{_describe_status(status)}; its output is above. The other ranks were ended. "
+                f"Load the target again."
             )
             raise UserError(self._fault) from error
         finally:
@@ -137,7 +137,7 @@ class Ranks:
         return not self._fault
 
     def bind(self, cores: Sequence[int]) -> list[int]:
-        """Give each rank a share of these processor cores, with at most a thread a core.
+        """Give each rank a share of these processor cores, with at most one thread per core.
 
         Returns rank 0's share, which the caller applies. Raises UserError if there are fewer cores
         than ranks. `unbind` reverts the binding.
@@ -145,8 +145,8 @@ class Ranks:
         if len(cores) < self.size:
             raise UserError(
                 f"{self.name} runs in {self.size} processes, but the drafter's worker leaves them "
-                f"{len(cores)} processor cores. Give the drafter draft_cores=0 to share all cores, "
-                f"or run on more cores."
+                f"{len(cores)} processor cores. Set the drafter's draft_cores=0 to share all "
+                f"cores, or run on more cores."
             )
         ranks = [Shard(self._kind, rank, self.size) for rank in range(self.size)]
         shares = [list(cores)[rank.span(len(cores))] for rank in ranks]
@@ -164,7 +164,7 @@ class Ranks:
                 pipe.send(("bind", (share, threads)))
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the other ranks, which makes the target unusable."""
         self._close(f"the processes of {self.name} were closed. Load the target again.")
 
     def _close(self, fault: str) -> None:
@@ -181,7 +181,8 @@ def _close_after(process: "subprocess.Popen[bytes]", links: list[Link]) -> None:
 def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
     """Return the index of a process that has just ended, preferring one ended by a signal.
 
-    The others end because of the rank that the signal ended.
+    The others end because of the rank that the signal ended. Returns None if no process ends within
+    a second.
     """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:

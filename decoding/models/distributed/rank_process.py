@@ -81,7 +81,10 @@ class PipelineStage(NativeTarget):
         shard: Shard,
         spans: Sequence[range],
     ) -> None:
-        """Set the layers of every rank."""
+        """Wrap this rank's weights.
+
+        spans: the layers of every rank.
+        """
         super().__init__(weights, name, max_length, execution="eager")
         self.link, self.shard, self.spans = link, shard, spans
         self.num_layers = spans[-1].stop
@@ -127,7 +130,10 @@ class PipelineStage(NativeTarget):
 
 
 def load_part(setup: RankSetup) -> tuple[Weights, int]:
-    """Return (a rank's weights, the model's parameters); raise UserError for a damaged folder."""
+    """Return a rank's weights and the number of parameters of the complete model.
+
+    Raises UserError for a damaged folder.
+    """
     config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
     state, parameters = read_shard(setup.folder, config, shard)
     place = torch.device(setup.device)
@@ -137,7 +143,7 @@ def load_part(setup: RankSetup) -> tuple[Weights, int]:
 
 
 def join(weights: Weights, setup: RankSetup, name: str, link: Link) -> NativeTarget:
-    """Return a rank's target, with its products or layers linked to the other ranks'."""
+    """Return a rank's target, whose products or layers exchange tensors with the other ranks."""
     if setup.shard.kind == "layers":
         config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
         spans = [

@@ -34,7 +34,7 @@ _ONCE = re.compile(r"(self_attn\.o_proj|mlp\.down_proj)\.bias")
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part."""
+    """One rank's part of a model, given by the kind of split and the number of ranks."""
 
     kind: str  # tp | layers
     rank: int
@@ -53,8 +53,8 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
     if kind == "layers":
         if config.num_layers < size:
             raise UserError(
-                f"{where}: has {config.num_layers} layers, too few for {size} processes with a "
-                f"layer each. Use fewer processes."
+                f"{where} has {config.num_layers} layers, expected at least one for each of {size} "
+                f"processes. Use fewer processes."
             )
         return
     heads, groups = config.num_heads, config.num_kv_heads
@@ -69,7 +69,10 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
 
 
 def layer_span(config: NativeConfig, shard: Shard) -> range:
-    """Return a rank's layers in `layers`, balanced by parameters with the embedding and head."""
+    """Return a rank's layers under parallel=layers.
+
+    The ranks get about equal numbers of parameters, with the embedding and head on the first.
+    """
     C, D = config.hidden_size, config.head_dim
     attention = 2 * C * D * (config.num_heads + config.num_kv_heads)
     layer_parameters = attention + 3 * C * config.intermediate_size
@@ -84,7 +87,7 @@ def layer_span(config: NativeConfig, shard: Shard) -> range:
 
 
 def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
-    """Return the configuration of a rank's part."""
+    """Return the configuration of a model that consists of a rank's part."""
     if shard.kind == "layers":
         return replace(config, num_layers=len(layer_span(config, shard)))
     width = shard.span(config.intermediate_size)
@@ -120,9 +123,9 @@ def cut(
 def read_shard(
     folder: str | Path, config: NativeConfig, shard: Shard
 ) -> tuple[dict[str, Tensor], int]:
-    """Return a rank's tensors, named as in a model of `local_config`, and the model's parameters.
+    """Return a rank's tensors, and the number of parameters of the complete model.
 
-    Raises UserError for a damaged folder.
+    The tensors are named as in a model of `local_config`. Raises UserError for a damaged folder.
     """
     parameters = 0
 

@@ -34,7 +34,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """The eager version, for any device and dtype."""
+    """A linear layer by `F.linear`, for any device and dtype."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight_OI, self.bias_O = weight_OI, bias_O
@@ -44,7 +44,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN with a prepacked weight: CPU, float32 and (if the processor has it) bfloat16."""
+    """A linear layer by oneDNN with a prepacked weight, where `can_pack` is true."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACK_ROWS)
@@ -64,13 +64,13 @@ def _cpuinfo() -> str:
 def mkl_is_fast() -> bool:
     """Return whether `F.linear` calls MKL on an Intel processor.
 
-    Decided by name rather than by timing, so that every run rounds alike.
+    The processor's name decides, not a timing, so that every run rounds alike.
     """
     return torch.backends.mkl.is_available() and "GenuineIntel" in _cpuinfo()
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch and the processor have packed products for the dtype."""
+    """Return whether oneDNN has packed products for the dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -94,7 +94,10 @@ def draft_dtype(dtype: str, device: torch.device) -> str:
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:
-    """Return a linear layer; `packed`, which needs `can_pack`, selects the fast product."""
+    """Return a linear layer.
+
+    packed: use oneDNN's product unless MKL's is faster; requires `can_pack`.
+    """
     small = weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES
     if not packed or (small and mkl_is_fast()):
         return PlainLinear(weight_OI.contiguous() if packed else weight_OI, bias_O)

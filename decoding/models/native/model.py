@@ -3,7 +3,7 @@
 It fuses the qkv and gate/up products, keeps one cache tensor for all layers, and applies rope in
 three operations and one mask a forward. For models of a laptop's size, batch-1 decoding on a CPU is
 bound by the number of operations, not by bytes. The logits are tested against the hf backend. On a
-GPU the same layers run as recorded steps (decoding/models/native/static.py), by `execution`.
+GPU the same layers run as recorded steps by default (decoding/models/native/static.py).
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
 H, D head size, F feed-forward size, T cache slots, L layers.
@@ -32,7 +32,7 @@ EXECUTIONS = ("eager", "graph", "compiled")  # unrecorded; recorded; recorded wi
 
 @dataclass(frozen=True)
 class Skips:
-    """Sub-layers to skip, by layer from 0."""
+    """Sub-layers to skip, given by their layers' numbers from 0."""
 
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
@@ -54,8 +54,9 @@ class NativeTarget(CachedTarget):
     ) -> None:
         """Wrap weights that are on their device.
 
-        execution: one of EXECUTIONS; None is graph on a GPU and eager on a CPU. Raises UserError
-        for another value.
+        max_length: None is the model's context. skips: sub-layers to leave out. execution: one of
+        EXECUTIONS; None is graph on a GPU and eager on a CPU. Raises UserError for another
+        execution.
         """
         if execution is None:
             execution = "graph" if devices.runs_ahead(weights.device) else "eager"
@@ -102,8 +103,9 @@ class NativeTarget(CachedTarget):
     ) -> "NativeTarget":
         """Make a target from config.json's fields and a Hugging Face state dict.
 
-        packed: whether to use oneDNN's packed products; None uses them where they exist.
-        execution: see `__init__`.
+        packed: whether to use oneDNN's packed products; None uses them where they exist. execution:
+        see `__init__`. Raises UserError for a model that this backend does not support, and for a
+        missing tensor.
         """
         place = torch.device(device)
         if packed is None:
@@ -160,7 +162,7 @@ class NativeTarget(CachedTarget):
     ) -> tuple[Tensor, Tensor]:
         """Return (logits_BNV, hidden_BNC) of new tokens after the committed ones.
 
-        See `Target.forward`; the taps of a partial view count the layers that it runs.
+        See `Target.forward`. In a partial view, taps are numbered by the layers that it runs.
         """
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
             check_taps(self, taps)
@@ -265,7 +267,7 @@ class NativeTarget(CachedTarget):
         cache[:, :, rows, :, dst_BL] = cache[:, :, rows, :, src_BL]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only `rows` of the batch, in this order."""
+        """Keep only these rows of the batch, in this order."""
         moves = self.slots.select(rows)
         if moves:
             assert self._cache_L2BHTD is not None
@@ -279,13 +281,13 @@ class NativeTarget(CachedTarget):
         self._kept[name] = self._cache_L2BHTD[:, :, row, :, : self.lengths_B[row]].clone()
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Start a row with the first `length` tokens that `keep` stored."""
+        """Fill an empty row with the first `length` tokens that `keep` stored for this name."""
         assert self._cache_L2BHTD is not None
         self._cache_L2BHTD[:, :, row, :, :length] = self._kept[name][..., :length, :]
         self.slots.lengths_B[row] = length
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return token embeddings (..., C)."""
+        """Return the embeddings (..., C) of token ids."""
         return F.embedding(ids, self.weights.embedding_VC)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
@@ -295,8 +297,8 @@ class NativeTarget(CachedTarget):
     def partial(self, skips: Skips) -> "NativeTarget":
         """Return a view without the sub-layers in `skips`, which shares weights and cache.
 
-        The view has separate lengths and only writes past the committed tokens, where this
-        target's next forward overwrites it. Open this target first; then call the view's `follow`
+        The view has separate lengths. It writes only past the committed tokens, to slots that this
+        target's next forward overwrites. Open this target first; then call the view's `follow`
         after every commit.
         """
         name = f"{self.name} without {len(skips)} sub-layers"
@@ -305,7 +307,7 @@ class NativeTarget(CachedTarget):
         return view
 
     def follow(self, target: "NativeTarget") -> None:
-        """Copy the lengths and rows of the target that this views, and share its cache.
+        """Copy the lengths and rows of the viewed target, and share its cache.
 
         Recorded steps are kept as long as the cache is the same.
         """

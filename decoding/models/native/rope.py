@@ -51,7 +51,7 @@ def _complete(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Tensor:
-    """Return the angles per position step, (D / 2,), float32 as in the reference."""
+    """Return the rotation angles per position (D / 2,), in float32 as in the reference."""
     frequencies = 1.0 / (
         parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     )

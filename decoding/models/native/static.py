@@ -49,7 +49,11 @@ class StaticForward:
     def __init__(
         self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool
     ) -> None:
-        """Set the layers: (index in the cache, weights, attention runs, MLP runs)."""
+        """Prepare the steps of these layers.
+
+        layers: (index in the cache, weights, whether attention runs, whether the MLP runs) of each.
+        compiled: fuse each layer's operations with torch.compile.
+        """
         self.weights, self.layers, self.device = weights, layers, weights.device
         self.layer: Callable[..., Tensor] = (
             devices.compiled(decoder_layer, self.device) if compiled else decoder_layer
@@ -57,7 +61,7 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], _Step] = {}
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-        """Use this cache and these rope tables."""
+        """Use this cache and these rope tables, and drop the steps recorded with others."""
         self.cache_L2BHSD = cache_L2BHSD
         with torch.inference_mode(False):
             self.rope_S2D = torch.stack(rope, 1)

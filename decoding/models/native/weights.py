@@ -39,17 +39,21 @@ class NativeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "NativeConfig":
-        """Read config.json's fields; raise UserError for an unsupported family or activation."""
+        """Return the configuration given by the fields of config.json.
+
+        Raises UserError for an unsupported family, attention, activation or kind of rope, and for
+        rope fields that contradict each other.
+        """
         family = config["model_type"]
         if family not in FAMILIES:
             raise UserError(
-                f"model_type '{family}' is not one of {', '.join(FAMILIES)}: use backend=hf for it."
+                f"model_type '{family}' is not one of {', '.join(FAMILIES)}. Use backend=hf for it."
             )
         refuse_unsupported_attention(dict(config), "config.json")
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise UserError(
-                f"config.json: hidden_act '{activation}' is not 'silu': use backend=hf for it."
+                f"config.json: hidden_act '{activation}' is not 'silu'. Use backend=hf for it."
             )
         heads = config["num_attention_heads"]
         return cls(
@@ -133,7 +137,7 @@ class Weights:
         """Fuse and pack the weights of a state dict.
 
         has_ends: False for layers from the middle of a model, without embedding, final norm and
-        head.
+        head. Raises UserError for a missing tensor.
         """
         self.config, self.dtype, self.device, self.packed = config, dtype, device, packed
         self._state = state
@@ -153,7 +157,7 @@ class Weights:
         if missing:
             raise UserError(
                 f"the weights have no tensor '{missing[0]}', which a {self.config.family} model "
-                f"needs. Give a complete state dict."
+                f"needs. Pass a complete state dict."
             )
         self.num_parameters += sum(self._state[name].numel() for name in names)
         tensors = [self._state[name].detach().to(self.device, self.dtype) for name in names]

@@ -40,14 +40,15 @@ def check_tokenizer_of(
 ) -> None:
     """Raise UserError, beginning with `where`, for a tokenizer that is not the target's.
 
-    It is compared with the target's tokenizer if there is one, else only with its vocabulary size.
+    Its ids must lie in the target's vocabulary. If the target's folder has a tokenizer, the tokens
+    of all ids and the ids of probe texts are compared too.
     """
     highest = max(tokenizer.get_vocab().values())
     vocab_size = read_config(target_folder).get("vocab_size")
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise UserError(
             f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has "
-            f"{vocab_size} tokens. Give the tokenizer that the target was trained with."
+            f"{vocab_size} tokens. Use the tokenizer that the target was trained with."
         )
     if has_tokenizer(target_folder):
         target = load_tokenizer(target_folder)
@@ -56,8 +57,8 @@ def check_tokenizer_of(
         ) or _describe_differing_text(target, tokenizer, probes_of(target))
         if difference:
             raise UserError(
-                f"{where} is not that of {target_folder}: they differ {difference}. Omit it to use "
-                f"the target's tokenizer."
+                f"{where} is not the tokenizer of {target_folder}: they differ {difference}. Omit "
+                f"it to use the target's tokenizer."
             )
 
 

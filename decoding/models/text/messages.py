@@ -1,4 +1,4 @@
-"""Checked prompts: texts, chats and token ids."""
+"""Prompts (strings, chats or token ids), their checks and their encoding."""
 
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -19,10 +19,10 @@ Prompt = str | Messages | Sequence[int]
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str
 ) -> list[int]:
-    """Return the token ids of a text, of a chat with its generation prompt, or of ids.
+    """Return the token ids of a string, of a chat with its generation prompt, or of ids.
 
-    name: the target's name. Raises UserError for another value, and for a prompt that the tokenizer
-    or its chat template rejects.
+    name: the target's name. Raises UserError for another value, an empty sequence, an invalid
+    message, an id outside the vocabulary, and a chat that the template rejects.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
@@ -54,7 +54,10 @@ def prompt_ids(
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise UserError for a text that UTF-8 cannot encode. where: its name in the message."""
+    """Raise UserError for a string that UTF-8 cannot encode.
+
+    where: the string's name in the message.
+    """
     at = lone_surrogate(text)
     if at is not None:
         raise UserError(
@@ -64,7 +67,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """Return the messages as dicts; raise UserError for an invalid role or content."""
+    """Return the messages as dicts; raise UserError for one that is not a valid message."""
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
@@ -84,17 +87,17 @@ def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
                 f"the role of {where} is {quote(role)}, expected one of {', '.join(ROLES)}."
             )
         if not isinstance(content, str):
-            raise UserError(f"the content of {where} is {quote(content)}, expected a text.")
+            raise UserError(f"the content of {where} is {quote(content)}, expected a string.")
         if role == "user" and not content.strip():
             raise UserError(
-                f"the content of {where} is empty (found {quote(content)}), expected a text."
+                f"the content of {where} is empty (found {quote(content)}), expected some text."
             )
         check_text(content, f"the content of {where}")
     return [dict(message) for message in messages]
 
 
 def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
-    """Return token ids, which may be NumPy's or PyTorch's, as Python ints."""
+    """Return token ids as Python ints; they may be integers of NumPy or PyTorch."""
     ids = []
     for place, part in enumerate(parts):
         try:

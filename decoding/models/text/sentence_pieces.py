@@ -34,7 +34,9 @@ class SentencePieces:
     def __init__(self, model: bytes, added: Added, legacy: bool, prefix: bool = True) -> None:
         """Read a model; raise ValueError for bytes that are not a SentencePiece model.
 
-        prefix: with legacy false, whether a text starts with a blank (`add_prefix_space`).
+        model: the content of tokenizer.model. added: the folder's added tokens by id. legacy: the
+        convention for blanks (see the module's docstring). prefix: with legacy false, whether a
+        text starts with a blank (`add_prefix_space`).
         """
         try:
             self.proto = _ModelProto.FromString(model)
@@ -54,7 +56,7 @@ class SentencePieces:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without those of its beginning and end."""
+        """Return the ids of a text, without beginning-of-text and end-of-text ids."""
         if not self.legacy:
             text = text.replace(BLANK, " ")
             if self.blank_before_text and text and not self._splits.match(text):
@@ -76,7 +78,7 @@ class SentencePieces:
         return list(self._encoder.encode(before + text)[len(self._encoder.encode(before)) :])
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the ids by token: the model's pieces, by the folder's names, and added tokens."""
+        """Return the id of every token: added tokens, and the pieces of all other ids."""
         pieces = {i: piece.piece for i, piece in enumerate(self.proto.pieces)}
         added = {i: token.content for i, token in self.added.items()}
         return {token: i for i, token in (pieces | added).items()}
@@ -89,8 +91,8 @@ class SentencePieces:
 def fast_twin(pieces: SentencePieces) -> Tokenizer:
     """Return a `tokenizers` tokenizer with the model's pieces, merged by the model's scores.
 
-    The caller compares it with the reference: a model that normalizes text by a table or is not BPE
-    has no such twin. Raises ValueError if the ids of added tokens leave gaps.
+    The caller must compare it with the reference: a model that normalizes text by a table or is not
+    BPE has no equal twin. Raises ValueError if the ids of added tokens leave gaps.
     """
     proto, spec = pieces.proto, pieces.proto.normalizer_spec
     vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
@@ -134,9 +136,9 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
 def _merges(model: bytes) -> list[tuple[str, str]]:
     """Return every split of a learned piece into two, in the order of SentencePiece's merges.
 
-    SentencePiece merges the pair whose piece has the highest score, and the leftmost of equals.
-    Pieces of blanks share one score in LLaMA's model, so runs of blanks grow from the left: of
-    equals, the pair with the longer left side comes first.
+    SentencePiece merges the pair whose piece has the highest score; ties go to the leftmost pair.
+    Pieces of blanks share one score in LLaMA's model, so runs of blanks grow from the left: among
+    pairs of one score, the one with the longer left side comes first.
     """
     pieces = _ModelProto.FromString(model).pieces
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}

@@ -1,4 +1,4 @@
-"""Compile chat templates with limits on the size of each operation's result and of the output.
+"""Compilation of chat templates with limits on the sizes of results and of the output.
 
 A thread cannot be interrupted within a long operation (`'x' * 10**10`), so a result's size is
 computed before the result.
@@ -32,7 +32,7 @@ Size = Callable[..., int]
 
 
 class TooLargeError(Exception):
-    """An error for a result or output that is too large; its message states both and the limit."""
+    """An error for a result or output that is too large; its message names it and the limit."""
 
 
 @lru_cache(maxsize=128)
@@ -58,7 +58,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator's result unless it is too large."""
+        """Return an operator's result; raise TooLargeError if it would be too large."""
         if operator == "+":
             if isinstance(left, _SEQUENCE) and isinstance(right, _SEQUENCE):
                 _check(len(left) + len(right))
@@ -78,7 +78,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 does
-        """Call a function or method unless its result is too large."""
+        """Call a function or method; raise TooLargeError if its result would be too large."""
         if isinstance(__obj, _METHOD):
             owner: Any = __obj.__self__
             if __obj.__name__ == "join" and isinstance(owner, (str, bytes)):
@@ -88,7 +88,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` with the sandbox's limits and limits on fields, None for others."""
+        """Return a `str.format` method with limits on its fields, and None for other values."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -104,7 +104,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def check_pieces(self, pieces: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the pieces that `~` joins unless their sum is too large."""
+        """Return the pieces that `~` joins; raise TooLargeError if they are too long together."""
         _check(sum(len(piece) for piece in pieces if isinstance(piece, str)))
         return pieces
 
@@ -148,18 +148,19 @@ def _join(pieces: Iterable[str]) -> str:
 
 
 def _check(size: int) -> None:
-    """Raise TooLargeError for the size of a text or list beyond the limit."""
+    """Raise TooLargeError if the size of a string or list exceeds the limit."""
     if size > MAX_CHARACTERS:
         raise TooLargeError(
-            f"computes a text or list of more than {MAX_CHARACTERS:,} characters or items in one "
+            f"computes a string or list of more than {MAX_CHARACTERS:,} characters or items in one "
             f"operation"
         )
 
 
 def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
-    """Return a filter that first checks the size of its result.
+    """Return a filter that raises TooLargeError if its result would be too large.
 
-    jinja2 passes some filters an extra first argument.
+    size: returns the result's size from the filter's arguments, without the extra first argument
+    that jinja2 passes to some filters.
     """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -172,12 +173,12 @@ def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
 
 
 def _as_int(value: Any) -> int:
-    """Return a whole number, or 0 for other values, with which the operation itself fails."""
+    """Return the value if it is a whole number, else 0; the operation itself then fails."""
     return value if isinstance(value, int) else 0
 
 
 def _number(digits: str) -> int:
-    """Return the number in digits; a number too long for Python becomes one above all limits."""
+    """Return the number that the digits spell; for 20 digits or more, one above all limits."""
     return int(digits) if len(digits) < 20 else 10**20
 
 
@@ -216,7 +217,7 @@ def _size_of_translate(text: Any, table: Any = None) -> int:
 
 
 def _width_of(indent: Any) -> int:
-    """Return the width of an indent, which is a text or a number of blanks."""
+    """Return the width of an indent, which is a string or a number of blanks."""
     return len(indent) if isinstance(indent, str) else _as_int(indent)
 
 
@@ -239,7 +240,10 @@ def _sum_filter(
 
 
 def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
-    """Yield pieces to be joined by a text of this length, or summed, with a limit on the total."""
+    """Yield the pieces; raise TooLargeError once their total size exceeds the limit.
+
+    each: the size of the separator that follows each piece; 0 for pieces that are summed.
+    """
     size = 0
     for piece in pieces:
         size += each + (len(piece) if isinstance(piece, _SEQUENCE) else 1)

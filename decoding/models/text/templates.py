@@ -1,4 +1,4 @@
-"""Render chats by a model's template, which is untrusted code, with limits on time and output.
+"""Rendering of chats by a model's template: untrusted code, with limits on time and output.
 
 One thread watches all renderings. If a rendering takes too long, an exception is raised in its
 thread (`PyThreadState_SetAsyncExc`), so a chat needs no process and a quick rendering costs two
@@ -31,13 +31,13 @@ Result = TypeVar("Result")
 
 
 class _RenderState(threading.local):
-    """Whether the current thread is rendering a template."""
+    """A flag for each thread: whether it is rendering a template."""
 
     rendering = False
 
 
 class _TooLongError(BaseException):
-    """Raised in a thread whose rendering takes too long; `except Exception` does not catch it."""
+    """An error raised in a thread that renders too long; `except Exception` does not catch it."""
 
     def __str__(self) -> str:
         return f"took more than {MAX_SECONDS:g} seconds for one chat"
@@ -50,11 +50,11 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Render a chat by a template's source; None takes the tokenizer's template.
+    """Render a chat with a chat template.
 
-    Raises UserError with the tokenizer's folder for a template that is not valid Jinja, runs too
-    long, writes too much or fails in its code, and jinja2.TemplateError if the template itself
-    rejects the messages.
+    source: the template's source; None takes the tokenizer's template. Raises UserError with the
+    tokenizer's folder for a template that runs too long, writes too much or fails in its code, and
+    jinja2.TemplateError if the template is not valid Jinja or itself rejects the messages.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     source = tokenizer.get_chat_template() if source is None else source
@@ -78,12 +78,12 @@ def render(
     except (*_FAILURES, RecursionError, MemoryError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{where} fails on this chat ({reason}), expected a text. Correct the template."
+            f"{where} fails on this chat ({reason}), expected a string. Correct the template."
         ) from error
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread, or the time of day where there is no such clock."""
+    """Return the CPU seconds of a thread; elsewhere than on Linux, the seconds of a wall clock."""
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
@@ -143,7 +143,7 @@ class _Watch:
 
 
 def _new_watch() -> None:
-    """Make a new watch, since a forked process has no watching thread and may inherit a lock."""
+    """Replace the watch, since a forked process has no watching thread and may inherit a lock."""
     global _watch
     _watch = _Watch()
 

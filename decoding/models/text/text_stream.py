@@ -9,9 +9,9 @@ LONGEST = 4  # bytes of a UTF-8 character, and so the maximum tokens of one
 class TextStream:
     """The text of a growing list of token ids, piece by piece.
 
-    A piece is decoded together with the piece before it, as tokenizers write a token at the start
-    of a text differently (SentencePiece drops its blank), so the cost of a token does not grow with
-    the text.
+    A piece is decoded together with the piece before it, since tokenizers may decode a token at the
+    start of a text differently (SentencePiece drops its blank). The cost per token does not grow
+    with the text.
     """
 
     def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:

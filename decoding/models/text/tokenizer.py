@@ -1,4 +1,4 @@
-"""Load a folder's tokenizer with the ids that the model was trained on, and copy it.
+"""Loading and copying of a folder's tokenizer, with the ids that the model was trained on.
 
 A tokenizer that gives other ids is repaired (decoding/models/text/tokenizer_repair.py): a
 tokenizer.json with the right ids, and settings that load it as it is, replace the folder's files in
@@ -39,9 +39,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model folder.
 
-    of_model: False for a folder that only holds a tokenizer. Raises UserError for a folder or
-    tokenizer that cannot be read, ids that differ from SentencePiece's and cannot be repaired, and
-    ids outside the model's vocabulary.
+    trust_remote_code: run the Python code of the folder, if its tokenizer needs it. of_model: False
+    for a folder that only holds a tokenizer. Raises UserError for a folder or tokenizer that cannot
+    be read, ids that differ from SentencePiece's and cannot be repaired, and ids outside the
+    model's vocabulary.
     """
     folder = Path(folder)
     config = read_config(folder) if of_model else {}
@@ -68,7 +69,7 @@ def load_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files of `source`, repaired if necessary.
+    """Copy the tokenizer files of `source` to `folder`, repaired if necessary.
 
     Raises UserError as `load_tokenizer` does.
     """
@@ -116,7 +117,7 @@ def _repair_of(
 
 
 def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a folder's tokenizer with `transformers`."""
+    """Load a folder's tokenizer with `transformers`; raise UserError if that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except RecursionError as error:  # the first LLaMA folders on the Hub
@@ -145,14 +146,14 @@ def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
             Tokenizer.from_file(str(folder / CORE))
         except Exception as error:  # the type that tokenizers raises for every file
             raise UserError(
-                f"{folder / CORE}: cannot be read as a tokenizer ({_reason(error)}), expected what "
+                f"{folder / CORE} cannot be read as a tokenizer ({_reason(error)}), expected what "
                 f"save_pretrained writes. Copy the file again."
             ) from error
     file = folder / "config.json"
     if file.is_file() and read_json(file).get("model_type") in CONFIG_MAPPING:
         try:
             AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except Exception as error:  # likewise of every type
+        except Exception as error:  # of any type, as above
             raise UserError(
                 f"{file}: transformers cannot read it ({_reason(error)}), expected the values of a "
                 f"model's config.json. Copy the file again."
@@ -171,5 +172,5 @@ def _check_size(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: An
         raise UserError(
             f"{folder}: its tokenizer has ids up to {highest} ({token!r}), but vocab_size in "
             f"config.json is {vocab_size}, expected ids below that. Remove the tokens that were "
-            f"added to the tokenizer, or give the model's embedding and lm_head rows for them."
+            f"added to the tokenizer, or add rows for them to the model's embedding and lm_head."
         )

@@ -1,9 +1,9 @@
-"""Compare a folder's tokenizer with the one that the model was trained on, and repair it.
+"""Repair of a folder's tokenizer whose ids differ from those that the model was trained on.
 
 `transformers` 5 rebuilds a `LlamaTokenizer` from its pieces. Its ids differ for consecutive blanks,
 for a text that begins with blanks, and after `</s>`; without `add_bos_token` in the settings the
-beginning of text is missing. Probe texts detect that, by SentencePiece if the folder has a
-tokenizer.model, else by its tokenizer.json.
+beginning of text is missing. Probe texts detect that: their ids are compared with SentencePiece's
+if the folder has a tokenizer.model, else with the ids of its tokenizer.json.
 """
 
 import json
@@ -62,14 +62,14 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """A text and its ids by two tokenizers."""
+    """A probe text to which two tokenizers give different ids."""
 
     text: str
     found: list[int]
     expected: list[int]
 
     def __str__(self) -> str:
-        """Describe the text and the ids from the first difference on."""
+        """Describe the text and some of its ids, from the first difference on."""
         pairs = zip_longest(self.found, self.expected)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)
         found, expected = (ids[first : first + _SHOWN] for ids in (self.found, self.expected))
@@ -78,7 +78,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Repair:
-    """What replaces a folder's tokenizer.json and tokenizer_config.json."""
+    """New contents of tokenizer.json and tokenizer_config.json, and a note that reports why."""
 
     core: str
     settings: str
@@ -86,7 +86,7 @@ class Repair:
 
 
 def differences(encode: Encode, reference: Encode, texts: Iterable[str]) -> list[Difference]:
-    """Return the texts for which two tokenizers differ."""
+    """Return a `Difference` for each text to which the tokenizers give different ids."""
     both = [Difference(text, encode(text), reference(text)) for text in texts]
     return [one for one in both if one.found != one.expected]
 
@@ -102,7 +102,7 @@ def probes_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """Return the function from a text to its ids, without those at its beginning and end."""
+    """Return the function from a text to its ids, without added ids at beginning and end."""
     return lambda text: cast(
         list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     )
@@ -113,8 +113,9 @@ def find_repair(
 ) -> Repair | None:
     """Return the repair that a tokenizer needs, None if its ids are right.
 
-    held: a folder's tokenizer files by name. model_type: that of the folder's config.json. Raises
-    UserError if no repair gives SentencePiece's ids.
+    held: the contents of the folder's tokenizer files by name. model_type: the one in the folder's
+    config.json. Raises UserError if tokenizer.model is not a SentencePiece model, and if no repair
+    gives its ids.
     """
     settings = json.loads(held.get(SETTINGS, b"{}"))
     # For a LLaMA model, tokenizer.model alone means LlamaTokenizer with its defaults, even if
@@ -136,7 +137,7 @@ def find_repair(
         references = [SentencePieces(held[MODEL], added, flag, prefix) for flag in conventions]
     except ValueError as error:
         raise UserError(
-            f"{folder / MODEL}: is not a SentencePiece model ({error}). Copy it again, or remove "
+            f"{folder / MODEL} is not a SentencePiece model ({error}). Copy it again, or remove "
             f"it if the model has a tokenizer of another kind."
         ) from error
     texts = probes_of(tokenizer)
@@ -185,8 +186,8 @@ def _check_same_pieces(
         raise UserError(
             f"{folder}: {MODEL} and the other tokenizer files have different vocabularies "
             f"({len(theirs)} and {len(ours)} tokens; id {i} is {token!r} in only one of them): "
-            f"{wrong} by {MODEL}. Copy both from the same model, or remove {MODEL} if it belongs "
-            f"to another model."
+            f"{wrong} according to {MODEL}. Copy both from the same model, or remove {MODEL} if it "
+            f"belongs to another model."
         )
 
 
@@ -200,15 +201,16 @@ def _twin(
         twin = fast_twin(reference)
     except ValueError as error:
         raise UserError(
-            f"{folder}: {wrong} by {MODEL}, and it cannot be repaired: {error}."
+            f"{folder}: {wrong} according to {MODEL}, and it cannot be repaired: {error}. Copy the "
+            f"tokenizer files of the model again."
         ) from error
     left = differences(
         lambda text: twin.encode(text, add_special_tokens=False).ids, reference.encode, texts
     )
     if left:
         raise UserError(
-            f"{folder}: {wrong} by {MODEL}, and in a tokenizer with that model's scores, "
-            f"{left[0]}. The model would read other ids than it was trained on. Give tokenizer "
+            f"{folder}: {wrong} according to {MODEL}, and in a tokenizer with that model's scores, "
+            f"{left[0]}. The model would read other ids than it was trained on. Use tokenizer "
             f"files with the ids of {MODEL}, or remove {MODEL} if it belongs to another model."
         )
     return twin
@@ -247,6 +249,6 @@ def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> s
 def _note(wrong: Difference, truth: str) -> str:
     """Return the message that reports a repair."""
     return (
-        f"transformers loads this tokenizer wrongly ({wrong} by {truth}): repaired, here and in "
-        f"exports"
+        f"transformers loads this tokenizer wrongly ({wrong} according to {truth}): repaired, here "
+        f"and in exports"
     )
