@@ -31,7 +31,7 @@ TOY = TrainingSizes(
 
 @torch.inference_mode(False)
 def measure_head_training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
-    """Measure the tokens/s of our training, and project the hours of ShareGPT."""
+    """Measure the tokens/s of training a head, and project the card hours for ShareGPT."""
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     states = TargetStates(freeze(random_model(sizes.target, sizes.dtype, device)))
     objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))

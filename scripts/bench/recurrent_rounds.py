@@ -34,7 +34,7 @@ WAYS = {"greedy": ("top_k", 0.0), "picked": ("top_k", 1.0), "drawn": ("sampled",
 
 
 class Clock:
-    """Total time inside a context manager."""
+    """Clock that adds up the seconds spent inside `running`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -50,7 +50,7 @@ class Clock:
 def measure_drafting(chosen: Any) -> dict[str, Any]:
     """Measure the time, the shares of the parts and the operations of a round for every way."""
     if not chosen.head:
-        raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
+        raise UserError("head is empty. Set it to the folder of a recurrent head.")
     found: dict[str, Any] = {}
     for name, (children, temperature) in WAYS.items():
         drafter = {
@@ -107,7 +107,7 @@ def models_of(engine: Engine) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def count_operations(engine: Engine, prompt: list[int], settings: Settings) -> int:
-    """Return the largest number of operations of a round, the first one left out."""
+    """Return the largest number of operations outside the models in any round after the first."""
     counter, models = Operations(), models_of(engine)
     for owner, names in models:
         counter.leave_out(owner, *names)
@@ -131,7 +131,10 @@ def count_operations(engine: Engine, prompt: list[int], settings: Settings) -> i
 def measure_shares(
     engine: Engine, prompts: list[list[int]], settings: Settings, repeats: int
 ) -> dict[str, float]:
-    """Return medians over passes through all prompts, without the first pass, a warm-up."""
+    """Return a round's milliseconds, the shares of its parts, and tau.
+
+    These are medians over `repeats` passes through all prompts, after one pass for warm-up.
+    """
     target_clock, head_clock = Clock(), Clock()
     (target, target_calls), *rest = models_of(engine)
     run_methods_within(target_clock.running, target, *target_calls)
