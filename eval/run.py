@@ -1,9 +1,9 @@
-"""`python -m eval.run drafters=[FOLDER,...]`: measure drafters on prompts on this machine.
+"""`python -m eval.run drafters=[FOLDER,...]`: the acceptance, costs and speed of drafters.
 
 The prompts are split in two. The sweep tries every draft length on a few of them, or on those of
 another file, and chooses each drafter's best length from its acceptance and costs. The main part
 runs the drafters at that length on all other prompts and gives the results. So no draft length is
-chosen on the prompts that judge it.
+chosen on the prompts that measure it.
 """
 
 from __future__ import annotations

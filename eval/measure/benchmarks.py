@@ -175,8 +175,8 @@ def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
     ids = listed.get("ids") if isinstance(listed, dict) else listed
     if not isinstance(ids, list) or not ids:
         raise UserError(
-            f'{cfg.ids}: expected a JSON list of prompt ids, or an object with "ids"; found '
-            f"{type(ids).__name__}."
+            f'{cfg.ids}: expected a JSON list of one or more prompt ids, or {{"ids": LIST}}; found '
+            f"{ids!r:.40}."
         )
     by_id = {prompt.id: prompt for prompt in prompts}
     missing = [one for one in ids if one not in by_id]

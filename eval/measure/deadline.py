@@ -1,8 +1,8 @@
 """Bound on the seconds of measurement, kept in the run folder.
 
-Prompts are measured in blocks: the same ones under every condition, by every drafter and the
-baseline. A block is always finished, so all rows have the same prompts. The prompts are
-shuffled by the seed; time decides how many of them are measured, never which.
+Prompts are measured in blocks. The prompts of a block are measured under every condition, by every
+drafter and the baseline. A block is always finished, so all rows have the same prompts. The seed
+shuffles the prompts, so time decides how many of them are measured and not which.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
     """Return whether the machine stalled during a unit: a round took STALL times its usual time.
 
     An arm's usual time is its median over the units `before`, of the same part; arms with fewer
-    than three records there are not judged. A slow prompt is not a stall, since the
-    cost of a round hardly depends on the text.
+    than three records there are not judged. A slow prompt is not a stall, since the cost of a round
+    hardly depends on the text.
     """
     for arm in {record.arm for record in unit}:
         usual = [record.round_seconds for record in before if record.arm == arm]

@@ -64,8 +64,8 @@ def check(cfg: EvalConfig) -> None:
     for key, fits, expected in (
         ("temperatures", hot, f"one or more of these: {temperature.expected}"),
         ("batch_sizes", min(cfg.batch_sizes, default=0) >= 1, f"one or more whole {numbers}"),
-        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, numbers),
-        ("sweep", min(cfg.sweep, default=1) >= 1, f"{numbers}, or [] for no sweep"),
+        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, f"whole {numbers}"),
+        ("sweep", min(cfg.sweep, default=1) >= 1, f"whole {numbers}, or [] for no sweep"),
         ("max_draft_tokens", cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
         ("samples", cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats >= 1, "1 or more"),
@@ -269,8 +269,9 @@ def _facts_of(
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
     """Return the numbers of new tokens at which the target is timed.
 
-    These are one, and the width of every proposal with the token before it. For wide trees, and
-    chains longer than those of the sweep, only some are timed; V is interpolated between them.
+    These are 1, and the size of every possible proposal with the token before it. For wide trees,
+    and for chains longer than the sweep's, only some widths are timed; V is interpolated between
+    them.
     """
     drafters, facts = loaded.bench.drafters, loaded.facts
     deepest = max([*cfg.num_draft_tokens, *cfg.sweep])

@@ -1,4 +1,4 @@
-"""Pair the records of a drafter with those of the baseline, and pool their acceptance and costs.
+"""Pairs of a drafter's and the baseline's records, and the acceptance and costs of many pairs.
 
 Legend: D depths of a chain.
 """
@@ -63,12 +63,12 @@ class PairedSample:
 
     @property
     def round_ms(self) -> float:
-        """Wall time of a round: the batch's time over its target forwards."""
+        """Wall milliseconds of a round: the batch's time over its target forwards."""
         return 1000 * self.seconds / self.batch_rounds
 
     @property
     def base_round_ms(self) -> float:
-        """Wall time of a round of the baseline."""
+        """Wall milliseconds of a round of the baseline."""
         return 1000 * self.base_seconds / self.base_batch_rounds
 
     @property
@@ -196,9 +196,9 @@ def pool_counts(
 ) -> Pool:
     """Return the acceptance and costs from which the speedup of `judged` is predicted.
 
-    The overhead is that of the rounds `timed`; all else is that of `judged`. parts_then: the part
-    times measured between the rounds `timed`, as the speed of a machine varies. limit: maximum
-    number of tokens of a generation.
+    The overhead comes from the rounds of `timed`, all else from the rounds of `judged`. parts,
+    parts_then: part times measured between the rounds of `judged` and of `timed`, as the speed of a
+    machine varies. limit: maximum number of tokens of a generation.
 
     For a drafter that always proposes gamma tokens, pass_k is alpha_k. A drafter that proposes
     fewer also misses the rounds without an offer: pass_k = accepted_k / accepted_(k-1), where

@@ -222,7 +222,7 @@ class Row:
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the main part, or those of the sweep if the run has no main part."""
+    """Return the rows of the main part, or all rows if the run has no main part."""
     return [row for row in rows if row.part == "main"] or list(rows)
 
 
@@ -250,10 +250,10 @@ def read_rows(path: Path) -> list[Row]:
     except WRONG as error:
         raise UserError(
             f"{path} does not hold rows of this version of eval.run ({reason_of(error, content)}). "
-            f"Evaluate again, with another output_dir="
+            f"Evaluate again, with another output_dir=."
         ) from error
     if not rows:
-        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")
+        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=.")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Decoding speed against plain reading of memory, for a random-weight LLaMA of a gigabyte and more.
+"""Decoding speed against plain reading of memory, for a random-weight LLaMA of a gigabyte or more.
 
     python scripts/bench/bandwidth.py
     python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 \\

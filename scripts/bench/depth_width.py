@@ -75,8 +75,8 @@ def parse_shape(text: str) -> StudentConfig:
     parts = text.split(":")
     if len(parts) != 5 or not all(part.isdigit() for part in parts):
         raise UserError(
-            f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE, such as "
-            f"2:384:6:6:1024"
+            f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE. Expected "
+            f"five whole numbers, such as 2:384:6:6:1024."
         )
     layers, hidden, heads, groups, inner = map(int, parts)
     return StudentConfig(

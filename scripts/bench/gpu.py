@@ -105,7 +105,7 @@ def parse(words: list[str]) -> Options:
         key, equals, value = word.partition("=")
         if not equals or key not in kinds:
             expected = ", ".join(f"{name}=" for name in kinds)
-            sys.exit(f"error: '{word}' is not an option; expected {expected}")
+            sys.exit(f"error: '{word}' is not an option, expected one of {expected}")
         given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
     if options.part not in PARTS:

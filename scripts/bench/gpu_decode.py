@@ -1,6 +1,6 @@
 """Part `decode`: tokens/s against the bandwidth of the card, complete rounds, and V(n).
 
-Weights are random, which changes no time. Acceptance is about zero, and figures say so; they
+Weights are random, which changes no time. Acceptance is about zero, as the figures note. They
 measure the cost of each shape, eager, as recorded graphs and with compiled layers. The limits are
 the fastest plain read of memory and a matrix product (decoding/costs/machine_limits.py).
 """
@@ -84,7 +84,7 @@ TOY = Sizes(
 
 
 def judge(found: float, goal: float) -> dict[str, Any]:
-    """Return the goal and whether the figure reaches it; negate both if less is better."""
+    """Return the goal and whether `found` reaches it; pass both negated if less is better."""
     return {"goal": abs(goal), "met": found >= goal}
 
 

@@ -52,7 +52,7 @@ def decode_all(
     settings: Settings,
     batch: int,
 ) -> tuple[list[list[int]], float]:
-    """Decode prompts in batches of `batch`; return each one's tokens, and the block efficiency."""
+    """Decode prompts in batches of `batch`; return their tokens and the block efficiency."""
     made = []
     for first in range(0, len(prompts_B), batch):
         part = prompts_B[first : first + batch]

@@ -1,4 +1,4 @@
-"""Training of part `recurrent`: tokens/s on a head of a 7B target, and card hours of ShareGPT.
+"""Training of part `recurrent`: tokens/s for a head of a 7B target, and hours for ShareGPT.
 
 The step is that of recurrent_drafting.train in one process: packed rows, the target's hidden states
 computed in every step, one chunked loss over the predictions of five heads, a bfloat16 head with

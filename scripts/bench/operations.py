@@ -40,7 +40,7 @@ def _within(context: Callable[[], AbstractContextManager[None]], method: Any) ->
 
 
 class Operations(TorchDispatchMode):
-    """Counter by name of all operations except views; `leave_out` excludes those of a model.
+    """Counter of operations by name, without views; `leave_out` excludes a model's operations.
 
     Composite operations count as their parts.
     """

@@ -109,8 +109,7 @@ def compare_outputs(
 ) -> dict[str, dict[str, int]]:
     """Return beam width -> numbers of greedy outputs by kind: equal, tie or different.
 
-    An output differs by a `tie` if the target's two best tokens are tied up to rounding where it
-    first differs from the target's own.
+    At a `tie` the target's two best tokens are equal up to rounding where the output first differs.
     """
     settings = Settings(
         chosen.max_new_tokens,

@@ -1,6 +1,6 @@
 """Part `drafting` of recurrent.py: the cost of a round outside the target and the head.
 
-Operations are counted as they run here, and with the tree verification of a GPU
+Operations are counted as they run on the chosen device, and with the tree verification of a GPU
 (decoding/verification/device_tree.py), since operations launch kernels only on a GPU.
 """
 
@@ -83,7 +83,7 @@ def measure_drafting(chosen: Any) -> dict[str, Any]:
 
 
 def judge_goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures; only GOAL_BEAMS get a verdict."""
+    """Compare every goal with the figures; only the sizes of GOAL_BEAMS get a verdict."""
     share = f"at most {GOAL_SHARE:.0%} of a round outside the models"
     operations = f"at most {GOAL_OPERATIONS} operations outside them"
     limits = {

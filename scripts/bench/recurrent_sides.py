@@ -1,8 +1,8 @@
 """Sides of recurrent_show.py: heads and pruned students, their training and block efficiency.
 
-Every side differs from `base` in one setting, or in those of its name. All are trained for equal
-seconds: a side's step is timed first, and as many steps as fit run under a complete learning-rate
-schedule. The target's states are computed in every step.
+Every side differs from `base` in one setting, or in those that its name lists. All are trained for
+equal seconds: a side's step is timed first, and as many steps as fit run under a complete
+learning-rate schedule. The target's states are computed in every step.
 
 A head is judged by its block efficiency on each prompt, decoding with a chain: greedily, and at
 temperature 1 with sampled drafts under token verification.

@@ -2,7 +2,7 @@
 
 The frozen target's forward takes most of a small student's step. All students train on the same
 rows, so the target's states are computed for the first student and cached for the others
-(training.objectives.TeacherStates). The seconds of distillation are therefore no result.
+(training.objectives.TeacherStates). So the seconds of distillation are not a result.
 """
 
 import dataclasses

@@ -70,7 +70,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     """
     if not patterns:
         raise UserError(
-            "runs is empty: name finished run folders of eval.run, such as runs=[runs/a,runs/b], "
+            "runs is empty. Name finished run folders of eval.run, such as runs=[runs/a,runs/b], "
             'or a glob, runs=["runs/sweep/*/eval.run"]'
         )
     found: dict[Path, Path] = {}
