@@ -81,7 +81,7 @@ def length_cap_of(
 
 
 def sweep_lengths(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
-    """Return a drafter's draft lengths in the sweep: its cap if it has one, [] if it runs alone."""
+    """Return a drafter's lengths in the sweep: its cap if it has one, [] if it decodes alone."""
     if facts.length_rule == "none":
         return []
     return list(cfg.sweep) if facts.length_cap is None else [facts.length_cap]

@@ -53,7 +53,8 @@ class Origin:
 def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
     """Read the provenance of a drafter folder whose content has this hash.
 
-    A card with another hash, or without one (of a dry run), is left out.
+    dtype: the drafter's dtype in the evaluation. A card with another hash, or without one (of a dry
+    run), is left out.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     card_hash = card.get("drafter_hash")

@@ -274,7 +274,7 @@ def max_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
 
 
 class _Progress:
-    """Progress bar that is updated between generations, outside the clock readings."""
+    """Progress bar that is updated between decodings, while no clock runs."""
 
     def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
         self.bar, self.total, self.deadline = bar, total, deadline

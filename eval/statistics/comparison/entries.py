@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def speedup(self) -> Interval | None:
-        """Speedup on the prompts that count; None if every text loops."""
+        """Speedup on the prompts that count; None if there are none."""
         return counted_speedup(self.row, self.prompts == ALL)
 
     @property
@@ -111,7 +111,7 @@ class Entry:
 def counted_speedup(row: Row, everything: bool) -> Interval | None:
     """Return a row's speedup on all prompts (`everything`), or on those that do not loop.
 
-    None if only the others count and all prompts loop.
+    None if looping prompts do not count and all of them loop.
     """
     if everything:
         return Interval(row.speedup, row.speedup_low, row.speedup_high)
