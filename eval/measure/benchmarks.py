@@ -25,7 +25,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Prompts in the order of the file, and the numbers of those left out."""
+    """Prompts in the order of the file, and how many were left out for each reason."""
 
     name: str
     prompts: list[Prompt]
@@ -132,9 +132,10 @@ def _keep_fitting(
     max_new_tokens: int,
     limit: int,
 ) -> tuple[list[Prompt], int]:
-    """Return at most `limit` prompts whose first turn leaves room, and the number too long.
+    """Return the prompts whose first turn leaves room for an answer, and the number of others.
 
-    Raises UserError if none fits, or if one does not and cfg.too_long is error.
+    limit: maximum number of prompts to return; 0: all. Raises UserError if none fits, or if one
+    does not and cfg.too_long is error.
     """
     kept: list[Prompt] = []
     too_long = 0

@@ -55,7 +55,7 @@ class UndisturbedClock:
         return thread_time(), perf_counter(), process_time(), machine_seconds()
 
     def seconds(self) -> float:
-        """Return the seconds in which this thread had its processors so far."""
+        """Return the seconds in which this thread had its processors since the clock started."""
         (thread, clock, process, machine), began = self._now(), self._began
         others = 0.0
         if machine is not None and began[3] is not None:

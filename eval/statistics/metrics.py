@@ -73,7 +73,7 @@ def add_by_depth(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def tau(tokens: int, rounds: int) -> float | None:
-    """Return the block efficiency, tokens emitted / target forwards, prefill excluded."""
+    """Return the block efficiency, tokens / rounds, prefill excluded; None without a round."""
     return tokens / rounds if rounds else None
 
 

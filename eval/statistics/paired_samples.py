@@ -78,7 +78,7 @@ class PairedSample:
 
     @property
     def tested_counts(self) -> tuple[list[int], list[int]]:
-        """The counts (tested_D, accepted_D)."""
+        """Sums (tested_D, accepted_D) of the draft tokens tested and accepted at each depth."""
         return metrics.add_by_depth(self.tested), metrics.add_by_depth(self.accepted)
 
 

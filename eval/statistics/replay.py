@@ -20,7 +20,7 @@ from decoding.schedules.by_name import SCHEDULES
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of the schedule."""
+    """Round of an overlapped schedule."""
 
     drafted: int  # tokens of the new chunk
     width: int  # tokens of the target's forward; 0: no forward

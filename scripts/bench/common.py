@@ -129,7 +129,7 @@ def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(figures: Mapping[str, Sequence[float]], over: str, under: str) -> dict[str, float]:
-    """Return the median, the smallest and the largest ratio of two sides by round."""
+    """Return the median, lowest and highest of the rounds' ratios of one side to another."""
     ratios = [a / b for a, b in zip(figures[over], figures[under], strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
@@ -186,7 +186,7 @@ class StepRecorder:
             self.steps.append(values)
 
     def seconds(self) -> list[float]:
-        """Return the duration of every step."""
+        """Return the seconds of every step."""
         tokens = [0, *(step["tokens"] for step in self.steps)]
         return [
             (after - before) / step["tokens_per_second"]
@@ -254,7 +254,7 @@ def read_chat_samples(
 
 
 def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:
-    """Run eval.run with these fields of its configuration; return the rows of its main part."""
+    """Run eval.run in `folder` with these fields of EvalConfig; return its main part's rows."""
     eval.run.run(EvalConfig(job="eval.run", output_dir=str(folder), **fields))
     return [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
 
@@ -307,7 +307,7 @@ def save_text(name: str, text: str) -> None:
 
 
 def write_result(name: str, text: str) -> None:
-    """Write a file of the results folder."""
+    """Write a text and a final newline into a file of the results folder."""
     RESULTS.mkdir(exist_ok=True)
     write_text(RESULTS / name, text + "\n")
 

@@ -217,7 +217,7 @@ BySeed = dict[str, list[dict[str, Any]]]
 
 
 def collect_figures(chosen: Options, sizes: dict[str, int], journal: PartJournal) -> dict[str, Any]:
-    """Return acceptance, every shape's difference to the first one, and the speeds."""
+    """Return acceptance, every shape's differences from the first one, and the speeds."""
     target = target_config(TargetConfig(path=chosen.target))
     shapes = {shape.name: shape for shape in map(parse_shape, chosen.shapes)}
     acceptance: dict[str, dict[str, float]] = {name: {} for name in shapes}
@@ -263,7 +263,7 @@ def figure_by_condition(figure: str, by_seed: BySeed) -> dict[tuple[str, float],
 def differences_to_first(
     figure: str, first: str, name: str, by_seed: BySeed
 ) -> dict[str, Difference]:
-    """Return a shape's difference to the first one by temperature, paired over seeds."""
+    """Return a shape's difference from the first one at each temperature, paired over seeds."""
     found = figure_by_condition(figure, by_seed)
     temperatures = sorted({temperature for _, temperature in found})
     return {

@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def collect_figures(journal: PartJournal, references: dict[str, float]) -> dict[str, Any]:
-    """Return every side's difference to fixed and to equal shares, and all runs."""
+    """Return every side's differences from fixed and from equal shares, and all runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # side -> seed -> figures
     for part, found in journal.all():
         runs.setdefault(part["side"], {})[str(part["seed"])] = found

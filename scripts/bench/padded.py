@@ -22,7 +22,7 @@ SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
-    """Clock of the Trainer's steps, data loading included and start-up excluded."""
+    """Clock of the Trainer's steps, without start-up and the loading of batches."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

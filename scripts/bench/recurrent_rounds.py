@@ -41,14 +41,14 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the clock."""
+        """Run the clock inside the context."""
         began = perf_counter()
         yield
         self.seconds += perf_counter() - began
 
 
 def measure_drafting(chosen: Any) -> dict[str, Any]:
-    """Measure the time, the shares of the parts and the operations of a round for every way."""
+    """Measure a round's time, the shares of its parts and its operations, for each of WAYS."""
     if not chosen.head:
         raise UserError("head is empty. Set it to the folder of a recurrent head.")
     found: dict[str, Any] = {}

@@ -99,7 +99,7 @@ class Options(BenchOptions):
 
 
 def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
-    """Write the chats of all runs; return the files `found` and `held_out` (for pruning)."""
+    """Write the sampled chats, `found` to train on and `held_out` to prune by; return the files."""
     chats, _ = read_chats([resolve(path) for path in chosen.chats], max_bad=0.1)
     sampled = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
     cut = max(1, round(HELD_OUT * len(sampled)))
@@ -168,7 +168,7 @@ class Show:
         self.save()
 
     def save(self) -> dict[str, Any]:
-        """Write and return the figures so far."""
+        """Write and return the figures and tables so far."""
         figures = {
             f"{part['of']}/{part['seed']}": found
             for part, found in self.journal.all()
@@ -226,7 +226,7 @@ class Show:
         return {"use": "recurrent", "folder": folder, "dtype": dtype, **options}
 
     def shape(self, seed: int) -> dict[str, Any]:
-        """Decode with a seed's head under every beam width and length."""
+        """Decode with a seed's head at every beam width and length."""
         chosen, drafter = self.chosen, partial(self._head_drafter, seed, by_cost=False)
         heads = [drafter(beam_width=n, name=f"{n} beams") for n in chosen.widths]
         temperatures = chosen.shape_temperatures

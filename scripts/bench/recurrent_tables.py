@@ -22,14 +22,14 @@ COUNTS = ("tokens", "rounds", "seconds")
 
 
 def figures_by_seed(figures: Figures, name: str) -> dict[str, Any]:
-    """Return the figures of a side or part by seed."""
+    """Return seed -> the figures of a side or part."""
     start = f"{name}/"
     found = {key[len(start) :]: value for key, value in figures.items() if key.startswith(start)}
     return dict(sorted(found.items()))
 
 
 def pool_seeds(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
-    """Return tokens and rounds of every prompt, added up over seeds."""
+    """Return the tokens and rounds of every prompt, added up over runs with different seeds."""
     prompts = [[sum(column) for column in zip(*pairs)] for pairs in zip(*runs, strict=True)]
     return [tokens for tokens, _ in prompts], [rounds for _, rounds in prompts]
 
@@ -124,7 +124,7 @@ def race_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def head_against_pruned_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Return the table of the faster head against the faster pruned drafter."""
+    """Return the table that compares the fastest head with the fastest pruned drafter."""
     arms, rows = pool_arms(races), []
     rate = {arm: sum(of["tokens"]) / sum(of["seconds"]) for arm, of in arms.items()}
     for temperature in sorted({arm[0] for arm in arms}):

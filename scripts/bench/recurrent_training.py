@@ -117,7 +117,7 @@ class PublishedSide:
         self.optimizer = torch.optim.AdamW(copied.parameters(), lr=1e-3, weight_decay=0.0)
 
     def __call__(self) -> float:
-        """Run a round and return supervised tokens/s."""
+        """Take a step for warm-up, then time a round and return its supervised tokens/s."""
         self.step()
         began, supervised = time.perf_counter(), 0
         for _ in range(self.chosen.steps):
@@ -250,7 +250,7 @@ def judge_goals(
 
 
 def measure_peaks(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
-    """Return the peak bytes of a forward and backward pass over equally many positions."""
+    """Return side -> peak bytes of a forward and backward pass over equally many positions."""
     chosen, data = ours.chosen, ours.data
     rows = max(1, chosen.rows * chosen.max_length // data.capacity)
     batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)
