@@ -1,8 +1,8 @@
 """`python -m eval.compare runs=[RUN,...]`: any number of evaluated drafters in one report.
 
-It reads finished runs of eval.run and measures nothing. For each benchmark, batch size and
-temperature it shows depth against throughput, acceptance against cost, the Pareto front and a table
-of all rows. Runs are compared by their speedups over their own baselines.
+It reads finished runs of eval.run and measures nothing. Rows with the same target, machine, backend
+and workload form a panel, which shows speedup against depth, acceptance against cost, the Pareto
+front and a table of all its rows. Runs are compared by their speedups over their own baselines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ READ = ("results.jsonl", "records.jsonl")  # of every run
 def run(cfg: CompareConfig) -> Path:
     """Compare finished runs and report; return the folder with comparison.jsonl and the page.
 
-    Raises UserError for runs that are missing, unfinished or no evaluations, and for labels and
-    fields that match nothing.
+    A dry run prints the plan and writes nothing. Raises UserError for invalid settings, for runs
+    that are missing, unfinished, damaged or not of eval.run, and for labels and group_by fields
+    that match no drafter.
     """
     check(cfg)
     if cfg.dry_run:
@@ -54,7 +55,7 @@ def run(cfg: CompareConfig) -> Path:
     if folder.finished(rows, report) and list(folder.manifest["inputs"]) == [*map(str, inputs)]:
         print(
             f"{folder.path} is finished and its runs are the same; nothing is made again. Delete "
-            f"it to do so."
+            f"it to compare them again."
         )
     else:
         tracker_cfg = dataclasses.replace(cfg.tracker, group=group_of(cfg, evaluations))
@@ -68,7 +69,7 @@ def run(cfg: CompareConfig) -> Path:
 
 
 def check(cfg: CompareConfig) -> None:
-    """Raise UserError for invalid settings."""
+    """Raise UserError for empty runs=, unknown prompts= or fewer than one bootstrap resample."""
     if cfg.prompts not in (HEADLINE, ALL):
         raise UserError(f"prompts={cfg.prompts} is unknown, expected {HEADLINE} or {ALL}.")
     if cfg.bootstrap_resamples < 1:
@@ -80,7 +81,7 @@ def check(cfg: CompareConfig) -> None:
 def _print_plan(cfg: CompareConfig) -> None:
     """Print the runs that would be read.
 
-    Missing runs are no error, as the dry run of an experiment lists runs that do not exist yet.
+    Runs that cannot be read are printed too: in the dry run of an experiment none exists yet.
     """
     for pattern in cfg.runs:
         try:
@@ -100,8 +101,8 @@ def _print_plan(cfg: CompareConfig) -> None:
 def group_of(cfg: CompareConfig, evaluations: Sequence[Evaluation]) -> str:
     """Return the Weights & Biases group of the comparison.
 
-    This is the group given, else the experiment shared by all runs (the group of a sweep), else the
-    comparison's own experiment.
+    This is tracker.group if it is set. Otherwise it is the one experiment of the runs (`default`
+    does not count), or the comparison's own experiment if they have several or none.
     """
     experiments = {str(one.config["experiment"]) for one in evaluations} - {"default"}
     return cfg.tracker.group or (experiments.pop() if len(experiments) == 1 else cfg.experiment)
@@ -160,7 +161,7 @@ def record_of(panel: Panel, compared: ComparedEntry) -> dict[str, Any]:
 
 
 def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
-    """Replace the PNG files of an earlier comparison; return name -> file."""
+    """Write the plots as PNG files and delete an earlier comparison's; return name -> file."""
     folder.mkdir(exist_ok=True)
     for left in folder.glob("*.png"):
         left.unlink()
@@ -202,7 +203,7 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
 
 
 def _summary(panels: Sequence[Panel]) -> dict[str, Any]:
-    """Return the manifest's metrics: the best drafter of each panel."""
+    """Return the manifest's metrics: the best drafter of each panel, and its speedup."""
     best = {panel.label: panel.fastest[0] for panel in panels if panel.fastest}
     return {
         label: {"best": entry.name, "speedup": dataclasses.astuple(entry.ranked_speedup)}

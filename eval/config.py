@@ -44,7 +44,7 @@ class BenchmarkConfig:
 
 @dataclass
 class EvalConfig(JobConfig):
-    """Evaluation of one or several drafters against our own autoregressive decoding."""
+    """Evaluation of one or several drafters against autoregressive decoding in the same loop."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
@@ -56,7 +56,7 @@ class EvalConfig(JobConfig):
     draft_model: str = ""  # model folder that an experiment's drafters name as ${draft_model}
     # folder of the prompt files of an experiment's stages, as ${benchmark_folder}
     benchmark_folder: str = ""
-    # prompts of an experiment's skip search; none of the benchmark
+    # prompts of an experiment's skip search, other than the benchmark's
     search_prompts: str = "embedded:chats"
     prompt_lookup_control: bool = True  # add the prompt-lookup row if the list does not name it
     # sampling temperatures; 0: greedy
@@ -69,7 +69,7 @@ class EvalConfig(JobConfig):
     # package.module.function that takes the tokenizer and returns a
     # decoding.sampling.logits_processors.Allowed; empty: any token is allowed
     allowed: str = ""
-    # texts that end an answer, besides stop tokens
+    # strings that end an answer, besides stop tokens
     stop_strings: list[str] = field(default_factory=list)
     # token | block | coupled | typical: verification rule where temperature > 0; a drafter's
     # mapping may override it

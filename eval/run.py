@@ -1,9 +1,9 @@
-"""`python -m eval.run drafters=[FOLDER,...]`: measure drafters on prompts on this machine.
+"""`python -m eval.run drafters=[FOLDER,...]`: the acceptance, costs and speed of drafters.
 
 The prompts are split in two. The sweep tries every draft length on a few of them, or on those of
 another file, and chooses each drafter's best length from its acceptance and costs. The main part
 runs the drafters at that length on all other prompts and gives the results. So no draft length is
-chosen on the prompts that judge it.
+chosen on the prompts that measure it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ NOT_MEASURED = (
 def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     """Measure and report; return the run folder with results.jsonl, records and report.html.
 
-    clock: seconds, used for max_seconds alone. Raises UserError for invalid input, and, after the
-    report, for an output that differs from the target's.
+    A dry run prints the plan and writes nothing. clock: returns seconds, for max_seconds alone.
+    Raises UserError for invalid input and, after the report, for an output that differs from the
+    target's (unless require_lossless is false).
     """
     check(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
@@ -68,8 +69,8 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     if folder.finished(results, report, also=also):
         rows = read_rows(results)
         print(
-            f"{folder.path} is finished; nothing is measured again. Delete it, or give another "
-            f"output_dir=, to do so."
+            f"{folder.path} is finished; nothing is measured again. Delete it, or set another "
+            f"output_dir=, to measure again."
         )
     else:
         rows = _measure(cfg, folder, results, report, clock)
@@ -80,7 +81,7 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         raise UserError(
             f"the output with {', '.join(broken)} differs from the target's; the report shows "
             f"where. This is a fault of the decoding, not of the drafter: please report it. "
-            f"require_lossless=false ends without this error."
+            f"Set require_lossless=false to end without this error."
         )
     return folder.path
 
@@ -110,11 +111,11 @@ def _measure(
 
 
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """Raise UserError for a plan that would fail only after time was spent.
+    """Raise UserError for a plan that would otherwise fail in the middle of the measurement.
 
-    This covers parts without prompts and schedules that do not fit a drafter, rule or batch. It
-    runs before the run folder is tied to this configuration: the corrected command can use the same
-    folder.
+    It covers a sweep or main part with too few prompts, verification rules that do not fit a
+    drafter, and schedules that do not fit a drafter, rule or batch size. It runs before the run
+    folder is tied to this configuration, so the corrected command can use the same folder.
     """
     generations(cfg, loaded)
     for name, use in loaded.bench.uses.items():
@@ -127,7 +128,7 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
 
 
 def _print_plan(cfg: EvalConfig) -> None:
-    """Print the plan of the run, as far as it is known without the target's folder."""
+    """Print the plan of the run; without the target's folder, only what the settings show."""
     within = f", as many of them as fit into {cfg.max_seconds:g} s" if cfg.max_seconds else ""
     labels = ", ".join(condition.label for condition in conditions(cfg))
     if not target_is_here(cfg.target):
@@ -162,14 +163,14 @@ def _hint_prompts(cfg: EvalConfig) -> None:
     """Warn if a custom target is evaluated on the embedded prompts."""
     if cfg.benchmark.path.startswith(EMBEDDED) and not cfg.target.path.startswith(EMBEDDED):
         print(
-            f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the "
+            f"note: {cfg.benchmark.path} are requests for Python functions. Use prompts of the "
             f"kind that will be served: benchmark=file benchmark.path=PROMPTS.jsonl (of a recipe: "
             f"benchmark_prompts=PROMPTS.jsonl)"
         )
 
 
 def add_requested_prompts(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
-    """Add to the rows of a time-bounded run the number of prompts requested, in full batches."""
+    """Return the rows; with max_seconds they also have the prompts requested, in full batches."""
     if not cfg.max_seconds:
         return list(rows)
     asked = dict(zip(("sweep", "main"), map(len, prompts_by_part(cfg, loaded)), strict=True))
@@ -267,7 +268,7 @@ def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[st
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
     """Describe how draft lengths are set, and on which prompts.
 
-    measured: number of sweep prompts that were measured, if not all.
+    measured: number of sweep prompts that were measured; None: all.
     """
     lengths, count = cfg.num_draft_tokens, len(prompts_by_part(cfg, loaded)[0])
     set_by = [f"given: {', '.join(map(str, lengths))}"] if lengths or not count else []

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def format_value(value: object) -> str:
-    """Format a value; None is a figure that needs more prompts."""
+    """Return a value as text; `-` for a figure that needs more prompts."""
     return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

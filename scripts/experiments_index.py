@@ -41,14 +41,13 @@ class Experiment:
 def read_experiment(path: Path) -> Experiment:
     """Read the header of one experiment.
 
-    Raises:
-        ValueError: the file's name has no date, or its header lacks a title or a field.
+    Raises ValueError if the file's name has no date, or its header lacks a title or a field.
     """
     if not re.fullmatch(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md", path.name):
         raise ValueError(f"{path}: expected a name like 2026-11-21-topic.md.")
     header = path.read_text("utf-8").split("\n\n", 2)
     if not header[0].startswith("# ") or len(header) < 3:
-        raise ValueError(f"{path}: expected '# Title', a blank line, the header and a text.")
+        raise ValueError(f"{path}: expected '# Title', header and text with blank lines between.")
     items = re.findall(r"^- \*\*(.+?):\*\* (.+?)(?=\n- |\Z)", header[1], re.DOTALL | re.MULTILINE)
     fields = {name: " ".join(value.split()) for name, value in items}
     if tuple(fields) != FIELDS:

@@ -1,4 +1,4 @@
-"""Print the configuration of every stage of every experiment, one value a line.
+"""Print the configuration of every stage of every experiment, one value per line.
 
     python -m scripts.stage_values [KEY=VALUE ...]
 
@@ -21,7 +21,7 @@ ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output
 
 
 def main(given: list[str]) -> None:
-    """Compose and print every stage."""
+    """Compose and print every stage. given: settings as KEY=VALUE."""
     for file in sorted((CONF / "experiment").glob("*.yaml")):
         job = str(yaml.safe_load(file.read_text())["job"])
         schema = schema_of(job)

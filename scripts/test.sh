@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Style, types and tests, in three tiers. Makes .venv and installs the dev, train and slurm extras when needed.
 #   (none)        the short suite: before every commit
-#   --all         the long tests too, and law 3 with 20,000 draws a case instead of 5,000
-#   --exhaustive  before a release: law 3 with a million draws a case, and a hundred kills; hours
+#   --all         the long tests too, and law 3 with 20,000 draws per case instead of 5,000
+#   --exhaustive  before a release: law 3 with a million draws per case, and a hundred kills; hours
 # Other arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"

@@ -21,18 +21,17 @@ from jobs.files import save_tensors
 def convert(folder: Path) -> Path:
     """Write FOLDER/model.safetensors from pytorch_model*.bin.
 
-    Raises:
-        UserError: the folder has no such files, or has model.safetensors already.
+    Raises UserError if the folder has no such files, or has model.safetensors already.
     """
     files = sorted(folder.glob("pytorch_model*.bin"))
     target = folder / "model.safetensors"
     if not files:
         raise UserError(
-            f"{folder}: no pytorch_model*.bin found; expected a Hugging Face model folder with "
-            f"pickled weights"
+            f"{folder} has no pytorch_model*.bin. Expected a Hugging Face model folder with "
+            f"pickled weights."
         )
     if target.exists():
-        raise UserError(f"{target} is there already; delete it to convert again")
+        raise UserError(f"{target} exists already. Delete it to convert again.")
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     # all shards stay in memory: a freed tensor's address could be reused, and look like a tied one

@@ -25,7 +25,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Prompts in the order of the file, and the numbers of those left out."""
+    """Prompts in the order of the file, and how many were left out for each reason."""
 
     name: str
     prompts: list[Prompt]
@@ -39,12 +39,13 @@ class Benchmark:
 def load_benchmark(
     cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
 ) -> Benchmark:
-    """Read the prompt file, and that of the sweep if one is given; keep prompts that fit.
+    """Read the prompt file, and the sweep's file if cfg names one; keep the prompts that fit.
 
     max_length: tokens in the target's context. limit: number of prompts to keep, the first ones or,
-    with cfg.spread, some from all over the file; 0 keeps all. Raises UserError for an unknown
-    option, a category without prompts, a first turn that leaves no room for max_new_tokens (with
-    too_long=error), and if no prompt is left.
+    with cfg.spread, some from all over the file; 0 keeps all. Raises UserError for an invalid
+    option, ids that the file lacks, a category without prompts, a first turn that leaves no room
+    for max_new_tokens (with too_long=error), a sweep file without other prompts, and if no prompt
+    is left.
     """
     _check_options(cfg)
     render = choose_rendering(
@@ -56,7 +57,7 @@ def load_benchmark(
     if not chosen:
         categories = ", ".join(sorted({prompt.category for prompt in everything}))
         raise UserError(
-            f"{cfg.path}: no prompt of category {cfg.category!r}. Found: "
+            f"{cfg.path} has no prompt of category {cfg.category!r}. Found: "
             f"{categories or 'no prompt at all'}. Set benchmark.category to one of them, or leave "
             f"it empty for all."
         )
@@ -80,7 +81,7 @@ def load_benchmark(
         if not others:
             raise UserError(
                 f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
-                f"that are measured. Expected a file with other prompts."
+                f"that are measured. Set it to a file with other prompts."
             )
         for_sweep, _ = _keep_fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
     return Benchmark(
@@ -89,7 +90,7 @@ def load_benchmark(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into `count` from all over the file and the others, both in its order.
+    """Split prompts into `count` from all over the file and the rest, both in the file's order.
 
     One prompt is taken from each of `count` equal stretches, so all categories of a sorted file are
     represented. Its place in the stretch varies by multiples of the golden ratio, so alternating
@@ -131,9 +132,10 @@ def _keep_fitting(
     max_new_tokens: int,
     limit: int,
 ) -> tuple[list[Prompt], int]:
-    """Return at most `limit` prompts whose first turn leaves room, and the number too long.
+    """Return the prompts whose first turn leaves room for an answer, and the number of others.
 
-    Raises UserError if none fits, or if one does not and cfg.too_long is error.
+    limit: maximum number of prompts to return; 0: all. Raises UserError if none fits, or if one
+    does not and cfg.too_long is error.
     """
     kept: list[Prompt] = []
     too_long = 0
@@ -155,13 +157,16 @@ def _keep_fitting(
     if not kept:
         raise UserError(
             f"{cfg.path}: all {too_long} prompts are too long for the target's context of "
-            f"{max_length} tokens. Lower max_new_tokens, or give shorter prompts."
+            f"{max_length} tokens. Lower max_new_tokens, or use shorter prompts."
         )
     return kept, too_long
 
 
 def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
-    """Return the prompts listed in benchmark.ids, in its order."""
+    """Return the prompts listed in benchmark.ids, in the order of that list.
+
+    Raises UserError for a file without such a list, and for ids that no prompt has.
+    """
     try:
         listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -171,15 +176,15 @@ def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
     ids = listed.get("ids") if isinstance(listed, dict) else listed
     if not isinstance(ids, list) or not ids:
         raise UserError(
-            f'{cfg.ids}: expected a JSON list of prompt ids, or an object with "ids"; found '
-            f"{type(ids).__name__}."
+            f'{cfg.ids}: expected a JSON list of one or more prompt ids, or {{"ids": LIST}}; found '
+            f"{ids!r:.40}."
         )
     by_id = {prompt.id: prompt for prompt in prompts}
     missing = [one for one in ids if one not in by_id]
     if missing:
         raise UserError(
             f"{cfg.ids}: {len(missing)} of {len(ids)} ids are not in {cfg.path}; the first is "
-            f"{missing[0]!r}."
+            f"{missing[0]!r}. Remove them from the list, or set benchmark.path to their file."
         )
     return [by_id[one] for one in ids]
 
@@ -217,8 +222,8 @@ def _check_options(cfg: BenchmarkConfig) -> None:
         )
     if TURN not in cfg.template:
         raise UserError(
-            f"benchmark.template={cfg.template!r} has no place for the turn. Expected a text with "
-            f"{TURN} in it."
+            f"benchmark.template={cfg.template!r} has no place for the turn. Expected a string "
+            f"that contains {TURN}."
         )
     if cfg.template != TURN and cfg.render != "text":
         raise UserError(

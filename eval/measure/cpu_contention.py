@@ -31,9 +31,12 @@ def undisturbed_seconds(
 ) -> float:
     """Return the seconds in which a decoding thread had its processors.
 
-    thread: its CPU seconds. others: CPU seconds of other processes in the same time. Those that fit
-    on processors that decoding leaves free do not count; each thread bears a share of the rest.
-    Time taken from this thread's processor is already missing in `thread` and counts once.
+    thread: CPU seconds of this thread. elapsed: wall seconds. others: CPU seconds of other
+    processes meanwhile. threads: number of decoding threads.
+
+    Other processes first fill the processors that decoding leaves free. Each decoding thread loses
+    an equal share of the rest. Time taken from this thread's own processor is already missing in
+    `thread`, so the smaller of the two results is returned.
     """
     free = max(0, processors - threads) * elapsed
     return max(0.0, min(thread, elapsed - max(0.0, others - free) / threads))
@@ -41,9 +44,9 @@ def undisturbed_seconds(
 
 @dataclass
 class UndisturbedClock:
-    """Clock of the seconds in which the current thread had its processors since its creation."""
+    """Clock, started when created, of the seconds in which this thread had its processors."""
 
-    threads: int
+    threads: int  # decoding threads
 
     def __post_init__(self) -> None:
         self._began = self._now()
@@ -52,7 +55,7 @@ class UndisturbedClock:
         return thread_time(), perf_counter(), process_time(), machine_seconds()
 
     def seconds(self) -> float:
-        """Return the seconds in which this thread had its processors so far."""
+        """Return the seconds in which this thread had its processors since the clock started."""
         (thread, clock, process, machine), began = self._now(), self._began
         others = 0.0
         if machine is not None and began[3] is not None:

@@ -1,8 +1,8 @@
 """Bound on the seconds of measurement, kept in the run folder.
 
-Prompts are measured in blocks: the same ones under every condition, by every drafter and the
-baseline. A block is always finished, so all rows have the same prompts. The prompts are
-shuffled by the seed; time decides how many of them are measured, never which.
+Prompts are measured in blocks. The prompts of a block are measured under every condition, by every
+drafter and the baseline. A block is always finished, so all rows have the same prompts. The seed
+shuffles the prompts, so time decides how many of them are measured and not which.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jobs.files import write_text
 from jobs.run_files import read_object
 
 FILE = "seconds.json"
-# Minimum of blocks, measured also beyond the bound: a speedup over fewer than five prompts has no
-# interval.
+# Minimum numbers of blocks, measured even beyond the bound: a speedup over fewer than five prompts
+# has no interval.
 LEAST = {"sweep": 2, "main": 5}
 UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
 COSTS = 0.1  # share of the bound for measuring the costs that stopping rules use
@@ -29,7 +29,10 @@ _REMEDY = "Delete it: the records are kept, and the time spent before is not cou
 
 
 def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return the seconds spent and the longest block of each part, as `Deadline.count` wrote."""
+    """Return the seconds spent and the longest block of each part, as `Deadline.count` wrote them.
+
+    Raises KeyError or ValueError for values of another form.
+    """
     seconds, longest = values["seconds"], values["longest_block"]
     if not is_number(seconds) or seconds < 0:
         raise ValueError(f"seconds is {seconds!r}, expected a number from 0 up")
@@ -41,14 +44,15 @@ def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
 
 
 class Deadline:
-    """Clock of a run; a run without a bound does not read it."""
+    """Time limit of a run: the seconds spent, and whether another block fits."""
 
     def __init__(
         self, max_seconds: float, folder: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read the seconds that earlier runs spent.
 
-        max_seconds: of all runs in this folder together; 0 sets no bound.
+        max_seconds: limit on all runs in this folder together; 0: no limit. Raises UserError for a
+        damaged seconds.json.
         """
         self.max_seconds = max_seconds or math.inf
         self._file, self._clock = folder / FILE, clock
@@ -69,20 +73,21 @@ class Deadline:
 
     @property
     def costs_seconds(self) -> float:
-        """Seconds for the costs that stopping rules and drafters use."""
+        """Limit on the seconds that measure the costs used by stopping rules and drafters."""
         return COSTS * self.max_seconds
 
     def has_room(self, part: str, blocks: int) -> bool:
         """Return whether to measure another block of a part after `blocks` of them.
 
-        The block is expected to last as long as the longest one so far.
+        True without a bound, and below the part's minimum of blocks. Otherwise the block must fit
+        if it lasts as long as the part's longest one so far.
         """
         if not self.bounds or blocks < LEAST[part]:
             return True
         return self.seconds + self._longest.get(part, 0.0) <= self.max_seconds * UNTIL[part]
 
     def count(self, part: str, seconds: float) -> None:
-        """Record the seconds that a block of a part took."""
+        """Record the seconds that a block of a part took, and write the run folder's file."""
         self._longest[part] = max(seconds, self._longest.get(part, 0.0))
         write_text(
             self._file, json.dumps({"seconds": self.seconds, "longest_block": self._longest})

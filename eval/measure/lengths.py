@@ -53,9 +53,9 @@ def length_cap_of(
 ) -> int | None:
     """Return the cap on the drafts of a drafter whose stopping rule sets their lengths, else None.
 
-    usual: the cap of the job. A target that records its steps has one recording for each width, so
-    it always takes the sweep's lengths. Raises UserError if the entry sets a cap that would have no
-    effect.
+    usual: the job's max_draft_tokens. A target that records its steps has one recording for each
+    width, so it always takes the sweep's lengths. Raises UserError if the entry sets a cap that
+    would have no effect.
     """
     recorded = isinstance(target, NativeTarget) and target.execution != "eager"
     whole_proposals = not token_by_token(capabilities)
@@ -81,7 +81,7 @@ def length_cap_of(
 
 
 def sweep_lengths(facts: DrafterFacts, cfg: EvalConfig) -> list[int]:
-    """Return the draft lengths that a drafter runs at in the sweep, none if it drafts nothing."""
+    """Return a drafter's lengths in the sweep: its cap if it has one, [] if it decodes alone."""
     if facts.length_rule == "none":
         return []
     return list(cfg.sweep) if facts.length_cap is None else [facts.length_cap]

@@ -71,7 +71,7 @@ class Bench:
         prompts_ids: Sequence[list[int]],
         request_ids: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Decode prompts with one arm."""
+        """Decode prompts as one batch with one arm; request_ids are the noise keys of its rows."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
             assert isinstance(drafter, ChainDrafter), "jobs.drafters checks it"
@@ -80,18 +80,18 @@ class Bench:
         return decode(target, drafter, prompts_ids, settings, request_ids=request_ids)
 
     def is_alone(self, arm: Arm) -> bool:
-        """Return whether the arm is another model than the target."""
+        """Return whether the arm is a drafter's model that decodes in place of the target."""
         return self.use_of(arm).schedule == ALONE
 
     def rule_of(self, arm: Arm) -> str:
-        """Return the rule by which an arm decodes where temperature > 0."""
+        """Return an arm's verification rule at temperatures above 0."""
         return "coupled" if arm == COUPLED else self.use_of(arm).verify or self.verify
 
     def baselines(self, condition: Condition) -> list[Arm]:
         """Return the baselines of a condition: autoregressive, and a coupled one where needed.
 
-        Speedups are over the first. The coupled one is added if only some drafters are coupled,
-        since their text must equal it.
+        Speedups are over the first. The coupled one is added at temperatures above 0 if only some
+        drafters are coupled, since their text must equal the coupled baseline's.
         """
         some = any(use.verify == "coupled" for use in self.uses.values())
         needed = some and self.verify != "coupled" and condition.temperature > 0
@@ -132,7 +132,7 @@ class Task:
 def units_of(
     prompts: Sequence[Prompt], batch_size: int, first: int
 ) -> list[tuple[int, list[Prompt]]]:
-    """Return (unit number, prompts) pairs; prompts that do not fill a batch are left out."""
+    """Return (unit number, prompts) pairs, counted from `first`; drop an incomplete last batch."""
     starts = range(0, len(prompts) - batch_size + 1, batch_size)
     return [
         (first + index, list(prompts[start : start + batch_size]))
@@ -152,7 +152,7 @@ def measure_unit(
     """Decode one unit with every arm, turn by turn, and compare outputs with the baseline's.
 
     In later turns the history holds the baseline's answers for all arms. done(arm, tokens, seconds)
-    is called after every generation, between the clock readings.
+    is called after every decoded batch, while no clock runs.
     """
     records: list[Record] = []
     for sample in range(bench.samples_at(task.condition)):
@@ -265,9 +265,10 @@ class _Turn:
     def _difference(
         self, arm: Arm, index: int, row: Generation, base: Generation
     ) -> tuple[int | None, float | None]:
-        """Return the first token that differs from the baseline's, and the score gap there.
+        """Return the index of the first token that differs from the baseline's, and the gap there.
 
-        The gap is between the target's two best tokens. (None, None) if equal or not compared.
+        The gap is the score difference of the target's two best tokens. Returns (None, None) if the
+        texts are equal or not compared.
         """
         bench = self.bench
         at = first_difference(row.tokens, base.tokens)
@@ -287,5 +288,5 @@ def _texts(rows: Sequence[Generation]) -> list[list[int]]:
 
 
 def _faster(rows: Sequence[Generation], before: Sequence[Generation]) -> bool:
-    """Return whether the same text took less time; another text does not replace it."""
+    """Return whether `rows` hold the same texts as `before`, decoded in less time."""
     return _texts(rows) == _texts(before) and _seconds(rows) < _seconds(before)

@@ -21,7 +21,7 @@ from jobs.files import write_text
 from jobs.run_files import read_object
 
 FILE = "drafters.json"
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # per parameter
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Origin:
     card: dict[str, Any]  # drafter_card.json; empty where there is none
     # parameters of the input embedding, of which a step reads one row; 0: tied to the lm_head
     embedding: int | None
-    dtype: str  # of the evaluation
+    dtype: str  # dtype of the drafter in the evaluation
     note: str = ""  # the reason why the card was left out
 
     def bytes_per_step(self, row: Row) -> int | None:
         """Return the bytes of weights that a draft step reads: the layers and the lm_head.
 
-        None if the folder does not give the shape.
+        None if the folder does not give the shape, or the dtype is unknown.
         """
         if self.embedding is None or self.dtype not in BYTES:
             return None
@@ -46,33 +46,34 @@ class Origin:
 
     @property
     def training_tokens(self) -> int | None:
-        """Number of tokens that the drafter was distilled on, epochs included."""
+        """Number of tokens that the drafter was distilled on, epochs included; None if unknown."""
         return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
 
 
 def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
     """Read the provenance of a drafter folder whose content has this hash.
 
-    A card with another hash, or of a dry run, is ignored.
+    dtype: the drafter's dtype in the evaluation. A card with another hash, or without one (of a dry
+    run), is left out.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     card_hash = card.get("drafter_hash")
     note = ""
     if card_hash != drafter_hash:
         if card_hash:
-            note = f"the card in {folder} is of other weights than the folder holds: left out"
+            note = f"the card in {folder} is of other weights than the folder's and is left out"
         card = {}
     return Origin(str(folder), card, _embedding(folder), dtype, note)
 
 
 def write_origins(run_folder: Path, origins: Mapping[str, Origin]) -> None:
-    """Write drafters.json."""
+    """Write drafters.json into the run folder. origins: by drafter."""
     values = {name: dataclasses.asdict(origin) for name, origin in origins.items()}
     write_text(run_folder / FILE, json.dumps(values, indent=2) + "\n")
 
 
 def read_origins(run_folder: Path) -> dict[str, Origin] | None:
-    """Read drafters.json; None for runs of versions that did not write it.
+    """Read a run folder's drafters.json; return None for older runs, which have none.
 
     Raises UserError for a damaged file.
     """

@@ -30,7 +30,7 @@ from jobs.run_files import read_journal_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
-MOST_REPEATS = 4  # factor on the repeats of a target that many drafters share
+MOST_REPEATS = 4  # largest factor on the repeats of a target that several drafters share
 COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
 
 
@@ -63,11 +63,12 @@ def time_slice(
     widths: Iterable[int],
     repeats: int,
 ) -> list[Slice]:
-    """Time every drafter's step and the target at every width, after half of max_new_tokens.
+    """Time every drafter's step, and the target's forwards over each of the widths (new tokens).
 
-    The target is timed at all widths once for all drafters that share it, with more repeats if
-    there are several. Every drafter is then timed in the same way, alternating with a target step,
-    so that one model under two names has the same cost.
+    The caches hold the prompt and half of max_new_tokens. repeats: timings of each part. The target
+    is timed once for all drafters that share it, with more repeats if there are several. Every
+    drafter is timed in the same way, alternating with a target step, so that one model under two
+    names has the same cost.
     """
     timing: dict[str, Any] = {
         "context": len(prompt) + bench.settings.max_new_tokens // 2,
@@ -108,10 +109,10 @@ def freeze_costs(
     path: Path,
     seconds: float = math.inf,
 ) -> None:
-    """Fill bench.costs from the run folder, measuring and writing missing costs first.
+    """Fill bench.costs from the file `path`, after measuring missing costs and writing them to it.
 
     So a resumed run makes the same decisions. deepest: the longest draft of each drafter. seconds:
-    for all measurements together.
+    limit on all measurements together. Raises UserError for a damaged file.
     """
     weighing = [
         name
@@ -151,10 +152,10 @@ def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
 def median_parts(
     slices: Sequence[Slice], drafter: str, condition: Condition, part: str
 ) -> PartTimes:
-    """Return medians over the slices of a part of the run.
+    """Return a drafter's median part times over the slices of a part of the run.
 
-    The step is that of this drafter's slices, the target that of all drafters that share it. Raises
-    ValueError if this drafter has no slice under this condition.
+    The draft step is timed in this drafter's slices, the target in the slices of all drafters that
+    share it. Raises ValueError if this drafter has no slice under this condition.
     """
     here = [s for s in slices if (s.part, s.condition) == (part, condition)]
     mine = [s for s in here if s.drafter == drafter]
@@ -170,7 +171,7 @@ def median_parts(
 
 
 def slice_from(values: dict[str, Any]) -> Slice:
-    """Return the slice in the values of a line.
+    """Return the slice that a line of parts.jsonl holds.
 
     Raises TypeError, ValueError or AttributeError for invalid values.
     """

@@ -101,9 +101,9 @@ class Record:
 def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
     """Return whether the machine stalled during a unit: a round took STALL times its usual time.
 
-    The usual time is the median over the units `before` of the same part; with fewer than three of
-    them the result is False. All arms are judged alike. A slow prompt is no stall, since the cost
-    of a round hardly depends on the text.
+    An arm's usual time is its median over the units `before`, of the same part; arms with fewer
+    than three records there are not judged. A slow prompt is not a stall, since the cost of a round
+    hardly depends on the text.
     """
     for arm in {record.arm for record in unit}:
         usual = [record.round_seconds for record in before if record.arm == arm]
@@ -114,7 +114,7 @@ def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
 
 
 def record_from(values: dict[str, Any]) -> Record:
-    """Return the record in the values of a line. Raises TypeError for other fields."""
+    """Return the record of a line of records.jsonl; raise TypeError for other or missing fields."""
     return Record(**values)
 
 
@@ -132,14 +132,14 @@ def read_records(path: Path) -> list[Record]:
     lines = read_journal_lines(path, record_from)
     if lines.wrong:
         raise UserError(
-            f"{path}, {lines.wrong[0]}: not a record of eval.run. Remove the output folder, or "
-            f"choose another output_dir, and measure again."
+            f"{path} does not hold records of eval.run ({lines.wrong[0]}). Remove the output "
+            f"folder, or set another output_dir=, and measure again."
         )
     return lines.records
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Replace the file by these records, in one step."""
+    """Replace the file with these records in one atomic step."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     append_lines(partial, records)

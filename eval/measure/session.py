@@ -66,12 +66,12 @@ class Session:
         self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
     def measure(self) -> None:
-        """Measure everything that is missing."""
+        """Measure the units that the run folder lacks, as many as fit into max_seconds."""
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
         deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
         # takes minutes with many drafters
-        print("eval: timing the steps that drafters weigh, and warming up", file=sys.stderr)
+        print("eval: measuring the costs that rules use, and warming up", file=sys.stderr)
         seconds = self.deadline.costs_seconds
         freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
@@ -194,9 +194,9 @@ def drafter_names(loaded: Loaded) -> list[str]:
 
 
 def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts of the sweep and those of the main part, in the order of the file.
+    """Return the prompts of the sweep and of the main part, in the order of the file.
 
-    They are shuffled by cfg.seed if time decides how many of them run.
+    With cfg.max_seconds both are shuffled by cfg.seed, as time decides how many of them run.
     """
     benchmark, count = loaded.bench.benchmark, cfg.sweep_prompts if cfg.sweep else 0
     for_sweep, for_main = spread(benchmark.for_sweep or benchmark.prompts, count)
@@ -208,9 +208,9 @@ def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list
 
 
 def tasks_of(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> dict[str, list[Task]]:
-    """Return the tasks of the sweep and those of the main part under a condition.
+    """Return the tasks of each part, `sweep` and `main`, under a condition.
 
-    Raises UserError if one of the parts has no prompt.
+    Raises UserError if a part has too few prompts for a batch.
     """
     for_sweep, for_main = prompts_by_part(cfg, loaded)
     sweep = units_of(for_sweep, condition.batch_size, 0)
@@ -219,8 +219,8 @@ def tasks_of(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> dict[str,
         raise UserError(
             f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the "
             f"sweep over gamma, and each part needs at least one batch of {condition.batch_size}. "
-            f"Lower sweep_prompts or batch_sizes, raise max_prompts, give the sweep a separate "
-            f"file (benchmark.sweep_path), or give the draft length instead (sweep=[] "
+            f"Lower sweep_prompts or batch_sizes, raise max_prompts, set a separate file for the "
+            f"sweep (benchmark.sweep_path), or set the draft length instead (sweep=[] "
             f"num_draft_tokens=[4])."
         )
     return {
@@ -232,9 +232,9 @@ def tasks_of(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> dict[str,
 def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
     """Return blocks of tasks that are measured together, in the order of measurement.
 
-    Without a bound in seconds: the sweep and the main part of each condition in turn. With one: the
-    sweep of all conditions, then their main part, in blocks of as many prompts as the largest batch
-    has.
+    Without max_seconds, a block is the sweep or the main part of one condition, and the conditions
+    follow each other. With it, the sweeps of all conditions come first, then their main parts, and
+    a block holds the tasks of all conditions for as many prompts as the largest batch has.
     """
     found: dict[tuple[int, int], list[Task]] = defaultdict(list)
     largest = max(cfg.batch_sizes)
@@ -247,7 +247,10 @@ def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
 
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
-    """Return the number of batches decoded under each condition."""
+    """Return the maximum number of batches to decode under each condition.
+
+    Raises UserError if a part has too few prompts for a batch.
+    """
     everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
     arms = {
         "sweep": sum(len(sweep_lengths(facts, cfg)) for facts in everyone),
@@ -271,14 +274,14 @@ def max_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
 
 
 class _Progress:
-    """Progress bar that is updated between generations, outside the clock readings."""
+    """Progress bar that is updated between decodings, while no clock runs."""
 
     def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
         self.bar, self.total, self.deadline = bar, total, deadline
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
-        """Count generations of an earlier run; a negative number removes a stalled unit."""
+        """Count decodings of an earlier run; a negative number removes those of a stalled unit."""
         self.count += generations
         self._update("already measured" if generations > 0 else "the machine stalled: once more")
 

@@ -1,4 +1,4 @@
-"""Check the configuration, and load the models and prompts that it names."""
+"""Checks of the configuration, and the models and prompts that it names."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def check(cfg: EvalConfig) -> None:
     for key, fits, expected in (
         ("temperatures", hot, f"one or more of these: {temperature.expected}"),
         ("batch_sizes", min(cfg.batch_sizes, default=0) >= 1, f"one or more whole {numbers}"),
-        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, numbers),
-        ("sweep", min(cfg.sweep, default=1) >= 1, f"{numbers}, or [] for no sweep"),
+        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, f"whole {numbers}"),
+        ("sweep", min(cfg.sweep, default=1) >= 1, f"whole {numbers}, or [] for no sweep"),
         ("max_draft_tokens", cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
         ("samples", cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats >= 1, "1 or more"),
@@ -88,7 +88,7 @@ def check(cfg: EvalConfig) -> None:
         _allowed(cfg.allowed)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
         raise UserError(
-            "num_draft_tokens is empty, and so is the sweep that would choose it. "
+            "num_draft_tokens is empty, and there is no sweep to choose it. "
             "Set num_draft_tokens=[4], or sweep=[1,2,4] with sweep_prompts=8."
         )
 
@@ -108,7 +108,10 @@ class Loaded:
 
 
 def load(cfg: EvalConfig) -> Loaded:
-    """Load target, drafters, tokenizer and prompts. Raises UserError for parts that do not fit."""
+    """Load target, drafters, tokenizer and prompts.
+
+    Raises UserError for parts that are missing or damaged, or that do not fit together.
+    """
     folder, device = resolve(cfg.target.path), device_of(cfg.target.device)
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
@@ -211,9 +214,9 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
         return imported(name)  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be imported: {error}. Expected package.module.function: it "
-            f"takes the tokenizer and returns a function from the ids of a text to the ids that "
-            f"may follow."
+            f"allowed={name} cannot be imported: {error}. Expected the package.module.function "
+            f"that takes the tokenizer and returns a function from the ids of a text to the ids "
+            f"that may follow."
         ) from error
 
 
@@ -245,7 +248,8 @@ def _facts_of(
 ) -> DrafterFacts:
     """Return the facts that rows state about a drafter.
 
-    dtype: of the drafter's model, empty if it has none. Raises UserError for a cap without effect.
+    dtype: dtype of the drafter's model, empty if it has none. Raises UserError if the drafter's
+    entry sets a max_draft_tokens that would have no effect.
     """
     length_cap = length_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
     return DrafterFacts(
@@ -265,8 +269,9 @@ def _facts_of(
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
     """Return the numbers of new tokens at which the target is timed.
 
-    These are one, and the width of every proposal with the token before it. For wide trees, and
-    chains longer than those of the sweep, only some are timed; V is interpolated between them.
+    These are 1, and the size of every possible proposal with the token before it. For wide trees,
+    and for chains longer than the sweep's, only some widths are timed; V is interpolated between
+    them.
     """
     drafters, facts = loaded.bench.drafters, loaded.facts
     deepest = max([*cfg.num_draft_tokens, *cfg.sweep])

@@ -55,7 +55,7 @@ class Provenance:
 
 
 def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance) -> str:
-    """Return report.html."""
+    """Return the content of report.html. rows: of both parts, the sweep and the main part."""
     shown = main_rows(rows)
     return PAGES.get_template("evaluation.html.j2").render(
         title=f"Speculative decoding of {shown[0].target}",
@@ -77,7 +77,7 @@ def comparison_page(
     evaluations: Sequence[Evaluation],
     made: Provenance,
 ) -> str:
-    """Return comparison.html."""
+    """Return the content of comparison.html."""
     entries = [entry for panel in panels for entry in panel.entries]
     targets = dict.fromkeys(panel.setting.target for panel in panels)
     threads = [text.count_label(one.rows[0].threads, "thread") for one in evaluations]
@@ -100,7 +100,10 @@ def comparison_page(
 
 
 def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the best row under each condition: of models on a wall clock, else of any drafter."""
+    """Return a headline card for the best row under each condition, measured on a wall clock.
+
+    Drafters without a model count only if there is no other.
+    """
     ranked = [row for row in shown if row.schedule not in (ALONE, *VIRTUAL)]
     models = [row for row in ranked if row.drafter_parameters] or ranked
     cards = []
@@ -127,9 +130,9 @@ def _panel_card(panel: Panel) -> dict[str, Any]:
 def _card(
     label: str, name: str, row: Row, rivals: int, group: Sequence[Row], everything: bool = False
 ) -> dict[str, Any]:
-    """Return the values that a headline card shows of the best row of a group.
+    """Return the values of a headline card for the best row of a group.
 
-    everything: looping prompts count.
+    rivals: number of rows that it was chosen from. everything: whether looping prompts count.
     """
     speed, tone = counted_speedup(row, everything), ""
     controls = [one for one in group if one.drafter == CONTROL and one is not row]

@@ -92,7 +92,7 @@ class Plot:
 
     @property
     def svg(self) -> Markup:
-        """SVG element with fonts of the page and ids that are unique in it."""
+        """SVG element that uses the page's fonts and has ids that are unique on the page."""
         drawn = io.StringIO()
         with rc_context(SETTINGS):
             self.figure.savefig(drawn, format="svg", metadata={"Date": None})
@@ -141,7 +141,7 @@ def _plot(axes: Axes, caption: str, name: str = "") -> Plot:
 
 
 def _errorbar(axes: Axes, x: Sequence[float], speeds: Sequence[Interval], **look: Any) -> None:
-    """Draw speedups with error bars, of length 0 without an interval."""
+    """Draw speedups with error bars; a speedup without an interval gets bars of length 0."""
     below = [one.value - (one.value if one.low is None else one.low) for one in speeds]
     above = [(one.value if one.high is None else one.high) - one.value for one in speeds]
     lengths = np.array([below, above]).clip(min=0)
@@ -225,7 +225,7 @@ def time_per_token(rows: Sequence[Row], label: str) -> Plot:
 def speed_by_prompt(
     pairs: Mapping[str, Sequence[PairedSample]], styles: Styles, label: str
 ) -> Plot:
-    """Plot tokens/s with the drafter over tokens/s without it, a point for each prompt."""
+    """Plot tokens/s with the drafter over tokens/s without it, one point per prompt or batch."""
     axes = _axes(f"Every prompt: {label}", "tokens/s without a drafter", "tokens/s with it")
     ends: list[float] = []
     for name, samples in pairs.items():
@@ -244,14 +244,14 @@ def speed_by_prompt(
 
 # ------------------------------------------------------------------------------------- a comparison
 def styles_of_entries(entries: Sequence[Entry]) -> Styles:
-    """Return the styles of drafters; the control is grey in all plots."""
+    """Return the style of each drafter by name; the control is grey in all plots."""
     drafters = [entry for entry in _in_order(entries) if entry.row.drafter != CONTROL]
     styles = drafter_styles({entry.name: entry.series for entry in drafters})
     return {entry.name: styles.get(entry.name, Style()) for entry in entries}
 
 
 def panel_plots(panel: Panel, styles: Styles) -> list[Plot]:
-    """Return the plots of a panel for which it has data."""
+    """Return the plots that a panel has the data for."""
     if not panel.fastest:
         return []
     plots = [depth(panel, styles)]
@@ -281,9 +281,11 @@ def _point(axes: Axes, x: float, entry: Entry, style: Style, label: str, hollow:
 
 @rc_context(SETTINGS)
 def depth(panel: Panel, styles: Styles) -> Plot:
-    """Plot speedup over the number of layers; join a series, draw the control as a line.
+    """Plot speedup over the number of drafter layers.
 
-    A drafter that drafts nothing is hollow and not joined: its speed is that of plain decoding.
+    A line joins the drafters of a series. A dashed line is the control's median speedup over the
+    runs, in a band from its lowest to its highest. A drafter that drafts nothing has a hollow
+    marker and is not joined, since its speed is that of plain decoding.
     """
     axes = _axes(f"Depth against speedup: {panel.label}", "drafter layers", speedup=True)
     drawn = [entry for entry in _in_order(panel.fastest) if entry.row.drafter != CONTROL]
@@ -322,7 +324,7 @@ def depth(panel: Panel, styles: Styles) -> Plot:
 
 @rc_context(SETTINGS)
 def acceptance(panel: Panel, styles: Styles) -> Plot:
-    """Plot alpha over the cost ratio of `chains`, with curves of equal predicted speedup."""
+    """Plot alpha over the cost ratio for the panel's `chains`, with curves of equal speedup."""
     drawn = [entry for entry in _in_order(chains(panel)) if entry.alpha is not None]
     x = "cost ratio c: a draft step over a target step"
     axes = _axes(f"Acceptance against cost: {panel.label}", x, "acceptance rate alpha")
@@ -354,8 +356,9 @@ def iso_speedup_curves(
 ) -> list[tuple[float, np.ndarray, np.ndarray]]:
     """Return (speedup, c_A, alpha_A) of the curves between c = 0 and `widest`, by speedup.
 
-    V, o and o_1 are medians of the entries. On a curve the best gamma gives that speedup; above it
-    and to its left the speedup is higher. Curves whose labels would overlap are left out.
+    A: points of a curve. V and the overheads are medians of the entries. On a curve the best gamma
+    gives that speedup; above it and to its left the speedup is higher. Curves whose labels would
+    overlap are left out.
     """
     costs = usual_costs(entries)
     alpha_A = np.linspace(0.0, 1.0, 201)
@@ -373,7 +376,7 @@ def iso_speedup_curves(
 
 @rc_context(SETTINGS)
 def pareto(panel: Panel, cost: str, styles: Styles) -> Plot:
-    """Plot speedup over a cost; stairs join the drafters on the front, others are hollow."""
+    """Plot speedup over a cost of COSTS; stairs join the Pareto front, other points are hollow."""
     title = f"Pareto, {COST_NAMES[cost]}: {panel.label}"
     axes = _axes(title, f"{COST_NAMES[cost]} in millions", speedup=True)
     known = [(e, COSTS[cost](e)) for e in _in_order(panel.fastest)]

@@ -58,7 +58,7 @@ BASELINE = {"drafter": "none (autoregressive)"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain text. Marks, one for each row: `baseline`, `bad` or empty."""
+    """Table of strings, with a mark for each row: `baseline`, `bad` or empty."""
 
     title: str
     columns: list[str]
@@ -124,7 +124,7 @@ def _place(name: str, row: Row) -> dict[str, str]:
 
 
 def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
-    """Return the prompts and categories on which each drafter is slower than the baseline."""
+    """Return a table of the prompts and categories on which each drafter loses to the baseline."""
     cells = [
         {
             **_place(name, row),
@@ -141,12 +141,12 @@ def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
 
 
 def off_by(predicted: float | None, row: Row, within: float) -> bool:
-    """Return whether a prediction of the speedup is missed by more than the share `within`."""
+    """Return whether a prediction differs from the row's speedup by more than `within` of it."""
     return predicted is not None and abs(predicted / row.speedup - 1) > within
 
 
 def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
-    """Return predicted and replayed speedups next to the measured ones."""
+    """Return a table of predicted and replayed speedups next to the measured ones."""
     overlapped = any(row.schedule in SCHEDULES for _, row in named)
     cells, marks = [], []
     for name, row in named:
@@ -182,7 +182,7 @@ def _ratio(predicted: float | None, row: Row) -> str:
 
 
 def budgets_table(rows: Sequence[Row]) -> Table:
-    """Return the bytes and operations of the mean round, and the shares of the machine's limits."""
+    """Return a table of the mean round's bytes and operations, and their shares of the limits."""
     cells, marks = [], []
     for label, group in by_condition(rows).items():
         cells.append({**BASELINE, "setting": label, **budget_cells(group[0].baseline_budget)})
@@ -211,7 +211,7 @@ def budget_cells(budget: RoundBudget | None, virtual: bool = False) -> dict[str,
 
 
 def limits_note(row: Row) -> str:
-    """Return the caption of the budgets: the limits of the machine that shares refer to."""
+    """Return the caption of the budgets table, with the machine's limits that it compares to."""
     reading, computing = row.reading_gigabytes_per_second, row.product_gigaflop_per_second
     limits = f"the machine's limits were not measured ({NO_LIMITS})."
     if reading is not None and computing is not None:
@@ -223,7 +223,7 @@ def limits_note(row: Row) -> str:
 
 
 def pairs_table(rows: Sequence[Row], records: Sequence[Record]) -> Table:
-    """Return each drafter's tokens/s over those of its best rival, paired by prompt."""
+    """Return a table of each drafter's tokens/s over its best rival's, paired by prompt."""
     cells = [
         {
             "drafter": text.drafter_name(pair.row),
@@ -238,7 +238,7 @@ def pairs_table(rows: Sequence[Row], records: Sequence[Record]) -> Table:
 
 
 def categories_table(rows: Sequence[Row]) -> Table:
-    """Return the rows by prompt category; a category whose interval lies below 1 is marked."""
+    """Return a table by prompt category; a category whose interval lies below 1 is marked."""
     parts = [(row, c) for row in rows if len(row.categories) > 1 for c in row.categories]
     cells = [
         {
@@ -257,7 +257,7 @@ def categories_table(rows: Sequence[Row]) -> Table:
 
 # ------------------------------------------------------------------------------------- a comparison
 def entry_name(entry: Entry) -> str:
-    """Return the entry's name, with its rule if not the run's, and why it is not ranked."""
+    """Return the entry's name, its rule if it is not the run's, and why it is not ranked."""
     rule = text.drafter_rule(entry.row)
     name = f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
     remark = entry.not_ranked or ("drafts nothing" if entry.idle else "")
@@ -283,7 +283,7 @@ def entry_cells(compared: ComparedEntry) -> dict[str, str]:
 
 
 def panel_tables(panel: Panel, title: str = "") -> list[Table]:
-    """Return two tables: the outcome, and acceptance and costs."""
+    """Return a panel's two tables: its outcome, and its acceptance and costs."""
     rows = [entry_cells(compared) for compared in panel.compared]
     return [
         make_table(title, [{n: row[n] for n in names} for row in rows], (), KEY_OF_COMPARISON)
@@ -296,7 +296,7 @@ def panel_losses(panel: Panel) -> Table:
 
 
 def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> Table:
-    """Return what differs between the runs, and the effect on the comparison."""
+    """Return a table of what differs between the runs, and its effect on the comparison."""
     rows = []
 
     def add(what: str, effect: str, values: Mapping[str, Any]) -> None:
@@ -326,7 +326,7 @@ def differences_table(panels: Sequence[Panel], evaluations: Sequence[Evaluation]
 
 
 def runs_table(evaluations: Sequence[Evaluation]) -> Table:
-    """Return when, on what and by which command each run was measured."""
+    """Return a table of each run's date, hardware, versions, revision and command."""
     rows = []
     for one in evaluations:
         made, versions = one.manifest, one.manifest["versions"]
@@ -383,7 +383,10 @@ def print_tables(
     legend: Mapping[str, str],
     console: Console | None,
 ) -> None:
-    """Print warnings, tables, notes and legend; plain ASCII tables where there is no terminal."""
+    """Print warnings, tables that have rows, notes and legend, in plain ASCII without a terminal.
+
+    console: None for a new one on standard output.
+    """
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH

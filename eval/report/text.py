@@ -64,12 +64,12 @@ def model_size(row: Row) -> str:
 
 
 def drafter_name(row: Row) -> str:
-    """Return the drafter's name, with a mark if its times are of a virtual clock."""
+    """Return the drafter's name, with a note if its times come from a virtual clock."""
     return f"{row.drafter} (virtual clock)" if row.schedule in VIRTUAL else row.drafter
 
 
 def drafter_rule(row: Row) -> str:
-    """Return the drafter's verification rule if it differs from that of the run, else ""."""
+    """Return the drafter's verification rule if it differs from the run's, else ""."""
     return row.verify if row.verify != row.shared_verify else ""
 
 
@@ -94,7 +94,7 @@ def gamma_label(row: Row) -> str:
 
 
 def prompts_label(row: Row) -> str:
-    """Return `96 prompts`, or the number measured of those requested within max_seconds."""
+    """Return `96 prompts`, or `40 of 96 prompts` with the limit if max_seconds ended the run."""
     if row.prompts >= row.prompts_asked:
         return f"{row.prompts} prompts"
     limit = f"those that fit into {row.max_seconds:g} s"
@@ -109,7 +109,7 @@ def warnings(rows: Sequence[Row]) -> list[str]:
 
 
 def disturbance(rows: Sequence[Row]) -> str:
-    """Return a warning if other processes used the CPU during decoding, else an empty text."""
+    """Return a warning if other processes used the CPU during decoding, else an empty string."""
     if rows[0].device != "cpu" or rows[0].backend.endswith("processes)"):
         return ""
     # Waiting for a drafter or a target in another process is expected.
@@ -144,7 +144,7 @@ def traced_texts(
     text_of: Callable[[Sequence[int]], str],
     prompts: int,
 ) -> list[TracedText]:
-    """Return the first `prompts` texts of the main part's first condition, with each drafter."""
+    """Return each drafter's texts for the first `prompts` prompts of the first main condition."""
     main = [record for record in records if record.part == "main" and record.drafter in drafters]
     main = [r for r in main if r.condition == main[0].condition and (r.sample, r.turn) == (0, 0)]
     ids = list(dict.fromkeys(record.prompt_id for record in main))[:prompts]

@@ -70,7 +70,11 @@ def shapes_of(
     mappings: Mapping[str, Mapping[str, Any]],
     drafters: Mapping[str, Drafter],
 ) -> Shapes:
-    """Return the shapes of a target's folder and of its drafters."""
+    """Return the budgets of the forwards of a target and its drafters.
+
+    folder: the target's model folder. mappings: the drafters' entries, with their folders and
+    dtypes.
+    """
     dtype = DTYPES[target.dtype]
     config = _config(folder)
     drafts = {
@@ -101,9 +105,9 @@ def _forward(
 def _step(
     mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
 ) -> Forward | None:
-    """Return the budget of a step of a drafter's model.
+    """Return the function that computes the budget of a draft step; None for an unknown family.
 
-    The model is that of a folder, a head, the target without some sub-layers, or none.
+    A step runs a folder's model, a head, the target without some sub-layers, or no model.
     """
     if isinstance(drafter, SelfSpeculation):
         return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
@@ -120,7 +124,7 @@ def _step(
 
 
 def _limits_of(values: dict[str, Any]) -> Limits:
-    """Read the limits that `with_limits` wrote."""
+    """Return the limits that `with_limits` wrote; raise ValueError for other values."""
     names = [field.name for field in dataclasses.fields(Limits)]
     if sorted(values) != sorted(names) or not all(
         is_number(value) and value > 0 for value in values.values()
@@ -130,10 +134,10 @@ def _limits_of(values: dict[str, Any]) -> Limits:
 
 
 def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
-    """Add the machine's limits, from the run folder or measured now and written there.
+    """Add the machine's limits, read from the file `path` or measured now and written there.
 
-    Short runs and small targets get none, as their limits explain nothing. tokens: the maximum
-    number that the run decodes.
+    Short runs, small targets, and targets of an unknown family or in several processes get none.
+    tokens: maximum number of tokens that the run decodes. Raises UserError for a damaged file.
     """
     if shapes.target is None or not shapes.in_one_process or tokens <= LEAST_TOKENS:
         return shapes

@@ -1,4 +1,4 @@
-"""Equality of a drafter's outputs with those of the target, by comparison or by proof.
+"""Equality of a drafter's outputs with the target's, by comparison or by proof.
 
 Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token
 verification gives the same *distribution*, so single outputs differ and are not compared;
@@ -25,7 +25,7 @@ OTHER = "another model"  # a drafter that decodes alone
 
 @dataclass(frozen=True)
 class Equality:
-    """Result of the comparison: one of the words above, and a sentence with the counts."""
+    """Result of `judge`: one of the words defined above, and a sentence with the counts."""
 
     word: str
     detail: str
@@ -37,7 +37,10 @@ def is_compared(temperature: float, verify: str) -> bool:
 
 
 def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
-    """Judge the records of a drafter under one condition; verify: the rule if temperature > 0."""
+    """Judge whether a drafter's outputs under one condition equal the target's.
+
+    records: at least one. verify: the rule at temperatures above 0. dtype: the target's dtype.
+    """
     if verify in LOSSY_RULES and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
     if not is_compared(records[0].temperature, verify):

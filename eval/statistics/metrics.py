@@ -35,8 +35,8 @@ def alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> float | None:
 def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
     """Return alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
 
-    Raises ValueError for counts that are not those of a chain: a depth that accepts more than it
-    tests, or tests more than the depth before it accepted.
+    Raises ValueError for lists of unequal length, and for counts that no chain can have: a depth
+    that accepts more than it tests, or tests more than the depth before it accepted.
     """
     if len(tested_D) != len(accepted_D):
         raise ValueError(f"{len(tested_D)} tested counts but {len(accepted_D)} accepted counts")
@@ -55,9 +55,9 @@ def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[f
 
 
 def usable_alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
-    """Return alpha by depth for predictions.
+    """Return alpha by depth for predictions; None at depths with too few tests.
 
-    None where a depth below the first has fewer than MIN_TESTS tests.
+    From the second depth on, at least MIN_TESTS tests are needed.
     """
     rates = alpha_by_depth(tested_D, accepted_D)
     return [
@@ -73,16 +73,16 @@ def add_by_depth(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def tau(tokens: int, rounds: int) -> float | None:
-    """Return the block efficiency, tokens emitted / target forwards, prefill excluded."""
+    """Return the block efficiency, tokens / rounds, prefill excluded; None without a round."""
     return tokens / rounds if rounds else None
 
 
 # ----------------------------------------------------------------------------------- measured costs
 def overhead(round_seconds: float, busy_seconds: float) -> float:
-    """Return 1 - (draft steps x t_draft + t_target(n)) / round.
+    """Return the overhead, 1 - busy_seconds / round_seconds.
 
-    The parts are timed back to back at the same shapes. A small negative value is clock noise: the
-    parts were timed apart from the round.
+    busy_seconds: draft steps x t_draft + t_target(n), timed back to back at the round's shapes. A
+    small negative value is clock noise, since these parts are timed apart from the round.
     """
     return 1.0 - busy_seconds / round_seconds
 
@@ -131,10 +131,10 @@ def paired_bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Return the speedup with a percentile 95 % interval; prompts are resampled in pairs.
+    """Return the speedup with a percentile 95 % interval; both sides of a prompt stay together.
 
-    There is no interval for fewer than MIN_PROMPTS. Slow prompts are slow on both sides, and
-    pairing cancels that part of the noise. Few prompts vary less under resampling than new ones
+    There is no interval for fewer than MIN_PROMPTS prompts. Slow prompts are slow on both sides,
+    and pairing cancels that part of the noise. Few prompts vary less under resampling than new ones
     would, so the percentiles are moved outwards to those of Student's t.
 
     Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg
@@ -153,9 +153,9 @@ def paired_speedups(
 ) -> Interval:
     """Return one speedup over another on the same prompts, with the paired interval.
 
-    Each is (tokens_P, seconds_P, base_tokens_P, base_seconds_P) against the baseline of its own
-    run, so the two may have been measured at different times: a slower machine slows its baseline
-    too. With one common baseline this is the ratio of tokens/s.
+    Each argument is (tokens_P, seconds_P, base_tokens_P, base_seconds_P) with the baseline of its
+    own run, so the two may have been measured at different times: a slower machine slows its
+    baseline too. With one common baseline this is the ratio of tokens/s.
     """
     return _bootstrap(
         (*one_P, *other_P), lambda *sums: _ratio(*sums[:4]) / _ratio(*sums[4:]), resamples, seed
@@ -169,7 +169,10 @@ def _ratio(tokens: Any, seconds: Any, base_tokens: Any, base_seconds: Any) -> An
 def _bootstrap(
     columns_P: Sequence[ArrayLike], statistic: Callable[..., Any], resamples: int, seed: int
 ) -> Interval:
-    """Return the statistic of the columns' sums, with its interval when prompts are resampled."""
+    """Return the statistic of the columns' sums, with its interval under resampling of prompts.
+
+    Raises ValueError for columns of unequal length.
+    """
     columns = [np.asarray(x, dtype=float) for x in columns_P]
     prompts = len(columns[0])
     if any(len(column) != prompts for column in columns):

@@ -14,7 +14,7 @@ from jobs.drafter_use import ALONE
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Tokens/s of a drafter over those of its best rival on the same prompts."""
+    """Ratio of a drafter's tokens/s to its best rival's, on the same prompts."""
 
     row: Row
     rival: Row

@@ -1,4 +1,4 @@
-"""Pair the records of a drafter with those of the baseline, and pool their acceptance and costs.
+"""Pairs of a drafter's and the baseline's records, and the acceptance and costs of many pairs.
 
 Legend: D depths of a chain.
 """
@@ -58,17 +58,17 @@ class PairedSample:
 
     @property
     def speedup(self) -> float:
-        """Tokens/s of the drafter over those of the baseline."""
+        """Tokens/s of the drafter over the baseline's."""
         return self.tokens / self.seconds * self.base_seconds / self.base_tokens
 
     @property
     def round_ms(self) -> float:
-        """Wall time of a round: the batch's time over its target forwards."""
+        """Wall milliseconds of a round: the batch's time over its target forwards."""
         return 1000 * self.seconds / self.batch_rounds
 
     @property
     def base_round_ms(self) -> float:
-        """Wall time of a round of the baseline."""
+        """Wall milliseconds of a round of the baseline."""
         return 1000 * self.base_seconds / self.base_batch_rounds
 
     @property
@@ -78,7 +78,7 @@ class PairedSample:
 
     @property
     def tested_counts(self) -> tuple[list[int], list[int]]:
-        """The counts (tested_D, accepted_D)."""
+        """Sums (tested_D, accepted_D) of the draft tokens tested and accepted at each depth."""
         return metrics.add_by_depth(self.tested), metrics.add_by_depth(self.accepted)
 
 
@@ -148,14 +148,14 @@ def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
 
 
 def draft_ms(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> float:
-    """Return the drafting time of a mean round, computed from the timed draft step."""
+    """Return the milliseconds of drafting in a mean round, computed from the timed draft step."""
     if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
     return parts.at(sample.beams).t_draft_ms * (sample.draft_steps / sample.batch_rounds)
 
 
 def target_ms(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> float:
-    """Return t_target at the mean width, interpolated between the timed widths."""
+    """Return t_target in ms at the mean width, interpolated between timed widths; 0 if alone."""
     if facts.schedule == ALONE:
         return 0.0
     widths = sorted(parts.t_target_ms)
@@ -164,16 +164,16 @@ def target_ms(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> fl
 
 
 def busy_ms(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> float:
-    """Return the time of the models in a mean round.
+    """Return the milliseconds that the models work in a mean round.
 
-    It is the timed drafting and verification, or the longer lane of an overlapped schedule.
+    This is the timed drafting and verification, or the longer lane of an overlapped schedule.
     """
     if facts.schedule in SCHEDULES:
         return 1000 * sample.lanes_seconds / sample.batch_rounds
     return draft_ms(sample, facts, parts) + target_ms(sample, facts, parts)
 
 
-# ------------------------------------------------------------------------------------ to predict by
+# --------------------------------------------------------------------------------------- prediction
 @dataclass(frozen=True)
 class Pool:
     """Acceptance and costs of a drafter under one condition, over all its draft lengths."""
@@ -196,9 +196,9 @@ def pool_counts(
 ) -> Pool:
     """Return the acceptance and costs from which the speedup of `judged` is predicted.
 
-    The overhead is that of the rounds `timed`; all else is that of `judged`. parts_then: the part
-    times measured between the rounds `timed`, as the speed of a machine varies. limit: the maximum
-    tokens of a text.
+    The overhead comes from the rounds of `timed`, all else from the rounds of `judged`. parts,
+    parts_then: part times measured between the rounds of `judged` and of `timed`, as the speed of a
+    machine varies. limit: maximum number of tokens of a generation.
 
     For a drafter that always proposes gamma tokens, pass_k is alpha_k. A drafter that proposes
     fewer also misses the rounds without an offer: pass_k = accepted_k / accepted_(k-1), where
@@ -247,7 +247,7 @@ def _ratios(parts: PartTimes) -> dict[str, Any]:
 def _by_length(parts: PartTimes, judged: ByGamma, timed: ByGamma) -> dict[int, tuple[float, float]]:
     """Return for each draft length the nodes verified in a mean round, and draft steps per node.
 
-    A length of both groups takes the figures of `judged`.
+    A length in both groups takes its figures from `judged`.
     """
     found: dict[int, tuple[float, float]] = {}
     for gamma, sample in {**timed, **judged}.items():
@@ -278,16 +278,17 @@ def _overhead(
 
 
 def replayable(facts: DrafterFacts, sample: PairedSample) -> bool:
-    """Return whether traces determine an overlapped schedule: single rows, and no other input."""
+    """Return whether the traces alone determine the rounds: one row per batch, and not PEARL+."""
     return can_replay(facts.schedule) and len(sample.traces) == sample.turns
 
 
 def lane_costs(
     sample: PairedSample, taken: Sequence[Turn], V: Mapping[int, float]
 ) -> prediction.Costs:
-    """Return the costs of an overlapped run's lanes, in target forwards over one token.
+    """Return the costs of an overlapped run's lanes, in units of a target forward over one token.
 
-    They are those of a drafted token, of a forward of each width, and of the rest of a round.
+    taken: the turns replayed from the run's traces. The costs are the run's means for a drafted
+    token, for a forward of each width, and for the rest of a round.
     """
     shape = prediction.Costs(0.0, V)
     forwards = [shape.V_at(turn.width) for turn in taken if turn.width]
@@ -301,7 +302,7 @@ def lane_costs(
 def _reached(by_gamma: ByGamma) -> list[int]:
     """Return for each depth the rounds in which a token could be offered there.
 
-    That is, gamma allows it, and the tokens at all depths before it were accepted.
+    In these rounds gamma allows the depth, and the tokens at all depths before it were accepted.
     """
     reached_D = [0] * max(by_gamma)
     for gamma, sample in by_gamma.items():

@@ -20,7 +20,7 @@ from decoding.schedules.by_name import SCHEDULES
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of the schedule."""
+    """Round of an overlapped schedule."""
 
     drafted: int  # tokens of the new chunk
     width: int  # tokens of the target's forward; 0: no forward
@@ -33,10 +33,10 @@ def can_replay(schedule: str) -> bool:
 
 
 def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
-    """Yield the turns that decode a text with this trace, in chunks of `gamma`.
+    """Yield the rounds that produce this trace in chunks of at most `gamma` tokens.
 
-    At most `limit` tokens are emitted. Raises ValueError if the schedule tests a token that the
-    trace has no result for.
+    limit: max_new_tokens of the run, past which nothing is drafted. Raises ValueError if the
+    schedule tests a token that the trace has no result for.
     """
     kind = SCHEDULES[schedule]
     done = assumed = 0
@@ -58,7 +58,8 @@ def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
 def _accepted_from(trace: str, start: int, window: int) -> int:
     """Return the number of consecutive accepted tokens from `start` on, at most `window`.
 
-    Tokens behind the text's end count as accepted; they change nothing.
+    Tokens past the text's end count as accepted; they change nothing. Raises ValueError if a token
+    to test has no result.
     """
     for offset, mark in enumerate(trace[start : start + window]):
         if mark == ".":
@@ -69,12 +70,12 @@ def _accepted_from(trace: str, start: int, window: int) -> int:
 
 
 def lanes(turn: Turn, costs: Costs) -> float:
-    """Return the longer lane of a turn, in target steps."""
+    """Return the time of a turn's longer lane, in target forwards over one token."""
     return max(turn.drafted * costs.cost_ratio, costs.V_at(turn.width) if turn.width else 0.0)
 
 
 def mean_lanes(traces: Iterable[str], gamma: int, limit: int, schedule: str, costs: Costs) -> float:
-    """Return the longer lanes over the target's forwards, in target steps per forward."""
+    """Return the time of the longer lanes per target forward, in forwards over one token."""
     taken = [turn for trace in traces for turn in turns(trace, gamma, limit, schedule)]
     return sum(lanes(turn, costs) for turn in taken) / sum(turn.width > 0 for turn in taken)
 

@@ -1,4 +1,4 @@
-"""Make the rows of results.jsonl: one drafter x benchmark x setting, from its paired samples."""
+"""Rows of results.jsonl, each of one drafter, draft length and condition, from paired samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_rows(
     records: Sequence[Record],
     shapes: Shapes = UNKNOWN,
 ) -> list[Row]:
-    """Return all rows of a run, in the order of measurement."""
+    """Return all rows of a run, in the order of measurement. facts: by drafter."""
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
@@ -73,8 +73,8 @@ def build_row(
 ) -> Row:
     """Return the row of a drafter at one draft length under one condition.
 
-    records, units: all of that drafter, length and condition. shapes: budgets of its models'
-    forwards.
+    records: all of that drafter, length and condition. units: their pairs with the baseline. pool:
+    acceptance and costs for the prediction. shapes: budgets of the models' forwards.
     """
     first, sample = records[0], total(units)
     rule = facts.verify or run.verify
@@ -245,8 +245,8 @@ def pool_of(
 ) -> Pool:
     """Return the acceptance and costs that predict a drafter's speedup under one condition.
 
-    limit: the maximum tokens of a text. Acceptance and part times are those of the part's own
-    prompts. The overhead is that of the sweep, over all its draft lengths, if there was a sweep. So
+    limit: maximum number of tokens of a generation. Acceptance and part times come from the part's
+    own prompts. The overhead comes from the sweep, over all its draft lengths, if there was one. So
     the prediction of the main part does not contain its own time, and agreement is evidence.
     """
 
@@ -273,5 +273,5 @@ def _by_gamma(name: str, condition: Condition, part: str, records: Sequence[Reco
 
 
 def samples_of(row: Row, records: Sequence[Record]) -> list[PairedSample]:
-    """Return the paired samples of the records from which a row was made."""
+    """Return the paired samples from which a row was made; raise KeyError if records lack some."""
     return _by_gamma(row.drafter, row.condition, row.part, records)[row.num_draft_tokens][1]

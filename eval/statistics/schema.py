@@ -27,7 +27,7 @@ class DrafterFacts:
     one_pass: bool  # a proposal costs the same whatever its length
     stopping: str = "fixed"  # the policy that ends a draft early
     schedule: str = "serial"
-    length_rule: str = "predicted"  # that set its draft length: see eval.measure.lengths
+    length_rule: str = "predicted"  # the rule that sets its draft length: see eval.measure.lengths
     verify: str | None = None  # its rule where temperature > 0; None: that of the run
     dtype: str = ""  # of its model; empty: it has none
     # cap on the lengths that its stopping rule sets (length_rule "cap"), else None
@@ -141,7 +141,7 @@ class Row:
     tested_by_depth: list[int]
     accepted_by_depth: list[int]
     tau: float | None
-    drafted: float  # tokens a round of one row
+    drafted: float  # tokens per round of one row
     t_draft_ms: float  # with beams: at the mean number of this row
     t_target_ms: dict[int, float]
     V: dict[int, float]
@@ -222,12 +222,12 @@ class Row:
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the main part, or those of the sweep if the run has no main part."""
+    """Return the rows of the main part, or all rows if the run has no main part."""
     return [row for row in rows if row.part == "main"] or list(rows)
 
 
 def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row, or of a line with its fields, whose values fit into a cell."""
+    """Return the fields of a row or record that fit into a cell: strings, numbers and None."""
     fields = record if isinstance(record, Mapping) else vars(record)
     return {
         key: value for key, value in fields.items() if isinstance(value, str | int | float | None)
@@ -242,18 +242,18 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Read results.jsonl.
 
-    Raises UserError for rows of another version, damaged rows, and no rows.
+    Raises UserError for rows of another version, damaged rows, and a file without rows.
     """
     content = path.read_bytes()
     try:
         rows = [_row(json.loads(line)) for line in content.decode().splitlines()]
     except WRONG as error:
         raise UserError(
-            f"{path}: not the rows of this version of eval.run ({reason_of(error, content)}). "
-            f"Evaluate again, with another output_dir="
+            f"{path} does not hold rows of this version of eval.run ({reason_of(error, content)}). "
+            f"Evaluate again, with another output_dir=."
         ) from error
     if not rows:
-        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")
+        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=.")
     return rows
 
 

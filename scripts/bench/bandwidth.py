@@ -1,4 +1,4 @@
-"""Decoding speed against plain reading of memory, for a random-weight LLaMA of a gigabyte and more.
+"""Decoding speed against plain reading of memory, for a random-weight LLaMA of a gigabyte or more.
 
     python scripts/bench/bandwidth.py
     python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 \\
@@ -41,14 +41,14 @@ class Options(BenchOptions):
     context: int = 256  # committed tokens
     widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # new tokens in a forward
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # dtypes to measure
-    forwards: int = 8  # forwards a round
+    forwards: int = 8  # forwards per round
     rounds: int = 5  # measured rounds
     product_side: int = 1024  # rows of the square matrices of the product
     name: str = "bandwidth"  # name of the results file
 
 
 def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
-    """Measure forwards, readers and the product in one dtype."""
+    """Measure forwards, plain readers and the matrix product in one dtype."""
     dtype, device, width = dtype_of(dtype_name), chosen.device, chosen.hidden_size
     inner, head_dim = chosen.intermediate_size, width // chosen.heads
     shape = (chosen.layers, width, chosen.heads, inner, chosen.kv_heads, head_dim)
@@ -106,7 +106,7 @@ def compute_shares(
 
 
 def main() -> None:
-    """Measure every dtype."""
+    """Measure every dtype and save the figures."""
     chosen = common.read_options(Options)
     found = {dtype: measure(chosen, dtype) for dtype in chosen.dtypes}
     common.save(chosen.name, chosen, found)

@@ -107,7 +107,10 @@ def run_script(main: Callable[[], None]) -> None:
 def take_turns(
     sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Measure all sides in every round, in rotated order, so that drift affects them alike."""
+    """Measure all sides in every round, in rotated order, so that drift affects them alike.
+
+    Returns side -> one figure per round. warm_up: rounds that run first and do not count.
+    """
     names = list(sides)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
@@ -126,7 +129,7 @@ def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(figures: Mapping[str, Sequence[float]], over: str, under: str) -> dict[str, float]:
-    """Return the median, the smallest and the largest ratio of two sides by round."""
+    """Return the median, lowest and highest of the rounds' ratios of one side to another."""
     ratios = [a / b for a, b in zip(figures[over], figures[under], strict=True)]
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
@@ -164,8 +167,8 @@ def check_losses(ours: float, theirs: float) -> None:
     """Exit if two sides compute different losses on the same chats."""
     if not agree(ours, theirs):
         sys.exit(
-            f"error: on the same chats our loss is {ours:.4f} and the other side's {theirs:.4f}, "
-            f"expected a relative difference of at most {SAME_LOSS}; compare no speeds"
+            f"error: on the same chats one side's loss is {ours:.4f} and the other's {theirs:.4f}, "
+            f"expected a relative difference of at most {SAME_LOSS}. Do not compare their speeds."
         )
 
 
@@ -183,7 +186,7 @@ class StepRecorder:
             self.steps.append(values)
 
     def seconds(self) -> list[float]:
-        """Return the duration of every step."""
+        """Return the seconds of every step."""
         tokens = [0, *(step["tokens"] for step in self.steps)]
         return [
             (after - before) / step["tokens_per_second"]
@@ -191,7 +194,7 @@ class StepRecorder:
         ]
 
     def rate(self, count: str = "tokens") -> float:
-        """Return the tokens/s of all steps after the first. count: the figure to count by."""
+        """Return the tokens/s of all steps after the first. count: the figure that is counted."""
         counted = self.steps[-1][count] - self.steps[0][count]
         return float(counted / sum(self.seconds()[1:]))
 
@@ -206,7 +209,7 @@ def train_steps(
     recorder: StepRecorder | None = None,
     evaluate: Callable[[], dict[str, float]] = lambda: {"score": 0.0},
 ) -> None:
-    """Train in place by the product's loop in a temporary run folder."""
+    """Train in place with training/loop.py in a temporary run folder."""
     with tempfile.TemporaryDirectory() as folder:
         parallel = Parallel(ParallelConfig(), device)
         fit(title, objective, trained, data, loop, parallel, Path(folder), recorder, evaluate)
@@ -215,7 +218,10 @@ def train_steps(
 def loop_config(
     steps: int, tokens: int, dtype: str, optimizer: OptimizerConfig, **more: Any
 ) -> LoopConfig:
-    """Return a loop without checkpoints, with one micro-batch of `tokens` a step."""
+    """Return a loop without evaluations and checkpoints, one micro-batch of `tokens` per step.
+
+    more: further fields of LoopConfig, which override these.
+    """
     fixed = {"micro_batch_tokens": tokens, "eval_every": 0, "checkpoint_every": 0}
     given = {**fixed, **more}
     return LoopConfig(
@@ -226,7 +232,10 @@ def loop_config(
 def fitting_prompts(
     engine: Engine, prompts: str | Sequence[Prompt], max_new_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts whose first turn and answer fit the target's context, with token ids."""
+    """Return the prompts whose first turn and answer fit the context, each with the turn's ids.
+
+    prompts: an evaluation file, or the prompts themselves.
+    """
     found = read_prompts(resolve(prompts)) if isinstance(prompts, str) else prompts
     asked = [(one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in found]
     most = engine.target.max_length - max_new_tokens
@@ -245,7 +254,7 @@ def read_chat_samples(
 
 
 def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:
-    """Run eval.run with these fields of its configuration; return the rows of its main part."""
+    """Run eval.run in `folder` with these fields of EvalConfig; return its main part's rows."""
     eval.run.run(EvalConfig(job="eval.run", output_dir=str(folder), **fields))
     return [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
 
@@ -272,7 +281,7 @@ def add_warnings(shares: Mapping[str, float]) -> dict[str, Any]:
 
 
 def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> None:
-    """Write results/<name>.json with command and machine, and print the figures."""
+    """Write results/<name>.json with command and machine, and print the figures if `show`."""
     record = {
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
@@ -298,7 +307,7 @@ def save_text(name: str, text: str) -> None:
 
 
 def write_result(name: str, text: str) -> None:
-    """Write a file of the results folder."""
+    """Write a text and a final newline into a file of the results folder."""
     RESULTS.mkdir(exist_ok=True)
     write_text(RESULTS / name, text + "\n")
 

@@ -48,7 +48,7 @@ class Options(BenchOptions):
     target: str = "embedded:target"  # model folder
     drafter: str = ""  # drafter folder; empty: autoregressive decoding alone
     prompts: str = "embedded:prompts"  # evaluation JSONL
-    max_prompts: int = 8  # prompts a round
+    max_prompts: int = 8  # prompts per round
     max_new_tokens: int = 96  # tokens of every call
     num_draft_tokens: int = 4  # draft length of both sides
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # of both sides
@@ -91,12 +91,12 @@ class ModelPair:
         )
 
     def decode_ours(self, temperature: float, drafter: Any) -> None:
-        """Decode all prompts by our loop."""
+        """Decode all prompts with this project's loop. drafter: None for autoregressive."""
         for prompt in self.prompts:
             decode(self.target, drafter, [prompt], self.settings(temperature))
 
     def decode_theirs(self, temperature: float, **more: Any) -> None:
-        """Decode all prompts by `generate`."""
+        """Decode all prompts with `generate`. more: further arguments of it."""
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

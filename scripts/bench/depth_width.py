@@ -1,4 +1,4 @@
-"""Shallow and wide against deep and narrow drafters, at equal bytes a step and equal distillation.
+"""Shallow and wide against deep and narrow drafters, at equal bytes per step and distillation.
 
     python scripts/bench/depth_width.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       chats=[CHATS.json] held_out_prompts=A.jsonl prompts=B.jsonl \\
@@ -49,7 +49,7 @@ from training.held_out import target_answers
 from training.models.build import target_config
 from training.models.shapes import bytes_a_step, parameter_counts
 
-TOLERANCE = 0.03  # largest difference of bytes a step
+TOLERANCE = 0.03  # largest difference of bytes per step
 # options of decoding, which students do not depend on
 DECODING = ("prompts", "max_prompts", "max_new_tokens", "temperatures", "sweep", "repeats")
 EXECUTIONS = ("native eager", "native compiled", "hf eager", "hf compiled")
@@ -75,8 +75,8 @@ def parse_shape(text: str) -> StudentConfig:
     parts = text.split(":")
     if len(parts) != 5 or not all(part.isdigit() for part in parts):
         raise UserError(
-            f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE, such as "
-            f"2:384:6:6:1024"
+            f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE. Expected "
+            f"five whole numbers, such as 2:384:6:6:1024."
         )
     layers, hidden, heads, groups, inner = map(int, parts)
     return StudentConfig(
@@ -92,15 +92,14 @@ def parse_shape(text: str) -> StudentConfig:
 def check_equal_bytes(chosen: Options) -> dict[str, int]:
     """Return the bytes that a step of every shape reads.
 
-    Raises:
-        UserError: two shapes differ by more than TOLERANCE, or have the same name.
+    Raises UserError if two shapes differ by more than TOLERANCE, or have the same name.
     """
     target = target_config(TargetConfig(path=chosen.target))
     names = [parse_shape(text).name for text in chosen.shapes]
     if len({*names}) < len(names):
         raise UserError(
-            f"shapes need different layers or hidden sizes, found {', '.join(names)}: give each "
-            f"combination once"
+            f"shapes need different layers or hidden sizes, found {', '.join(names)}. Name each "
+            f"combination once."
         )
     found = {
         text: bytes_a_step(student_config(parse_shape(text), target)) for text in chosen.shapes
@@ -108,14 +107,14 @@ def check_equal_bytes(chosen: Options) -> dict[str, int]:
     most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
     if found[most] > (1 + TOLERANCE) * found[least]:
         raise UserError(
-            f"shape {most} reads {found[most] / 1e6:.2f} MB a step, {least} reads "
-            f"{found[least] / 1e6:.2f} MB: they may differ by {TOLERANCE:.0%}, so change one"
+            f"shape {most} reads {found[most] / 1e6:.2f} MB per step, {least} reads "
+            f"{found[least] / 1e6:.2f} MB, but they may differ by {TOLERANCE:.0%}. Change one."
         )
     return found
 
 
 def make_answers(chosen: Options) -> Callable[[int], list[Sample]]:
-    """Return a function of the seed: the target's answers to the held-out prompts."""
+    """Return a function from a seed to the target's answers to the held-out prompts."""
     folder, tokens = resolve(chosen.target), min(96, chosen.max_length // 2)
 
     @functools.lru_cache(maxsize=1)
@@ -163,7 +162,7 @@ def decoding_options(chosen: Options) -> dict[str, Any]:
 def measure_speeds(
     chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path
 ) -> dict[str, Any]:
-    """Measure all drafters in one interleaved run on one backend and execution."""
+    """Measure all drafters in one interleaved run. execution: one of EXECUTIONS."""
     backend, how = execution.split()
     text = json.dumps(decoding_options(chosen))
     settings = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -218,7 +217,7 @@ BySeed = dict[str, list[dict[str, Any]]]
 
 
 def collect_figures(chosen: Options, sizes: dict[str, int], journal: PartJournal) -> dict[str, Any]:
-    """Return acceptance, every shape's difference to the first one, and the speeds."""
+    """Return acceptance, every shape's differences from the first one, and the speeds."""
     target = target_config(TargetConfig(path=chosen.target))
     shapes = {shape.name: shape for shape in map(parse_shape, chosen.shapes)}
     acceptance: dict[str, dict[str, float]] = {name: {} for name in shapes}
@@ -264,7 +263,7 @@ def figure_by_condition(figure: str, by_seed: BySeed) -> dict[tuple[str, float],
 def differences_to_first(
     figure: str, first: str, name: str, by_seed: BySeed
 ) -> dict[str, Difference]:
-    """Return a shape's difference to the first one by temperature, paired over seeds."""
+    """Return a shape's difference from the first one at each temperature, paired over seeds."""
     found = figure_by_condition(figure, by_seed)
     temperatures = sorted({temperature for _, temperature in found})
     return {

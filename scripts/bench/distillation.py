@@ -5,7 +5,7 @@
 
 The Trainer side pads every batch to its longest row and takes the same forward KL on the same
 supervised tokens. Both sides have the same models, data, dtype, malloc settings, threads and mean
-number of chats a step, and take turns in one process.
+number of chats per step, and take turns in one process.
 """
 
 import copy
@@ -37,9 +37,9 @@ class Options(BenchOptions):
     layers: int = 1  # layers of the student
     dtype: str = "bfloat16"  # dtype of both sides
     max_length: int = 1024  # maximum length of a chat in tokens, on both sides
-    # tokens of our step; the Trainer's batches hold as many on average
+    # tokens of a packed step; the Trainer's batches hold as many on average
     tokens_per_step: int = 8192
-    steps: int = 6  # optimizer steps a round
+    steps: int = 6  # optimizer steps per round
     rounds: int = 3  # measured rounds
     name: str = "distillation"  # name of the results file
 
@@ -53,7 +53,7 @@ def load_models(chosen: Options) -> tuple[Any, Any]:
 
 
 def build_our_side(chosen: Options, samples: list[Sample]) -> Callable[[], float]:
-    """Return a function that runs our loop and returns its useful tokens/s."""
+    """Return a function that trains a copy with training/loop.py and returns useful tokens/s."""
     student, teacher = load_models(chosen)
     tokens, optimizer = chosen.tokens_per_step, OptimizerConfig(lr=1e-3)
     data = PackedData(samples, chosen.max_length, tokens // chosen.max_length, 0)
@@ -68,7 +68,7 @@ def build_our_side(chosen: Options, samples: list[Sample]) -> Callable[[], float
 
 
 def main() -> None:
-    """Compare the losses of both sides, then their rates."""
+    """Compare the losses of both sides, then their useful tokens/s."""
     chosen = common.read_options(Options)
     samples, account = common.read_chat_samples(chosen.target, [chosen.chats], chosen.max_length)
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))

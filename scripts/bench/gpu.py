@@ -43,7 +43,7 @@ class Options:
 
 
 class Figures:
-    """Figures of a part, in a JSON file that is complete after each of them."""
+    """Figures of a part, in a JSON file that is complete after each figure."""
 
     def __init__(self, options: Options) -> None:
         device = torch.device(options.device)
@@ -77,13 +77,13 @@ class Figures:
         return False
 
     def expect(self, name: str, holds: bool) -> None:
-        """Record a broken promise; the part continues and ends with status 1."""
+        """Record a failed check; the part continues, and ends with status 1 if one failed."""
         if not holds:
             self.failed.append(name)
             self.record["failed"] = self.failed
 
     def write(self) -> None:
-        """Replace the file in one operation."""
+        """Replace the file in one atomic step."""
         half = self.path.with_suffix(".part")
         half.write_text(json.dumps(self.record, indent=1) + "\n")
         half.replace(self.path)
@@ -105,7 +105,7 @@ def parse(words: list[str]) -> Options:
         key, equals, value = word.partition("=")
         if not equals or key not in kinds:
             expected = ", ".join(f"{name}=" for name in kinds)
-            sys.exit(f"error: '{word}' is not an option; expected {expected}")
+            sys.exit(f"error: '{word}' is not an option, expected one of {expected}")
         given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
     if options.part not in PARTS:
@@ -118,7 +118,7 @@ def parse(words: list[str]) -> Options:
 
 
 def main(words: list[str]) -> int:
-    """Run a part and return 1 if a promise was broken; `--help` prints the usage."""
+    """Run a part and return the exit status, 1 if a check failed; `--help` prints the usage."""
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0

@@ -3,7 +3,7 @@
 #   gpu.sh exact|decode|train|recurrent|all
 #
 #   exact      equality of drafted and autoregressive text on the card, as graphs and eager; noise
-#              equal to the CPU's; one wait a round
+#              equal to the CPU's; one wait per round
 #   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, complete rounds,
 #              V(n) at contexts of 1k, 8k and 32k
 #   train      distillation of a drafter of 796 M parameters from LLaMA-7B against Hugging Face's

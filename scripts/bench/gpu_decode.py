@@ -1,6 +1,6 @@
 """Part `decode`: tokens/s against the bandwidth of the card, complete rounds, and V(n).
 
-Weights are random, which changes no time. Acceptance is about zero, and figures say so; they
+Weights are random, which changes no time. Acceptance is about zero, as the figures note. They
 measure the cost of each shape, eager, as recorded graphs and with compiled layers. The limits are
 the fastest plain read of memory and a matrix product (decoding/costs/machine_limits.py).
 """
@@ -84,12 +84,15 @@ TOY = Sizes(
 
 
 def judge(found: float, goal: float) -> dict[str, Any]:
-    """Return the goal and whether the figure reaches it; negate both if less is better."""
+    """Return the goal and whether `found` reaches it; pass both negated if less is better."""
     return {"goal": abs(goal), "met": found >= goal}
 
 
 def shares(budget: ForwardBudget, per_second: float, limits: Limits) -> dict[str, float]:
-    """Return the size of a budget, and the shares of the limits at `per_second` of its forwards."""
+    """Return the bytes and operations of a forward or round, and the shares of the limits reached.
+
+    per_second: measured number of them per second.
+    """
     return {
         "megabytes_read": budget.bytes_read / 1e6,
         "megaflop": budget.operations / 1e6,
@@ -120,7 +123,7 @@ def measure_autoregressive(model: NativeTarget, sizes: Sizes, limits: Limits) ->
 def measure_rounds(
     target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limits: Limits
 ) -> dict[str, Any]:
-    """Measure complete rounds of a chain, their parts alone, and the overhead."""
+    """Measure complete rounds of a chain, their parts timed alone, and the overhead."""
     gamma, drafter = sizes.gamma, ChainDrafter(model=draft_model)
     runs, draft_ms, target_ms = [], [], []
     # rounds and parts in turn, so that a drift affects both; the first turn warms up and records
@@ -159,7 +162,7 @@ def measure_rounds(
 
 
 def run_full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Generation:
-    """Run only rounds of the full draft length, so that no other width is compiled."""
+    """Decode in rounds of the full draft length alone, so that no other width is compiled."""
     settings = Settings(max_new_tokens=sizes.tokens, num_draft_tokens=sizes.gamma, ignore_eos=True)
     running = prefill_batch(target, drafter, [[3] * sizes.prompt], settings)
     (row,) = running.rows
@@ -172,7 +175,10 @@ def run_full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -
 def measure_widths(
     target: NativeTarget, sizes: Sizes, context: int, limits: Limits
 ) -> dict[str, Any]:
-    """Measure t_target(n) and V(n) after `context` tokens, and the share of the tighter limit."""
+    """Measure t_target(n) and V(n) after `context` tokens, and compare them with the limits.
+
+    share_of_limits: the least time that bandwidth and arithmetic allow, over the measured time.
+    """
     t_target_ms = time_parts(
         target, None, [3], widths=sizes.widths, context=context, repeats=sizes.repeats
     ).t_target_ms
@@ -199,7 +205,7 @@ def open_model(weights: Weights, name: str, execution: str, capacity: int) -> Na
 def measure_execution(
     weights: Weights, execution: str, sizes: Sizes, limits: Limits, figures: Any
 ) -> None:
-    """Measure the target and each drafter alone, and their rounds."""
+    """Measure and record the target and each drafter alone, and their rounds, in one execution."""
     capacity = sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
     target = open_model(weights, "target", execution, capacity)
     found = measure_autoregressive(target, sizes, limits)
@@ -222,7 +228,7 @@ def measure_execution(
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """Measure the limits, all executions and V(n)."""
+    """Measure and record the machine's limits, decoding in each execution, and V(n)."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     weights = random_weights(sizes.target, sizes.dtype, device)
     devices.release(place)

@@ -1,9 +1,9 @@
 """Part `exact`: drafted text equals autoregressive text on this device, and rounds wait once.
 
 Every way to draft (scripts/bench/gpu_rows.py) runs in float64, where no token may differ. A chain,
-a tree and beams then run at the size of the law, and below float64, where rounding sometimes
-decides: there differences are counted, with the gap between the target's two best tokens at the
-first one. The noise must equal the CPU's.
+a tree and beams then decode more and longer texts, below float64 too. There rounding sometimes
+decides, so differences are only counted, with the gap between the target's two best tokens at the
+first one. The hashes of the noise must equal the CPU's.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ WAYS = {way: SAMPLED[way] for way in ("greedy", "coupled")} | {
     "coupled, top-p": {"temperature": 0.8, "top_p": 0.9, "verify": "coupled"}
 }
 REPRODUCED = ("greedy", "coupled")  # rules under which drafting changes no token
-# modes that run at the size of the law
+# modes that decode more and longer texts
 AT_SIZE = ("chain", "multi_candidate", "recurrent_chain", "recurrent")
 # modes that also run eagerly, which is not how a card is used
 EAGER = (*AT_SIZE, "recurrent_drawn")
@@ -52,7 +52,7 @@ def decode_all(
     settings: Settings,
     batch: int,
 ) -> tuple[list[list[int]], float]:
-    """Return the tokens of every prompt, and the block efficiency."""
+    """Decode prompts in batches of `batch`; return their tokens and the block efficiency."""
     made = []
     for first in range(0, len(prompts_B), batch):
         part = prompts_B[first : first + batch]
@@ -65,7 +65,7 @@ def decode_all(
 def compare_texts(
     target: Target, drafter: Drafter, prompts_B: list[list[int]], settings: Settings, batch: int
 ) -> dict[str, Any]:
-    """Compare drafted text with autoregressive text."""
+    """Compare drafted with autoregressive text; return counts, the largest gap and tau."""
     plain, _ = decode_all(target, None, prompts_B, settings, batch)
     drafted, tau = decode_all(target, drafter, prompts_B, settings, batch)
     gaps = []
@@ -112,7 +112,10 @@ def check_mode(
     batch: int,
     rules: Sequence[str],
 ) -> dict[str, Any]:
-    """Compare texts under the rules that reproduce them, and look for waits in the rounds."""
+    """Compare a mode's texts under the rules that reproduce them, and find waits in its rounds.
+
+    asked: prompts. Under other rules only tau is measured.
+    """
     found: dict[str, Any] = {}
     rows = 1 if mode.one_row else batch
     for rule in rules:
@@ -137,7 +140,7 @@ def holds(found: dict[str, Any]) -> bool:
 
 
 def check_all_modes(execution: str, device: str, toy: bool, figures: Any) -> None:
-    """Run every way to draft with few prompts in float64."""
+    """Check every way to draft on a few prompts in float64, and record the figures."""
     count, tokens, batch = (2, 4, 2) if toy else (8, 48, 4)
     kits = make_kits("float64", device, execution, toy)
     asked = {head: tokenize_prompts(count, 12 if toy else 128, head) for head in kits}
@@ -160,7 +163,10 @@ def check_all_modes(execution: str, device: str, toy: bool, figures: Any) -> Non
 
 
 def compare_at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) -> None:
-    """Compare texts of a chain, a tree and beams, in float64 at the size of the law."""
+    """Compare many long texts of a chain, a tree and beams with autoregressive text.
+
+    Only in float64 must they agree, and only in float64 do the heads run.
+    """
     real = (64, 128, 32) if dtype == "float64" else (32, 64, 16)
     count, tokens, batch = (2, 4, 2) if toy else real
     kits = make_kits(dtype, device, execution, toy)
@@ -193,7 +199,7 @@ def _settings(tokens: int, **named: Any) -> Settings:
 
 
 def compare_noise(device: str) -> dict[str, Any]:
-    """Compare the hash's integers and its exponentials with the CPU's."""
+    """Compare the noise's hashes and exponentials on the device with the CPU's."""
     keys = torch.tensor([[noise.signed(noise.key(3, position))] for position in range(64)])
     bits, values = [], []
     for place in ("cpu", device):

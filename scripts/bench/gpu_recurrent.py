@@ -87,7 +87,7 @@ TOY = Sizes(
 
 
 def prompts(sizes: Sizes, rows: int) -> list[list[int]]:
-    """Return different prompts of equal length."""
+    """Return `rows` different prompts of sizes.prompt tokens."""
     return [
         [(7 * row + place) % sizes.target.vocab_size for place in range(sizes.prompt)]
         for row in range(rows)
@@ -95,7 +95,7 @@ def prompts(sizes: Sizes, rows: int) -> list[list[int]]:
 
 
 def measure_step(target: NativeTarget, sizes: Sizes, rows: int) -> float:
-    """Return the milliseconds of a step without a drafter, of all rows."""
+    """Return the median milliseconds of an autoregressive step of a batch of `rows` rows."""
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
     asked, repeats = prompts(sizes, rows), range(sizes.repeats + 1)
     runs = [decode(target, None, asked, settings)[0] for _ in repeats][1:]
@@ -103,7 +103,10 @@ def measure_step(target: NativeTarget, sizes: Sizes, rows: int) -> float:
 
 
 def measure_parts(running: Batch, length: int) -> tuple[float, float]:
-    """Measure the draft and the target's forward alone, in milliseconds, without committing."""
+    """Return the milliseconds of a proposal and of the target's forward over it, timed alone.
+
+    Nothing is committed. length: drafted tokens of a beam.
+    """
     rows, target, drafter = running.rows, running.target, running.drafter
     assert drafter is not None
     sequences, stopping = [row.sequence for row in rows], [row.stopping for row in rows]
@@ -127,7 +130,10 @@ def measure_rounds(
     rows: int = 1,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Measure rounds of the full length, their parts, and the rest, in milliseconds."""
+    """Measure rounds of the full length, their parts, and the rest, in milliseconds.
+
+    length: drafted tokens of a beam. sampling: further fields of Settings.
+    """
     settings = Settings(sizes.tokens, num_draft_tokens=length, ignore_eos=True, **sampling)
     round_ms: list[float] = []
     part_ms: list[tuple[float, float]] = []
@@ -159,7 +165,7 @@ def measure_rounds(
 def measure_one_row(
     target: NativeTarget, head: RecurrentHead, length: int, sizes: Sizes, figures: Any
 ) -> None:
-    """Measure rounds of one row by beam width."""
+    """Measure and record autoregressive steps of one row, and its rounds by beam width."""
     plain_ms = measure_step(target, sizes, 1)
     figures.add(f"autoregressive, one row, {target.execution}", {"token_ms": plain_ms})
     for width in sizes.widths:
@@ -176,7 +182,7 @@ def measure_one_row(
 
 
 def measure_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: Any) -> None:
-    """Measure the published command's setting, greedy and at temperature 1."""
+    """Measure and record the published command's setting, greedy and at temperature 1."""
     rows, width, length = sizes.batch, sizes.batch_width, sizes.lengths[0]
     per_second = 1e3 / measure_step(target, sizes, rows)
     plain = {
@@ -209,7 +215,7 @@ def measure_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figur
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
-    """Measure training and rounds, those with goals first."""
+    """Measure and record training and rounds, figures with goals first."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     training = gpu_recurrent_training.TOY if toy else gpu_recurrent_training.REAL
     found = measure_head_training(training, device)

@@ -1,4 +1,4 @@
-"""Training of part `recurrent`: tokens/s on a head of a 7B target, and card hours of ShareGPT.
+"""Training of part `recurrent`: tokens/s for a head of a 7B target, and hours for ShareGPT.
 
 The step is that of recurrent_drafting.train in one process: packed rows, the target's hidden states
 computed in every step, one chunked loss over the predictions of five heads, a bfloat16 head with
@@ -31,7 +31,7 @@ TOY = TrainingSizes(
 
 @torch.inference_mode(False)
 def measure_head_training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
-    """Measure the tokens/s of our training, and project the hours of ShareGPT."""
+    """Measure the tokens/s of training a head, and project the card hours for ShareGPT."""
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     states = TargetStates(freeze(random_model(sizes.target, sizes.dtype, device)))
     objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))

@@ -1,8 +1,8 @@
-"""Ways to draft of part `exact`: every drafter of the law table, and further settings of them.
+"""Ways to draft of part `exact`: the drafters that tests decode with, and further settings.
 
-The table (tests/decoding/rows.py) needs no pytest. Nothing is trained. Drafters without a head
-draft for the embedded target, whose first layers are their model. A recurrent head is random, and
-so is its target, whose small vocabulary lets some drafts be accepted.
+The table of drafters (tests/decoding/rows.py) needs no pytest. Nothing is trained. Drafters without
+a head draft for the embedded target, whose first layers are their model. A recurrent head is
+random, and so is its target, whose small vocabulary lets some drafts be accepted.
 """
 
 import json
@@ -51,22 +51,25 @@ class DraftingMode:
 
 
 def make_chain(kit: Kit) -> Drafter:
-    """Return a chain of the first layers."""
+    """Return a chain drafter that runs the kit's draft model."""
     return ChainDrafter(model=kit.draft_model)
 
 
 def make_tree(kit: Kit) -> Drafter:
-    """Return a multi-candidate tree of the first layers."""
+    """Return a multi-candidate tree drafter that runs the kit's draft model."""
     return MultiCandidate(model=kit.draft_model, branching=(3, 2, 1))
 
 
 def same_parity(text: Sequence[int]) -> Sequence[int]:
-    """Return the tokens of the same parity as the last one, as a grammar."""
+    """Return the ids with the parity of the text's last one, as a grammar that allows them."""
     return range(text[-1] % 2, VOCABULARY, 2)
 
 
 def drafting_modes(folder: Path, device: str) -> dict[str, DraftingMode]:
-    """Return all ways to draft by name. folder: draft model of `pearl_wall`'s worker process."""
+    """Return all ways to draft by name.
+
+    folder, device: model folder and device of the drafter in `pearl_wall`'s worker process.
+    """
     found = {
         row.name: DraftingMode(
             row.make,
@@ -95,7 +98,7 @@ def drafting_modes(folder: Path, device: str) -> dict[str, DraftingMode]:
 
 
 def embedded_kit(dtype: str, device: str, execution: str, toy: bool = False) -> Kit:
-    """Return the embedded target and its first layers."""
+    """Return a kit of the embedded target, with its first layers as the draft model."""
     config, state = read_config(TARGET), load_state(TARGET)
 
     def first_layers(count: int) -> NativeTarget:
@@ -117,7 +120,7 @@ def write_draft_model(folder: Path, toy: bool) -> None:
 
 
 def make_kits(dtype: str, device: str, execution: str, toy: bool) -> dict[bool, Kit]:
-    """Return the embedded kit, and (True) a random target for drafters that make a random head."""
+    """Return the kits by `DraftingMode.head`: the embedded target's, and a random target's."""
     weights = random_weights(RANDOM, DTYPES[dtype], device)
     target = NativeTarget(weights, "random", 512, execution=execution)
     embedded = embedded_kit(dtype, device, execution, toy)
@@ -125,7 +128,10 @@ def make_kits(dtype: str, device: str, execution: str, toy: bool) -> dict[bool, 
 
 
 def tokenize_prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
-    """Return held-out prompts. head: in the vocabulary of the random target."""
+    """Return the ids of the first `count` embedded prompts, each cut to `longest` tokens.
+
+    head: whether to map the ids into the small vocabulary of the random target.
+    """
     tokenizer = load_tokenizer(TARGET)
     lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]
     found = [tokenizer(json.loads(line)["turns"][0])["input_ids"][:longest] for line in lines]

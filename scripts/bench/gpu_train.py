@@ -1,8 +1,8 @@
-"""Part `train`: distillation from a 7B target, our step against a `transformers.Trainer` loop.
+"""Part `train`: distillation from a 7B target, by distill.train and by `transformers.Trainer`.
 
-The step is that of distill.train in one process: packed rows, the target's hidden states in every
-step, one chunked forward KL, a bfloat16 drafter with float32 masters, torch's AdamW. The other side
-pads its batches and takes complete logits (scripts/bench/padded.py); both have the same models,
+The step of distill.train runs in one process: packed rows, the target's hidden states in every
+step, one chunked forward KL, a bfloat16 drafter with float32 masters, torch's AdamW. The Trainer
+pads its batches and computes complete logits (scripts/bench/padded.py). Both have the same models,
 chats and dtype, and their losses on the same chats must agree. Weights are random, in published
 shapes.
 """
@@ -62,7 +62,7 @@ TOY = ComparisonSizes(
 def measure_ours(
     student: Any, target: Any, samples: list[Sample], sizes: ComparisonSizes, device: str
 ) -> dict[str, Any]:
-    """Measure our steps, which train the student."""
+    """Measure steps of distill.train, which change the student."""
     for each in (student, target):
         each.set_attn_implementation(PACKED)
     return measure_training(Distillation(student, target), student, samples, sizes, device)
@@ -71,7 +71,10 @@ def measure_ours(
 def measure_trainer(
     student: Any, target: Any, samples: list[Sample], sizes: ComparisonSizes, device: str
 ) -> dict[str, Any]:
-    """Measure the Trainer's steps, which train the student, with the tokens of our step."""
+    """Measure the Trainer's steps, which change the student.
+
+    A step has about as many tokens as a step of `measure_ours`.
+    """
     for each in (student, target):
         each.set_attn_implementation("sdpa")
     devices.peak_bytes(torch.device(device))  # resets the peak
@@ -88,7 +91,7 @@ def measure_trainer(
 
 @torch.inference_mode(False)
 def run(device: str, toy: bool, figures: Any) -> None:
-    """Compare the losses of both sides, then their rates."""
+    """Compare the losses of both sides, then their tokens/s."""
     sizes = TOY if toy else REAL
     devices.set_default_gpu(torch.device(device))
     target = freeze(random_model(sizes.target, sizes.dtype, device))

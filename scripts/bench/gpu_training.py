@@ -24,7 +24,7 @@ SUPERVISED = 0.6  # share of ShareGPT's tokens
 
 @dataclass(frozen=True)
 class TrainingSizes:
-    """Target, chats and steps of a training."""
+    """Target, chats and steps of a training run."""
 
     target: LlamaConfig
     dtype: torch.dtype  # of both models; masters are float32
@@ -63,7 +63,8 @@ def train_step(
 ) -> tuple[float, float]:
     """Take an optimizer step as training/loop.py does.
 
-    Returns the loss in nats a supervised token, and the norm of the gradient.
+    rows: indices of the packed samples in each row. Returns the loss in nats per supervised token,
+    and the norm of the gradient.
     """
     device, count = optimizer.parameters[0].device, data.supervised_in(rows)
     total = torch.zeros((), device=device)
@@ -84,7 +85,7 @@ def measure_training(
     sizes: TrainingSizes,
     device: str,
 ) -> dict[str, Any]:
-    """Measure the tokens/s of training `trained`, after a step for warm-up.
+    """Measure the tokens/s of training the module `trained`, after a step for warm-up.
 
     Masters are float32 and on the device. Padding does not count.
     """

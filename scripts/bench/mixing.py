@@ -61,9 +61,9 @@ class Options(BenchOptions):
     domains: list[str] = field(default_factory=lambda: list(_DOMAINS))
     layers: int = 1  # layers of the student
     dtype: str = "bfloat16"  # dtype of student and teacher
-    max_length: int = 512  # tokens a row
-    tokens_per_step: int = 8192  # tokens a step
-    steps: int = 400  # optimizer steps a run
+    max_length: int = 512  # tokens per row
+    tokens_per_step: int = 8192  # tokens per step
+    steps: int = 400  # optimizer steps per run
     eval_every: int = 5  # steps between evaluations, after which shares may move
     rate: float = 1.0  # eta of both dynamic sides
     smoothing: float = 0.9  # smoothing of the gaps in acceptance
@@ -104,8 +104,8 @@ def read_domains(chosen: Options, tokenizer: Any) -> dict[str, Domain]:
         held_out = samples[cut:]
         if cut == 0 or len(held_out) < 2:
             raise UserError(
-                f"domain {name} ({path}) has {len(samples)} pieces of text, expected at least 10; "
-                f"give a larger file or lower max_length"
+                f"domain {name} ({path}) has {len(samples)} pieces of text, expected at least 8. "
+                f"Use a larger file, or lower max_length."
             )
         halves = (sample_evenly(held_out[part::2], chosen.held_out_tokens) for part in (0, 1))
         found[name] = Domain(samples[:cut], *halves)
@@ -131,7 +131,7 @@ class Comparison:
         return HeldOutAcceptance(self.teacher, self.teacher, samples, self.chosen.max_length, 1.0)
 
     def mixture(self, side: str, seed: int) -> MixedData:
-        """Return the rows of one run."""
+        """Return the mixed training rows of one side and seed."""
         chosen, references = self.chosen, self.references
         samples = {name: of.train for name, of in self.domains.items()}
         sizes = {name: float(sum(len(one.ids) for one in of)) for name, of in samples.items()}
@@ -183,7 +183,7 @@ class Comparison:
 
 
 def score(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, AcceptanceSums]:
-    """Return the sums over every domain with the student's current weights."""
+    """Return each domain's sums over its held-out text, with the student's current weights."""
     for of in held_out.values():
         of.student = student
     return {name: of.totals() for name, of in held_out.items()}
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def collect_figures(journal: PartJournal, references: dict[str, float]) -> dict[str, Any]:
-    """Return every side's difference to fixed and to equal shares, and all runs."""
+    """Return every side's differences from fixed and from equal shares, and all runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # side -> seed -> figures
     for part, found in journal.all():
         runs.setdefault(part["side"], {})[str(part["seed"])] = found

@@ -22,9 +22,9 @@ FREE = (
 def run_methods_within(
     context: Callable[[], AbstractContextManager[None]], owner: Any, *names: str
 ) -> None:
-    """Make these methods of an object run inside a context manager.
+    """Make the named methods of an object run inside a context manager.
 
-    `delattr` restores the method of the class.
+    `delattr` on the object restores a method.
     """
     for name in names:
         setattr(owner, name, _within(context, getattr(owner, name)))
@@ -40,7 +40,7 @@ def _within(context: Callable[[], AbstractContextManager[None]], method: Any) ->
 
 
 class Operations(TorchDispatchMode):
-    """Counter by name of all operations except views; `leave_out` excludes those of a model.
+    """Counter of operations by name, without views; `leave_out` excludes a model's operations.
 
     Composite operations count as their parts.
     """
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):
         return sum(self.counts.values())
 
     def leave_out(self, owner: Any, *names: str) -> None:
-        """Leave out the operations of these methods of an object."""
+        """Stop counting inside the named methods of an object."""
         run_methods_within(self._in_model, owner, *names)
 
     @contextmanager

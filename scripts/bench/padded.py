@@ -1,7 +1,7 @@
-"""Distillation by a `transformers.Trainer` loop on padded batches and complete logits.
+"""Distillation with `transformers.Trainer`, which benchmarks compare with distill.train.
 
-Models, chats, supervised tokens, forward KL and dtype equal our side's. The module imports only
-packages that gpu.py may import.
+It pads every batch and computes complete logits. Models, chats, supervised tokens, forward KL and
+dtype are the same on both sides. The module imports only packages that gpu.py may import.
 """
 
 import time
@@ -22,7 +22,7 @@ SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
-    """Clock of the Trainer's steps, data loading included and start-up excluded."""
+    """Clock of the Trainer's steps, without start-up and the loading of batches."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -58,7 +58,10 @@ class PaddedDistillation(Trainer):
 
 
 def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the forward KL in nats a supervised token, from complete logits."""
+    """Return the forward KL in nats per supervised token, from complete logits.
+
+    inputs: `input_ids`, `attention_mask` and `supervised`, each [B, T].
+    """
     text = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     with torch.no_grad():
         teacher_BTV = teacher(**text).logits[:, :-1]
@@ -91,7 +94,7 @@ def trainer_rate(
     folder: Path,
     device: str,
 ) -> float:
-    """Measure the tokens/s without padding of Trainer steps over `per_step` chats.
+    """Return the tokens/s of Trainer steps over `per_step` chats each; padding does not count.
 
     The first step is a warm-up. Both models must use attention `sdpa`.
     """
@@ -120,9 +123,10 @@ def trainer_rate(
 def both_losses(
     student: Any, teacher: Any, samples: list[Sample], longest: int
 ) -> dict[str, float]:
-    """Return both sides' losses on the same chats and weights.
+    """Return the losses of distill.train and of the Trainer on the same chats and weights.
 
-    Expects models with packed attention and leaves them with `sdpa`.
+    longest: tokens of a packed row. Expects models with packed attention, and leaves them with
+    `sdpa`.
     """
     data = PackedData(samples, longest, 1, 0)
     batch = collate(data.samples, data.rows, longest, teacher.device)

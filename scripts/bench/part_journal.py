@@ -82,7 +82,7 @@ Difference = dict[str, float | int | None]
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Difference:
     """Return the mean difference over the common seeds, with Student's 95 % interval.
 
-    low and high are None for one seed.
+    low and high are None for fewer than two common seeds, and the difference for none.
     """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     mean = statistics.mean(differences) if differences else None

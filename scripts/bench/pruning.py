@@ -122,10 +122,10 @@ def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]
 
 
 def count_published_flops() -> dict[str, float]:
-    """Return the operations of both modes at the published settings, LLaMA-7B to 796 M.
+    """Return the operations of mask training and of importance at the published settings.
 
-    Importance is counted for one cut and for the recipe's two. The short distillation between the
-    two is a separate figure, since it trains the student.
+    LLaMA-7B is cut to 796 M parameters. Importance is counted for one cut and for the recipe's two.
+    The short distillation between the two is a separate figure, since it trains the student.
     """
     llama = target_config(TargetConfig(path="nowhere/llama_7b", config=_LLAMA))
     between, data = LoopConfig(max_steps=300, tokens_per_step=16384), DataConfig(max_length=4096)
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def collect_figures(journal: PartJournal) -> dict[str, Any]:
-    """Return the difference of importance to every other side, the costs and the runs."""
+    """Return the differences of importance from every other side, the costs and the runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # layers -> side -> seed -> figures
     for part, found in journal.all():
         of_side = runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})

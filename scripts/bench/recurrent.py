@@ -42,7 +42,7 @@ class Options(BenchOptions):
     context: int = 0
     rows: int = 4  # chats in a padded forward
     forwards: int = 2  # padded forwards in a step; our step has as many supervised tokens
-    steps: int = 4  # optimizer steps a round, after one for warm-up
+    steps: int = 4  # optimizer steps per round, after one for warm-up
     rounds: int = 3  # measured rounds
     head: str = ""  # drafting, generation: folder of the head
     prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
@@ -76,7 +76,7 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run one part."""
+    """Run one part and save its figures."""
     chosen = common.read_options(Options, part=PARTS)
     found = PARTS[chosen.part](chosen)
     common.save(chosen.name, chosen, found, show=chosen.part != "generation")

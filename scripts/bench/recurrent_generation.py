@@ -43,7 +43,7 @@ Answered = tuple[Prompt, list[int], list[int]]  # a prompt, its ids, and the ans
 def measure_generation(chosen: Any) -> dict[str, Any]:
     """Measure speedups by beam width and compare greedy output with the target's."""
     if not chosen.head:
-        raise UserError("head is empty: part=generation needs the folder of a recurrent head")
+        raise UserError("head is empty. Set it to the folder of a recurrent head.")
     engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
     wanted = chosen.max_prompts + chosen.sweep_prompts
     prompts = read_prompts(resolve(chosen.prompts))
@@ -107,9 +107,9 @@ def write_prompts(file: Path, prompts: Sequence[Prompt]) -> Path:
 def compare_outputs(
     chosen: Any, engine: Engine, prompts: Sequence[list[int]]
 ) -> dict[str, dict[str, int]]:
-    """Count by beam width the greedy outputs that equal the target's.
+    """Return beam width -> numbers of greedy outputs by kind: equal, tie or different.
 
-    The others differ first at a tie, where float32 rounds differently, or elsewhere (different).
+    At a `tie` the target's two best tokens are equal up to rounding where the output first differs.
     """
     settings = Settings(
         chosen.max_new_tokens,
@@ -135,9 +135,9 @@ def compare_outputs(
 
 
 def make_arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
-    """Return drafters with heads of every width, and one that sizes its beams by cost.
+    """Return drafter entries: the head at every width, and with a width chosen from its costs.
 
-    Greedy decoding has no sampled beams.
+    At temperatures above 0 there are entries with sampled beams too.
     """
     found = []
     shared = {"use": "recurrent", "folder": chosen.head, "dtype": chosen.head_dtype}
@@ -157,8 +157,8 @@ def race_drafters(
 ) -> list[Row]:
     """Decode the same prompts with all drafters and without one, interleaved; return the rows.
 
-    chosen: target, decode_dtype, device, threads, max_new_tokens. fields: of eval.run's
-    configuration.
+    chosen: options with target, decode_dtype, device, threads and max_new_tokens. fields: further
+    fields of eval.run's configuration.
     """
     return evaluate_drafters(
         folder,

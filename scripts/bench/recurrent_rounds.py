@@ -1,6 +1,6 @@
 """Part `drafting` of recurrent.py: the cost of a round outside the target and the head.
 
-Operations are counted as they run here, and with the tree verification of a GPU
+Operations are counted as they run on the chosen device, and with the tree verification of a GPU
 (decoding/verification/device_tree.py), since operations launch kernels only on a GPU.
 """
 
@@ -34,23 +34,23 @@ WAYS = {"greedy": ("top_k", 0.0), "picked": ("top_k", 1.0), "drawn": ("sampled",
 
 
 class Clock:
-    """Total time inside a context manager."""
+    """Clock that adds up the seconds spent inside `running`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the clock."""
+        """Run the clock inside the context."""
         began = perf_counter()
         yield
         self.seconds += perf_counter() - began
 
 
 def measure_drafting(chosen: Any) -> dict[str, Any]:
-    """Measure the time, the shares of the parts and the operations of a round for every way."""
+    """Measure a round's time, the shares of its parts and its operations, for each of WAYS."""
     if not chosen.head:
-        raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
+        raise UserError("head is empty. Set it to the folder of a recurrent head.")
     found: dict[str, Any] = {}
     for name, (children, temperature) in WAYS.items():
         drafter = {
@@ -83,7 +83,7 @@ def measure_drafting(chosen: Any) -> dict[str, Any]:
 
 
 def judge_goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures; only GOAL_BEAMS get a verdict."""
+    """Compare every goal with the figures; only the sizes of GOAL_BEAMS get a verdict."""
     share = f"at most {GOAL_SHARE:.0%} of a round outside the models"
     operations = f"at most {GOAL_OPERATIONS} operations outside them"
     limits = {
@@ -107,7 +107,7 @@ def models_of(engine: Engine) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def count_operations(engine: Engine, prompt: list[int], settings: Settings) -> int:
-    """Return the largest number of operations of a round, the first one left out."""
+    """Return the largest number of operations outside the models in any round after the first."""
     counter, models = Operations(), models_of(engine)
     for owner, names in models:
         counter.leave_out(owner, *names)
@@ -131,7 +131,10 @@ def count_operations(engine: Engine, prompt: list[int], settings: Settings) -> i
 def measure_shares(
     engine: Engine, prompts: list[list[int]], settings: Settings, repeats: int
 ) -> dict[str, float]:
-    """Return medians over passes through all prompts, without the first pass, a warm-up."""
+    """Return a round's milliseconds, the shares of its parts, and tau.
+
+    These are medians over `repeats` passes through all prompts, after one pass for warm-up.
+    """
     target_clock, head_clock = Clock(), Clock()
     (target, target_calls), *rest = models_of(engine)
     run_methods_within(target_clock.running, target, *target_calls)

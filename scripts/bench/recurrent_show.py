@@ -99,7 +99,7 @@ class Options(BenchOptions):
 
 
 def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
-    """Write the chats of all runs; return the files `found` and `held_out` (for pruning)."""
+    """Write the sampled chats, `found` to train on and `held_out` to prune by; return the files."""
     chats, _ = read_chats([resolve(path) for path in chosen.chats], max_bad=0.1)
     sampled = random.Random(0).sample(chats, min(chosen.max_chats, len(chats)))
     cut = max(1, round(HELD_OUT * len(sampled)))
@@ -112,7 +112,7 @@ def sample_chats(chosen: Options, work: Path) -> dict[str, Path]:
 
 
 def answer_chats(chosen: Options, found: Path, work: Path) -> Path:
-    """Write the same chats with the target's answers."""
+    """Write the chats of `found` with the target's answers, and return the path of the result."""
     return distill.regenerate.job.run(
         RegenerateConfig(
             job="distill.regenerate",
@@ -168,7 +168,7 @@ class Show:
         self.save()
 
     def save(self) -> dict[str, Any]:
-        """Write and return the figures so far."""
+        """Write and return the figures and tables so far."""
         figures = {
             f"{part['of']}/{part['seed']}": found
             for part, found in self.journal.all()
@@ -181,9 +181,9 @@ class Show:
     def _train(
         self, name: str, make: Callable[[], Objective], data: PackedData, lr: float
     ) -> tuple[Any, dict[str, Any]]:
-        """Train for the given seconds; return the trained module, the steps and the seconds.
+        """Train for about chosen.seconds; return the trained module, the steps and the seconds.
 
-        A step is timed once, so that all seeds take the same number of steps.
+        The steps of a name are timed once, so that all its seeds take the same number of steps.
         """
         pace = self.journal.figures(
             {"pace of": name}, lambda: {"seconds": self.bench.time_step(make, data, lr)}
@@ -205,7 +205,7 @@ class Show:
         return {**found, "epochs": epochs, **bench.block_efficiency(head, seed)}
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
-        """Distil into the cut target for the given seconds, and write the drafter."""
+        """Distil into the cut target for about chosen.seconds, and write the drafter."""
         bench, make = self.bench, partial(self.bench.student_objective, layers)
         cut_seconds = bench.students[layers][1]
         data = bench.data(False, seed)
@@ -226,7 +226,7 @@ class Show:
         return {"use": "recurrent", "folder": folder, "dtype": dtype, **options}
 
     def shape(self, seed: int) -> dict[str, Any]:
-        """Decode with a seed's head under every beam width and length."""
+        """Decode with a seed's head at every beam width and length."""
         chosen, drafter = self.chosen, partial(self._head_drafter, seed, by_cost=False)
         heads = [drafter(beam_width=n, name=f"{n} beams") for n in chosen.widths]
         temperatures = chosen.shape_temperatures
@@ -234,7 +234,7 @@ class Show:
         return {"generations": self._race(*given, prompt_lookup_control=False)}
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """Decode with a seed's head, sized by cost, and with its pruned drafters."""
+        """Decode with a seed's head, whose beams follow the costs, and with pruned drafters."""
         chosen = self.chosen
         drafter = partial(self._head_drafter, seed, by_cost=True, beam_width=chosen.race_width)
         picked = drafter(children="top_k", name="head, picked")
@@ -258,7 +258,11 @@ class Show:
         lengths: list[int],
         **fields: Any,
     ) -> list[dict[str, Any]]:
-        """Return counts and seconds of every generation, autoregressive ones included."""
+        """Decode held-out prompts with all drafters and without one, interleaved by eval.run.
+
+        Returns the counts and seconds of every generation. lengths: draft lengths. fields: further
+        fields of eval.run's configuration.
+        """
         prompts = [prompt for prompt, _, _ in self.bench.held_out][: self.chosen.race_prompts]
         file = write_prompts(self.work / "race_prompts.jsonl", prompts)
         folder = self.work / "races" / name

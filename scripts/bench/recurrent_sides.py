@@ -1,11 +1,11 @@
 """Sides of recurrent_show.py: heads and pruned students, their training and block efficiency.
 
-Every side differs from `base` in one setting, or in those of its name. All are trained for equal
-seconds: a side's step is timed first, and as many steps as fit run under a complete learning-rate
-schedule. The target's states are computed in every step.
+Every side differs from `base` in one setting, or in those that its name lists. All are trained for
+equal seconds: a side's step is timed first, and as many steps as fit run under a complete
+learning-rate schedule. The target's states are computed in every step.
 
-A head is judged by its block efficiency by prompt, decoding with a chain: greedily, and at
-temperature 1 with sampled drafts, tested by p / q.
+A head is judged by its block efficiency on each prompt, decoding with a chain: greedily, and at
+temperature 1 with sampled drafts under token verification.
 """
 
 import copy
@@ -121,7 +121,7 @@ class Bench:
         return found
 
     def data(self, answered: bool, seed: int) -> PackedData:
-        """Return the chats in packed rows."""
+        """Return the given chats, or those answered by the target, in packed rows."""
         samples, length = self._samples["answered" if answered else "found"], self.chosen.max_length
         return PackedData(samples, length, max(1, self.chosen.tokens_per_step // length), seed)
 
@@ -170,12 +170,12 @@ class Bench:
         return found
 
     def student_objective(self, layers: int) -> Objective:
-        """Return the distillation into a copy of the cut target."""
+        """Return the distillation into a copy of the cut target, and the copy."""
         student = copy.deepcopy(self.students[layers][0]).to(self.device, self.dtype)
         return Distillation(student, self.target), student
 
     def time_step(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
-        """Return the median seconds of a step."""
+        """Return the median seconds of a step, after one for warm-up."""
         return statistics.median(self.train(make(), data, PACE_STEPS, lr)[1:])
 
     def train(self, made: Objective, data: PackedData, steps: int, lr: float) -> list[float]:
@@ -187,7 +187,10 @@ class Bench:
         return recorder.seconds()
 
     def block_efficiency(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
-        """Decode with a chain; return (tokens, rounds) by prompt, `greedy` and `sampled`."""
+        """Decode the held-out prompts with a chain; return the (tokens, rounds) of each.
+
+        Keys: `greedy`, and `sampled` for temperature 1.
+        """
         engine, prompts = self.engine, [ids for _, ids, _ in self.held_out]
         copied = copy.deepcopy(head).float().requires_grad_(False).eval()
         drafter = RecurrentDrafter(head=copied, beam_width=1, children="sampled")

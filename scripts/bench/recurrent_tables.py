@@ -22,14 +22,14 @@ COUNTS = ("tokens", "rounds", "seconds")
 
 
 def figures_by_seed(figures: Figures, name: str) -> dict[str, Any]:
-    """Return the figures of a side or part by seed."""
+    """Return seed -> the figures of a side or part."""
     start = f"{name}/"
     found = {key[len(start) :]: value for key, value in figures.items() if key.startswith(start)}
     return dict(sorted(found.items()))
 
 
 def pool_seeds(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
-    """Return tokens and rounds of every prompt, added up over seeds."""
+    """Return the tokens and rounds of every prompt, added up over runs with different seeds."""
     prompts = [[sum(column) for column in zip(*pairs)] for pairs in zip(*runs, strict=True)]
     return [tokens for tokens, _ in prompts], [rounds for _, rounds in prompts]
 
@@ -37,13 +37,13 @@ def pool_seeds(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
 def tau_ratio(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
     """Return the ratio of two block efficiencies with its interval over prompts.
 
-    Each argument has, by seed and prompt, the tokens and the rounds.
+    runs, base: the (tokens, rounds) of every prompt, a list for each seed.
     """
     return paired_bootstrap(*pool_seeds(runs), *pool_seeds(base))
 
 
 def format_interval(found: Interval) -> str:
-    """Format an interval."""
+    """Format a value with its interval, `1.310 [1.200, 1.440]`."""
     return interval(found.value, found.low, found.high)
 
 
@@ -58,7 +58,7 @@ def training_table(figures: Figures, pairs: Mapping[str, str]) -> str:
 
 
 def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
-    """Return the cells of a side, none if it shares no seed with the other one."""
+    """Return the table row of a side; [] if it shares no seed with the side compared with."""
     base = figures_by_seed(figures, side if against is None else against)
     found = {seed: one for seed, one in figures_by_seed(figures, side).items() if seed in base}
     if not found:
@@ -94,7 +94,7 @@ def read_generations(folder: Path) -> list[dict[str, Any]]:
 
 
 def pool_arms(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, list[float]]]:
-    """Return tokens, rounds and seconds of every prompt, added up over seeds."""
+    """Return each arm's tokens, rounds and seconds by prompt, added up over seeds."""
     sums: dict[Arm, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 3))
     for one in (one for race in races for one in race):
         of_prompt = sums[one["temperature"], one["drafter"], one["num_draft_tokens"]]
@@ -124,7 +124,7 @@ def race_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def head_against_pruned_table(races: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Return the table of the faster head against the faster pruned drafter."""
+    """Return the table that compares the fastest head with the fastest pruned drafter."""
     arms, rows = pool_arms(races), []
     rate = {arm: sum(of["tokens"]) / sum(of["seconds"]) for arm, of in arms.items()}
     for temperature in sorted({arm[0] for arm in arms}):

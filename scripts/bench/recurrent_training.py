@@ -1,4 +1,4 @@
-"""Part `training` of recurrent.py: a step of our job against the published recipe, written out.
+"""Part `training` of recurrent.py: a step of recurrent_drafting.train against the published recipe.
 
 The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b) is reproduced
 operation by operation: every chat is padded; embeddings are rolled left once per head; the logits
@@ -117,7 +117,7 @@ class PublishedSide:
         self.optimizer = torch.optim.AdamW(copied.parameters(), lr=1e-3, weight_decay=0.0)
 
     def __call__(self) -> float:
-        """Run a round and return supervised tokens/s."""
+        """Take a step for warm-up, then time a round and return its supervised tokens/s."""
         self.step()
         began, supervised = time.perf_counter(), 0
         for _ in range(self.chosen.steps):
@@ -137,13 +137,13 @@ class PublishedSide:
         return supervised
 
     def loss(self, rows: Sequence[Sample], length: int) -> Tensor:
-        """Return the loss of chats padded to a length."""
+        """Return the loss of chats padded to `length` tokens, or to the longest chat."""
         batch = {key: part.to(self.chosen.device) for key, part in pad_rows(rows, length).items()}
         labels_BT = batch["input_ids"].where(batch["supervised"], IGNORED)
         return published_loss(self.model(batch["input_ids"], batch["attention_mask"]), labels_BT)[0]
 
     def backward(self, rows: Sequence[Sample]) -> None:
-        """Add the gradient of one forward."""
+        """Run one forward over chats and add its gradient to the head's."""
         (self.loss(rows, self.length) / self.chosen.forwards).backward()
 
     def next_rows(self) -> list[Sample]:
@@ -153,7 +153,7 @@ class PublishedSide:
 
 
 class OurSide:
-    """Steps of our loop on packed rows, with hard labels and the target's states in every step."""
+    """Steps of training/loop.py on packed rows, with hard labels and the target's states."""
 
     def __init__(self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData) -> None:
         self.chosen, self.data, self.states = chosen, data, TargetStates(target)
@@ -239,7 +239,7 @@ def run(chosen: Any) -> dict[str, Any]:
 def judge_goals(
     over_published: float, over_longest: float, peak: float
 ) -> dict[str, dict[str, Any]]:
-    """Compare every goal with the figures. peak: our peak memory over the published one."""
+    """Compare every goal with the figures. peak: peak memory over the published recipe's."""
     published, longest = over_published >= GOAL_OVER_PUBLISHED, over_longest >= GOAL_OVER_LONGEST
     padded_to_longest = f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row"
     return {
@@ -250,7 +250,7 @@ def judge_goals(
 
 
 def measure_peaks(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
-    """Return the peak bytes of a forward and backward pass over equally many positions."""
+    """Return side -> peak bytes of a forward and backward pass over equally many positions."""
     chosen, data = ours.chosen, ours.data
     rows = max(1, chosen.rows * chosen.max_length // data.capacity)
     batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)

@@ -2,7 +2,7 @@
 
 The frozen target's forward takes most of a small student's step. All students train on the same
 rows, so the target's states are computed for the first student and cached for the others
-(training.objectives.TeacherStates). The seconds of distillation are therefore no result.
+(training.objectives.TeacherStates). So the seconds of distillation are not a result.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class StudentOptions(BenchOptions):
     prompts: str = "embedded:prompts"  # evaluation prompts that are decoded
     max_prompts: int = 30  # number of prompts
     max_new_tokens: int = 64  # tokens of an answer
-    max_length: int = 256  # tokens a row
+    max_length: int = 256  # tokens per row
     tokens_per_step: int = 4096  # tokens of a training step
     steps: int = 400  # steps of distillation
     probe_steps: int = 10  # steps that distil a candidate while layers are chosen

@@ -24,7 +24,7 @@ CONTEXT_TOKENS = 1024
 SPACE = "\u2581"  # SentencePiece writes a space as this character
 SPECIAL = ("<unk>", "<s>", "</s>")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-# One token a role and none around it: on small models every token of framing costs as much as a
+# One token per role and none around it: on small models every token of framing costs as much as a
 # token of text.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ "

@@ -172,7 +172,7 @@ def test_ids_select_prompts_in_their_order(tmp_path):
     with pytest.raises(UserError, match="1 of 2 ids are not in .*; the first is 'q1'"):
         load(path, ids=str(listed))
     listed.write_text("{}")
-    with pytest.raises(UserError, match="expected a JSON list of prompt ids"):
+    with pytest.raises(UserError, match="expected a JSON list of one or more prompt ids"):
         load(path, ids=str(listed))
     with pytest.raises(UserError, match="cannot be read"):
         load(path, ids=str(tmp_path / "nothing.json"))

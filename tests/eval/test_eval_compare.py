@@ -228,7 +228,11 @@ def test_bytes_per_step_are_equal_within_three_per_cent(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "group_by", "message"),
     [
-        ({"two": "wide"}, [], "labels: 'two' is no drafter, run or run folder.*simulated-1, one,"),
+        (
+            {"two": "wide"},
+            [],
+            "labels: 'two' is not a drafter, run or run folder.*simulated-1, one,",
+        ),
         (
             {},
             ["shape.depth"],

@@ -227,13 +227,13 @@ def test_unfinished_and_damaged_evaluations_are_refused(runs, tmp_path):
         with pytest.raises(UserError, match=message):
             run(configured(tmp_path, "refused", [folder]))
 
-    refused("is a run of distill.train; expected one of eval.run", job="distill.train")
-    refused("is not finished; end it with: python -m eval.run drafters", finished=False)
+    refused("is a run of distill.train, expected a run of eval.run", job="distill.train")
+    refused("is not finished. Resume it with: python -m eval.run drafters", finished=False)
     results = (folder / "results.jsonl").read_text()
     (folder / "results.jsonl").write_text(results.replace('"alpha"', '"beta"'))
-    refused(r"results.jsonl: not the rows of this version of eval.run \(.*beta")
+    refused(r"results.jsonl does not hold rows of this version of eval.run \(.*beta")
     (folder / "results.jsonl").write_text(results[:-20])
-    refused("results.jsonl: not the rows of this version")
+    refused("results.jsonl does not hold rows of this version")
     (folder / "results.jsonl").write_text("")
     refused("results.jsonl has no rows")
     (folder / "results.jsonl").write_text(results)
@@ -241,7 +241,7 @@ def test_unfinished_and_damaged_evaluations_are_refused(runs, tmp_path):
     (folder / "records.jsonl").write_text("".join(records[:-1]))
     refused("records.jsonl does not hold the generations behind results.jsonl .*prompts")
     (folder / "records.jsonl").unlink()
-    refused("is no finished run of eval.run: it has no records.jsonl")
+    refused("is not a finished run of eval.run: it has no records.jsonl")
     (folder / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json is damaged"):
         run(configured(tmp_path, "refused", [folder]))
@@ -251,10 +251,10 @@ def test_unfinished_and_damaged_evaluations_are_refused(runs, tmp_path):
 @pytest.mark.parametrize(
     ("folders", "changes", "message"),
     [
-        ([], {}, "runs is empty: name finished run folders"),
-        (["nowhere"], {}, "runs: .*nowhere finds no folder"),
-        (["no*where"], {}, "runs: .*finds no folder .*or a glob"),
-        ([""], {}, "is no finished run of eval.run: it has no config.yaml, manifest.json"),
+        ([], {}, "runs is empty. Name finished run folders"),
+        (["nowhere"], {}, "runs: .*nowhere matches no folder"),
+        (["no*where"], {}, "runs: .*matches no folder .*or a glob"),
+        ([""], {}, "is not a finished run of eval.run: it has no config.yaml, manifest.json"),
         ([""], {"prompts": "some"}, "prompts=some is unknown, expected headline or all"),
         ([""], {"bootstrap_resamples": 0}, "bootstrap_resamples is 0, expected 1 or more"),
     ],

@@ -128,7 +128,7 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
     results.write_text(json.dumps(row) + "\n")
     try:
         with pytest.raises(
-            UserError, match=r"results.jsonl: not the rows of this version of eval.run \(.*tau"
+            UserError, match=r"results.jsonl does not hold rows of this version of eval.run \(.*tau"
         ):
             run(config(home, "finished"))
     finally:

@@ -31,7 +31,7 @@ def test_converted_weights_load_as_the_same_model(pickled: Path, tiny_target: Pa
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     load_target(pickled)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(pickled)
 
 
@@ -47,5 +47,5 @@ def test_a_pickle_that_runs_code_is_refused(pickled: Path, tmp_path: Path):
 
 
 def test_a_folder_without_pickles_is_refused(tiny_target: Path):
-    with pytest.raises(UserError, match=r"no pytorch_model\*\.bin found"):
+    with pytest.raises(UserError, match=r"has no pytorch_model\*\.bin"):
         convert(tiny_target)

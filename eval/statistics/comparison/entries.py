@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def speedup(self) -> Interval | None:
-        """Speedup on the prompts that count; None if every text loops."""
+        """Speedup on the prompts that count; None if there are none."""
         return counted_speedup(self.row, self.prompts == ALL)
 
     @property
@@ -109,7 +109,10 @@ class Entry:
 
 
 def counted_speedup(row: Row, everything: bool) -> Interval | None:
-    """Return the speedup on all prompts, or on those that do not loop; None if all of them loop."""
+    """Return a row's speedup on all prompts (`everything`), or on those that do not loop.
+
+    None if looping prompts do not count and all of them loop.
+    """
     if everything:
         return Interval(row.speedup, row.speedup_low, row.speedup_high)
     if row.headline_speedup is None:
@@ -118,7 +121,10 @@ def counted_speedup(row: Row, everything: bool) -> Interval | None:
 
 
 def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
-    """Return one entry for each row, in order."""
+    """Return one entry for each row, in order. prompts: the ones that count, headline or all.
+
+    The name of a drafter that several runs have includes the label of its run.
+    """
     runs_of: dict[str, set[str]] = {}
     for evaluation in evaluations:
         for row in evaluation.rows:

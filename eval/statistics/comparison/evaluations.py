@@ -44,7 +44,7 @@ class Evaluation:
 
     @property
     def execution(self) -> str:
-        """Execution mode of the backend, by default that of TargetConfig."""
+        """Execution of the target: as configured, else `graph` (native on CUDA) or `eager`."""
         asked, row = self.config["target"].get("execution", ""), self.rows[0]
         graph = row.device.startswith("cuda") and row.backend != "hf"
         return asked or ("graph" if graph else "eager")
@@ -52,7 +52,7 @@ class Evaluation:
     def units(self, row: Row) -> list[PairedSample]:
         """Return the paired samples behind a row.
 
-        Raises UserError if rows and records do not match.
+        Raises UserError if the records lack its generations or their baseline.
         """
         try:
             return samples_of(row, self.records)
@@ -66,11 +66,11 @@ class Evaluation:
 def find_runs(patterns: Sequence[str]) -> list[Path]:
     """Return the run folders of paths and globs, each once, in order.
 
-    Raises UserError for a pattern that matches no folder.
+    Raises UserError if there is no pattern, or if one matches no folder.
     """
     if not patterns:
         raise UserError(
-            "runs is empty: name finished run folders of eval.run, such as runs=[runs/a,runs/b], "
+            "runs is empty. Name finished run folders of eval.run, such as runs=[runs/a,runs/b], "
             'or a glob, runs=["runs/sweep/*/eval.run"]'
         )
     found: dict[Path, Path] = {}
@@ -80,7 +80,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         folders = [match for match in map(Path, matches) if match.is_dir()]
         if not folders:
             raise UserError(
-                f"runs: {pattern} finds no folder (working folder: {Path.cwd()}); expected a "
+                f"runs: {pattern} matches no folder (working folder: {Path.cwd()}). Expected a "
                 f"finished run folder of eval.run, or a glob of such folders."
             )
         for folder in folders:
@@ -104,7 +104,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _describe_damage(manifest: dict[str, Any]) -> str:
-    """Return the first fault of a manifest that a comparison needs; empty if there is none."""
+    """Return the first fault in the fields that a comparison reads; empty if there is none."""
     if len(manifest["inputs"]) < 2:
         return "inputs names no target and prompts"
     for key in ("command", "started", "git_revision"):
@@ -117,20 +117,25 @@ def _describe_damage(manifest: dict[str, Any]) -> str:
 
 
 def read_evaluation(folder: Path, label: str) -> Evaluation:
-    """Read a run folder.
+    """Read a finished run folder of eval.run. label: its short name in the comparison.
 
-    Raises UserError if it is no run of eval.run, is not finished, or is damaged.
+    Raises UserError if the folder is not a run of eval.run, is not finished, is damaged, or holds
+    files that have changed since the run.
     """
     missing = [name for name in FILES if not (folder / name).is_file()]
     manifest = {} if "manifest.json" in missing else read_manifest(folder / "manifest.json")
     if manifest and manifest["job"] != JOB:
-        raise UserError(f"runs: {folder} is a run of {manifest.get('job')}; expected one of {JOB}")
+        raise UserError(
+            f"runs: {folder} is a run of {manifest.get('job')}, expected a run of {JOB}."
+        )
     if manifest and not manifest.get("finished"):
-        raise UserError(f"runs: {folder} is not finished; end it with: {manifest.get('command')}")
+        raise UserError(
+            f"runs: {folder} is not finished. Resume it with: {manifest.get('command')}"
+        )
     if missing:
         raise UserError(
-            f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the "
-            f"folder that eval.run printed, or a glob of such folders."
+            f"runs: {folder} is not a finished run of {JOB}: it has no {', '.join(missing)}. Name "
+            f"the folder that eval.run printed, or a glob of such folders."
         )
     if damage := _describe_damage(manifest):
         raise UserError(f"{folder / 'manifest.json'} is damaged: {damage}. {AGAIN}")
@@ -145,7 +150,7 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
     ]
     if origins is None:
         notes.append(
-            f"{label} has no {ORIGINS}: bytes/step and training of its drafters are unknown. "
-            f"Evaluate again to record them"
+            f"{label} has no {ORIGINS}: bytes/step and training tokens of its drafters are "
+            f"unknown. Evaluate again to record them"
         )
     return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)

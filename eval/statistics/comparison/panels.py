@@ -52,7 +52,7 @@ class Panel:
 
     @property
     def slug(self) -> str:
-        """Label for names of files."""
+        """Label for file names, with `_` in place of most punctuation."""
         return re.sub(r"[^\w.]+", "_", self.label)
 
     @property
@@ -69,7 +69,11 @@ class Panel:
 
 
 def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel]:
-    """Group the entries into panels, by setting, then benchmark, batch and temperature."""
+    """Group entries with equal setting and workload into panels, and rank each panel.
+
+    Panels are ordered by setting, benchmark, batch size and temperature. resamples, seed: settings
+    of the bootstrap.
+    """
     groups: dict[tuple[Setting, Workload], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.setting, entry.workload), []).append(entry)
@@ -91,7 +95,10 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
 
 
 def distinguishing_fields(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
-    """Return the fields in which dataclass instances differ; the hash only if names coincide."""
+    """Return the fields in which instances of a dataclass differ.
+
+    The field `hashed` is left out unless it has more different values than the field `name`.
+    """
     numbers = {
         field.name: len({vars(one)[field.name] for one in objects})
         for field in dataclasses.fields(objects[0])
@@ -177,7 +184,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 def chains(panel: Panel) -> list[Entry]:
     """Return the entries that the closed form applies to, each drafter at its fastest.
 
-    These are models that draft one token at a time, alternating with the target.
+    These are drafters with a model that alternate with the target (schedule serial).
     """
     return [
         entry
@@ -187,7 +194,10 @@ def chains(panel: Panel) -> list[Entry]:
 
 
 def usual_costs(entries: Sequence[Entry]) -> Costs:
-    """Return medians of V, o and o_1 over entries, for the iso-speedup curves; c is set to 0."""
+    """Return the medians of V and both overheads over entries, for the iso-speedup curves.
+
+    The cost ratio is set to 0.
+    """
     rows = [entry.row for entry in entries]
     widths = set.intersection(*(set(row.V) for row in rows))
     return Costs(

@@ -19,7 +19,7 @@ def with_series(
 ) -> list[Entry]:
     """Assign each entry to a series: by its label if it has one, else by its `group_by` values.
 
-    A label is given for a drafter, a run or a run folder. A drafter without a model belongs to no
+    A label's key is a drafter, a run or a run folder. A drafter without a model belongs to no
     series unless a label names it. Raises UserError for a label or a field that matches no entry.
     """
     _check_labels(entries, labels)
@@ -43,7 +43,7 @@ def _check_labels(entries: Sequence[Entry], labels: Mapping[str, str]) -> None:
         if not any(_matches(entry, key) for entry in entries):
             known = dict.fromkeys(x for e in entries for x in (e.name, e.run, e.folder))
             raise UserError(
-                f"labels: '{key}' is no drafter, run or run folder of this comparison. Expected "
+                f"labels: '{key}' is not a drafter, run or run folder of this comparison. Expected "
                 f"one of: {', '.join(known)}."
             )
 
@@ -70,7 +70,10 @@ def _value(entry: Entry, field: str) -> Any:
 
 
 def merge_close_values(values: Sequence[Any]) -> list[Any]:
-    """Replace numbers within EQUAL_WITHIN of a smaller one by the smallest of them."""
+    """Return the values, with each number replaced by the smallest one of its group.
+
+    The numbers of a group exceed its smallest one by at most the share EQUAL_WITHIN.
+    """
     first: dict[Any, Any] = {}
     least: float | None = None
     for value in sorted({value for value in values if isinstance(value, int | float)}):
@@ -98,5 +101,5 @@ def _unknown_field(field: str, entries: Sequence[Entry]) -> str:
         return f"{message}; expected one of {', '.join(known)}."
     return (
         f"{message}; their folders had no drafter_card.json and no shape. Leave group_by out, or "
-        f"name series by labels=."
+        f"name the series with labels=."
     )
