@@ -46,9 +46,9 @@ def straight(home: Path) -> Path:
 
 
 def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
-    """Copy the uninterrupted run with a journal of `size_bytes` bytes, as a kill leaves it.
+    """Copy an uninterrupted run as if it was killed with `size_bytes` bytes in its journal.
 
-    Returns the journal.
+    Returns the path of the journal.
     """
     shutil.copytree(straight, folder)
     (folder / "chats.json").unlink()
@@ -76,7 +76,7 @@ def test_a_run_resumes_from_any_byte_of_its_journal(
 
 
 def test_a_resumed_run_uses_the_answers_in_its_journal(home: Path, straight: Path, tmp_path: Path):
-    """Control: change an answer in the journal, and find it in the output and in later requests."""
+    """Control: an answer changed in the journal appears in the output of the resumed run."""
     journal = interrupted(
         straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size
     )
