@@ -319,7 +319,10 @@ def test_saved_masks_give_the_same_student_and_fit_no_other_target(
 
 
 def test_a_real_run_saves_no_published_configuration(tiny_target: Path, tmp_path: Path):
-    """Check that target.config, used only by dry runs without the target's folder, is saved empty."""
+    """Check that the saved target.config is empty.
+
+    Only a dry run without the target's folder uses it.
+    """
     given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
     run(configured(tiny_target, tmp_path / "run", *given))
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}

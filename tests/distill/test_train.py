@@ -252,7 +252,10 @@ def test_two_workers_make_the_same_drafter(finished: Path, tiny_target: Path, tm
 
 
 def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) -> None:
-    """Wait until the run has written more than `lines` metrics, has ended, or two minutes passed."""
+    """Wait until the run has written more than `lines` metrics or has ended.
+
+    Returns after two minutes in any case.
+    """
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.is_file() and metrics.read_text().count("\n") > lines:

@@ -141,7 +141,7 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
 
 
 _SIMULATED_SRUN = """#!/usr/bin/env bash
-# Stands in for srun on one machine: two tasks with Slurm's variables,
+# Replaces srun on one machine: it starts two tasks with Slurm's variables,
 # as `srun --ntasks=2` would start them.
 while [[ "$1" == --* ]]; do shift; done
 export SLURM_NTASKS=2 SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2
