@@ -98,7 +98,7 @@ def test_without_a_terminal_the_table_is_plain_text(rows):
 
 # ------------------------------------------------------------------------------------------- report
 class Checker(HTMLParser):
-    """A parser that collects addresses and ids, and checks that elements nest."""
+    """A parser that collects addresses and ids, and checks that elements are nested correctly."""
 
     def __init__(self):
         super().__init__()

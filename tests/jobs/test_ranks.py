@@ -260,9 +260,9 @@ def test_the_sbatch_script_is_valid():
     ],
 )
 def test_the_sbatch_script_adds_parallel_settings(given: list[str], added: str, tmp_path: Path):
-    """Check that the sbatch script adds parallel=ddp only if no kind is given.
+    """Check that the sbatch script adds the Slurm launcher and keeps a given kind of parallelism.
 
-    The launcher is slurm in every case.
+    If no kind is given, ddp is used.
     """
     (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"')
     (tmp_path / "srun").chmod(0o755)

@@ -68,7 +68,7 @@ def test_help_is_printed_from_the_command_line() -> None:
 def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the fastest of a reader's rounds counts, as other processes slow rounds down.
 
-    By the median, decoding would exceed the measured bandwidth. Such a share gives the warning "not valid".
+    By the median, decoding would exceed the measured bandwidth. Such a share gives a warning.
     """
     from scripts.bench.bandwidth import compute_shares
 

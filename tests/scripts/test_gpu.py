@@ -208,7 +208,7 @@ def test_every_line_runs_on_a_cpu_except_those_for_a_gpu(tmp_path: Path) -> None
 def test_one_module_calls_the_gpu() -> None:
     """Check that no module but decoding/devices.py calls the GPU.
 
-    So its lines alone cannot be tested on a CPU.
+    So all lines that a CPU cannot run are in that module.
     """
     packages = ("decoding", "training", "distill", "recurrent_drafting", "heads", "eval", "scripts")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
