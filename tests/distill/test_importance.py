@@ -88,7 +88,7 @@ def test_scores_equal_their_formulas():
 
 
 def test_scores_of_ranks_add_up():
-    """Check that the scores of 2, 3 and 7 ranks add up to those of one process.
+    """Check that the scores of 2, 3 or 7 ranks add up to the scores of one process.
 
     All ranks make equally many forward passes: a rank with fewer rows adds one of weight 0.
     """

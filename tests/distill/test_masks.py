@@ -168,7 +168,7 @@ def test_masks_depend_only_on_step_and_rows():
 
 
 def test_the_penalty_counts_once_for_any_micro_batches():
-    """Check that loss and gradient of two forward passes add up to those of one."""
+    """Check that the losses and gradients of two forward passes add up to one pass's."""
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     samples = [

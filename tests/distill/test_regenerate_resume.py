@@ -237,8 +237,7 @@ def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tm
     assert min(counts) > 0 and sum(counts) == len(
         read_journal(straight / "answers" / "rank_0.jsonl")
     )
-    # Ranks form other batches, so other caches are available when the next turn of a chat
-    # comes.
+    # Ranks form other batches, so other caches are available for the next turn of a chat.
     found, expected = metrics(tmp_path), metrics(straight)
     assert 0 < found["read_tokens"] < found["prompt_tokens"]
     hang_on_batches = {"tokens_per_second": 0, "read_tokens": 0}

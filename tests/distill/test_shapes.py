@@ -57,7 +57,7 @@ def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, 
 
 
 def test_bytes_per_step_count_layers_and_head():
-    """Compare with published figures: 13.2 GB for LLaMA-7B, 1.43 GB for its 796 M drafter."""
+    """Check that a step reads the published 13.2 GB (LLaMA-7B) or 1.43 GB (796 M drafter)."""
     assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
     shape = typed(OmegaConf.load(CONF / "student" / "llama_796m.yaml"), StudentConfig)
     assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)

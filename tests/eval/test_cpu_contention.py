@@ -74,6 +74,6 @@ def test_without_the_machine_count_the_thread_time_is_used(
         times = iter((0.0, 2.0))
         monkeypatch.setattr(cpu_contention, name, lambda times=times: next(times))
     monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
-    # A constant count, as in some containers, means that other processes took less than
-    # nothing: no disturbance.
+    # A constant count, as in some containers, would give other processes a negative time,
+    # which is not a disturbance.
     assert UndisturbedClock(threads=2).seconds() == pytest.approx(2.0)

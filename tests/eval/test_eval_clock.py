@@ -24,7 +24,7 @@ from tests.decoding.test_laws import models
 from tests.support.tiny_targets import random_prompts
 
 GAMMA, LIMIT = 4, 40
-DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of the rest of a round
+DRAFT, REST = 0.375, 0.125  # seconds per drafted token, and per round for the rest
 V = {n: 1 + 0.125 * (n - 1) for n in range(1, GAMMA + 2)}  # seconds of a forward over n tokens
 COSTS = Costs(DRAFT, V, overhead=REST)
 SCHEDULES = [

@@ -48,7 +48,7 @@ def parameters(home):
 def evaluated(home, parameters):
     """Evaluate a head and `shallow`, and return the run's folder.
 
-    The head drafts with a fixed size and by cost, and with top-k and sampled children.
+    The head drafts with a fixed size or one from costs, and with top-k or sampled children.
     """
     head = str(home / "head")
     entries = [

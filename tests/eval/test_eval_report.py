@@ -183,7 +183,7 @@ def test_a_stall_is_detected_and_a_slow_prompt_is_not(records):
         dataclasses.replace(record, decode_seconds=1.5 * record.decode_seconds) for record in last
     ]
     assert not stalled(slow, before)
-    for index in range(len(last)):  # whichever arm it hits, the baseline too
+    for index in range(len(last)):  # whichever arm is disturbed, the baseline included
         hit = [
             dataclasses.replace(r, decode_seconds=r.decode_seconds * (5 if i == index else 1))
             for i, r in enumerate(last)

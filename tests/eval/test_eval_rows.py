@@ -264,8 +264,8 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
         judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word
         == "half precision"
     )
-    # never called equal
+    # not equal, although the texts are
     assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
-    # too many for ties
+    # more differences than ties can explain
     assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"

@@ -162,7 +162,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
         assert row.backend == "native (tp over 2 processes)"
     report = (folder / "report.html").read_text()
     assert "native (tp over 2 processes) backend" in report
-    # waiting for the other rank is no disturbance
+    # waiting for the other rank is not a disturbance
     assert "Other processes used this machine" not in report
     own = {
         r.prompt_id: r.tokens

@@ -92,7 +92,7 @@ def predict_plainly(
 def test_the_loss_and_its_gradient_equal_a_plain_loops(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Check that the loss, its sums by depth and its gradient equal those of a plain loop.
+    """Check that the loss, its sums by depth and its gradient equal a plain loop's.
 
     chunk: number of rows that are grouped together; the loss may process more at once.
     """

@@ -24,7 +24,7 @@ from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
-WIDTH, LOGIT_SCALE = 3, 0.8  # beams; scale of the logits of an unsure head
+WIDTH, LOGIT_SCALE = 3, 0.8  # number of beams; scale of an unsure head's logits
 # A second beam seldom pays, but a second child does.
 STEEP = replace(
     COSTS, t_target_ms=(1.0, 1.002), t_draft_by_frontier_ms=((1, 0.05), (2, 0.5), (3, 1.0))

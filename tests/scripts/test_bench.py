@@ -30,7 +30,7 @@ def test_help_has_the_docstring_and_every_option(
 ) -> None:
     script = importlib.import_module(f"scripts.bench.{name}")
     monkeypatch.setattr(sys, "argv", [f"scripts/bench/{name}.py", asked])
-    if name == "gpu":  # it may import less, and parses its options itself
+    if name == "gpu":  # it can import few packages, so it parses its options itself
         assert script.main(sys.argv[1:]) == 0
     else:
         with pytest.raises(SystemExit) as ended:

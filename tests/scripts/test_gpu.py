@@ -39,8 +39,9 @@ root, out = sys.argv[1:]
 sys.path.insert(0, root)
 
 class Without(importlib.machinery.PathFinder):
-    # hides what the project needs elsewhere, and its packages that import it; the benchmark imports
-    # only modules of training and recurrent_drafting that do without
+    # Hides packages that only other parts of the project need, and the project's packages that
+    # import them. The modules of training and recurrent_drafting that the benchmark imports need
+    # none of them.
     names = "hydra omegaconf datasets wandb rich matplotlib deepspeed".split()
     names += "sentencepiece distill eval".split()
     @classmethod
@@ -77,7 +78,7 @@ os.rename(f"{out}/gpu_exact.json", f"{out}/all_rows.json")
 os.rename(f"{out}/gpu_train.json", f"{out}/both_sides.json")
 
 real = devices.runs_ahead
-# once more as the host behaves beside a GPU
+# once more, with a host that runs ahead of its device as with a GPU
 devices.runs_ahead = lambda device: real(device) or True
 waits = devices.no_waiting
 class Broken:

@@ -1,4 +1,4 @@
-"""Test chat rendering: golden texts of our templates, and masks that cover exactly the answers."""
+"""Test chat rendering: golden texts of built-in templates, and masks of exactly the answers."""
 
 import json
 import re

@@ -87,7 +87,7 @@ def test_no_rank_holds_a_complete_target(
         request.getfixturevalue("deepspeed")
     write_target(tmp_path, tied)
     assert len([*tmp_path.glob("*.safetensors")]) > 1, "several files"
-    # transformers reads in threads, of which torch's profiler sees nothing.
+    # transformers reads in threads, which torch's profiler does not see.
     common = {
         "HF_DEACTIVATE_ASYNC_LOAD": "1",
         "WORLD_SIZE": "2",

@@ -22,17 +22,18 @@ from training.parallel.memory_plan import (
 
 
 def test_zero_stages_need_the_published_bytes():
-    """Compare with Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks.
+    """Check that the plan for 7.5 B parameters on 64 ranks needs the published bytes.
 
-    At 2 + 2 + 12 bytes per parameter, a rank needs 120, 31.4, 16.6 and 1.9 GB.
+    They are in Rajbhandari et al. 2020, figure 1: at 2 + 2 + 12 bytes per parameter, a rank needs
+    120, 31.4, 16.6 and 1.9 GB.
     """
     published = {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
     for kind, gigabytes in published.items():
         plan = bytes_per_rank(7_500_000_000, 0, kind, 64, "bfloat16")
         ours = plan["weights"] + plan["gradients"] + plan["optimizer"]
         cut = {"ddp": 1, "zero1": 64, "zero2": 64, "zero3": 64}[kind]
-        # our gradients in float32: a copy beside bfloat16's, DeepSpeed's share widened, or 4 bytes
-        # for 2
+        # Gradients are float32 here: a copy besides bfloat16's (ddp, zero1), or 4 bytes instead of
+        # 2 (zero2, zero3).
         more = 4 * 7.5e9 / cut
         more = more / 2 if kind in ("zero2", "zero3") else more
         assert (ours - more) / 1e9 == pytest.approx(gigabytes, rel=0.02), kind
@@ -154,7 +155,7 @@ def test_planned_activations_match_autograd(dtype: str, tokens: int):
 def test_activation_checkpointing_saves_memory_and_keeps_gradients():
     """Check that activation checkpointing lowers the peak memory by over 35 %.
 
-    The gradients equal those of the same model without checkpointing bit for bit.
+    Without checkpointing, the same model has bit for bit the same gradients.
     """
     peaks, gradients = [], []
     for checkpointing in (False, True):

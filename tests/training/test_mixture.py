@@ -78,7 +78,7 @@ def domain_of(data: MixedData, row: list[int]) -> str:
 
 
 def test_the_update_follows_the_paper():
-    """Compare with the paper's update: w exp(eta delta), normalised, then (1 - c) w + c / k."""
+    """Check that an update is w exp(eta delta), normalised, and then (1 - c) w + c / k."""
     shares = {"a": 0.6, "b": 0.3, "c": 0.1}
     losses, references = {"a": 2.0, "b": 2.5, "c": 1.0}, {"a": 2.1, "b": 2.0, "c": 0.2}
     gaps = loss_gaps(losses, references, clip=True)
