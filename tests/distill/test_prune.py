@@ -140,7 +140,7 @@ def test_the_probe_selects_the_best_distilled_candidate(tiny_target: Path, tmp_p
 def test_the_last_layer_is_kept_only_if_it_is_useful(
     working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
 ):
-    """Check that pruning keeps the two layers that work, with the last layer or without it.
+    """Check that pruning keeps the two layers that work, whether or not one of them is the last.
 
     The target's other two layers add nothing, so the selected candidate equals the target.
     """

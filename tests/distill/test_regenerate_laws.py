@@ -141,7 +141,7 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_turn_reads_only_new_tokens(
     warped: tuple[str, ...], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Check that a turn reads only the tokens that the last turn did not, with equal answers.
+    """Check that a turn reads only tokens that the turn before did not, for equal answers.
 
     Control: without caches, all tokens of a prompt are read.
     """

@@ -199,7 +199,7 @@ CONTROL = Skips(attention=EVERY[1:]), Skips(mlp=EVERY[1:])
 def test_measured_costs_do_not_depend_on_the_pace_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Check that costs are exact though the machine slows down for some windows and one timing.
+    """Check that costs are exact even if the machine is slow for whole windows or one timing.
 
     A second measurement reads them from the file.
     """

@@ -190,7 +190,7 @@ def prompts_of(categories: list[str]) -> list[Prompt]:
 
 @pytest.mark.parametrize("order", ["by category", "in turn"])
 def test_prompts_of_the_sweep_are_spread_over_the_file(order):
-    """Check that the sweep's prompts cover the categories, whether they are sorted or alternate.
+    """Check that the sweep's prompts cover a file's categories, sorted or alternating.
 
     MT-bench and MGSM are sorted by category. Controls: the first prompts of a sorted file have one
     category, and equal steps through alternating ones at most four.

@@ -141,9 +141,9 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
 
 @pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
-    """Check that a target in two processes gives one process's tokens, and rows that name it.
+    """Check that a target in two processes gives the tokens of one process.
 
-    The drafters run in this process and in a worker.
+    The rows name the two processes. The drafters run in this process and in a worker.
     """
     target = TargetConfig(
         path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2

@@ -192,7 +192,7 @@ def check_training_equals_drafting(
 def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = None) -> None:
     """Assert that predictions depend on earlier tokens and states, and on no later ones.
 
-    kind: for the control, a kind of head whose predictions read later tokens.
+    kind: the kind of head that predicts; the control's reads later tokens.
     """
     model, kind = target(), kind or row.kind
     head, states = head_of(row, model), states_of(row, model)
@@ -223,7 +223,7 @@ def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = Non
 def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.0) -> None:
     """Assert that a head drafts the same after export and reload.
 
-    scale: for the control, a factor on one parameter of the stored head.
+    scale: factor on one parameter of the stored head (1, except in the control).
     """
     model = target()
     head, shape = head_of(row, model), row.shape(model.config)
@@ -239,8 +239,9 @@ def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.
 def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
     """Assert that the held-out chain has the counts of greedy decoding for every prompt.
 
-    These are rounds, emitted, accepted and tested tokens. The head is trained a little first. late:
-    for the control, the number of answer tokens that count as part of the prompt.
+    These are rounds, emitted, accepted and tested tokens. The head is trained a little first.
+
+    late: number of answer tokens that count as part of the prompt (0, except in the control).
     """
     model = target()
     head, states = head_of(row, model), states_of(row, model)

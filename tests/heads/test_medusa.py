@@ -159,7 +159,8 @@ def value(path: tuple[int, ...]) -> float:
 def test_the_tree_of_every_size_is_the_best(size: int):
     """Check that no tree of the size has a larger sum of path probabilities.
 
-    It is compared with all trees of the ten likeliest paths in which every node has its parent.
+    The grown tree is compared with all trees of the ten likeliest paths in which every node has
+    its parent.
     """
     grown = dict(grow_tree(ACCURACY, size))
     paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
@@ -216,7 +217,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], words: str):
 def test_heads_are_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_path: Path):
     """Check that heads trained from chats draft, and that greedy output stays the target's.
 
-    Changed accuracies in its config.json change the tree.
+    Changed accuracies in the folder's config.json change the tree.
     """
     schema = schema_of("medusa")
     given = ["head=medusa", f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]

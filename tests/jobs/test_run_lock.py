@@ -156,8 +156,8 @@ def test_the_owner_in_the_lock_file_decides_without_flock(
 ):
     """Check that the owner in the lock file decides if no process holds the file lock.
 
-    Its lock may not be visible from another host, and the file system may have none (locks=False).
-    words: the expected error, or "" if the folder is free.
+    A file lock may not be visible from another host, and the file system may have none
+    (locks=False). words: the expected error, or "" if the folder is free.
     """
 
     def refused(*_: object) -> None:

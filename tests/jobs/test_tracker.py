@@ -1,4 +1,4 @@
-"""metrics.jsonl is the record; the mirrors have the same numbers, offline too."""
+"""Trackers: metrics.jsonl is the record, and its mirrors have the same numbers, also offline."""
 
 import json
 import sys
@@ -95,7 +95,8 @@ def test_a_missing_login_is_an_error_before_the_job_starts(
 ):
     """Check that a missing login is an error before a job or an experiment's first stage starts.
 
-    Only the tracking rank checks, without a network. Dry runs and offline tracking need no login.
+    Only the tracking rank makes the check, which needs no network. Dry runs and offline tracking
+    need no login.
     """
     register("distill.train", TrainConfig)
     started: list[str] = []

@@ -94,10 +94,10 @@ def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
 
 
 def test_perfect_and_useless_drafts_have_their_closed_forms():
-    """Check the numbers of rounds, tokens, accepted and tested tokens of a walk.
+    """Check a walk's numbers of rounds, of tokens, and of accepted and tested tokens.
 
-    An answer of 16 tokens follows a prompt of 4. It ends at the limit, or at a stop token before a
-    limit of 30 tokens.
+    The drafts are perfect or useless. An answer of 16 tokens follows a prompt of 4. It ends at the
+    limit, or at a stop token before a limit of 30 tokens.
     """
     perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
     assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)

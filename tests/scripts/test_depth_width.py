@@ -13,7 +13,7 @@ SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
 
 
 def test_shapes_with_unequal_bytes_are_refused(tiny_target: Path):
-    """Check that bytes of the head and the layers are counted, and that shapes may differ by 3 %.
+    """Check that bytes count the head and the layers, and may differ by at most 3 %.
 
     The first two shapes have 2,048 x 32 + 7,744 and 2,048 x 32 + 2 x 4,672 weights of 2 bytes.
     """

@@ -129,7 +129,7 @@ print("RAN " + json.dumps({name: sorted(lines) for name, lines in ran.items()}))
 
 
 def function_lines(path: Path) -> set[int]:
-    """Return the line numbers of a file's functions that have bytecode."""
+    """Return the numbers of the lines with bytecode inside a file's functions."""
 
     def lines(code: CodeType, inside: bool) -> set[int]:
         inner = [lines(each, True) for each in code.co_consts if isinstance(each, CodeType)]

@@ -23,7 +23,7 @@ def journal(work: Path, **given: object) -> PartJournal:
 def test_parts_measured_by_other_code_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Check that figures measured by other code are kept, and that its revision is reported.
+    """Check that figures measured by other code are kept, with a note of that code's revision.
 
     Only the reader can judge whether the change matters.
     """

@@ -72,7 +72,7 @@ def config_of(
 
 
 def load_and_answer(cfg: GenerateConfig) -> tuple[ChatModels, PromptRun]:
-    """Load the models and answer the prompts."""
+    """Load the models, answer the prompts, and return the models and the run."""
     loaded = load(cfg)
     return loaded, answer_prompts(loaded, cfg, load_prompts(cfg), Console(file=io.StringIO()))
 

@@ -27,7 +27,7 @@ VOCABULARY = 67  # not a multiple of the number of ranks
 
 
 def write_target(folder: Path, tied: bool) -> None:
-    """Write a model in bfloat16, in files of 100 kB.
+    """Write a model in bfloat16, in files of at most 100 kB.
 
     It is loaded in float32, so every value that is read takes new memory.
     """

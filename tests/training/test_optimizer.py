@@ -35,9 +35,9 @@ def test_the_cosine_starts_where_the_warm_up_ends():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_after_the_warm_up_the_schedule_equals_transformers(warmup: int):
-    """Compare with get_cosine_schedule_with_warmup of transformers after the warm-up.
+    """Check that after the warm-up the rates equal those of get_cosine_schedule_with_warmup.
 
-    Its warm-up differs: the first step has a rate of 0.
+    The warm-up of transformers differs: the first step has a rate of 0.
     """
     config = OptimizerConfig(lr=0.5, warmup_steps=warmup, final_lr=0.0)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)

@@ -204,7 +204,7 @@ def test_activation_checkpointing_changes_no_result(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["zero2", "fsdp"], indirect=True)
 def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
-    """Check that if a rank is killed, the other misses its messages and ends within a minute.
+    """Check that if a rank is killed, the other one misses its messages and ends within a minute.
 
     No launcher is used; tests/distill tests the launcher, which names the rank.
     """

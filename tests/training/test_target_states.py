@@ -1,4 +1,4 @@
-"""Stored states equal those of a forward, in memory, on disk and after a kill."""
+"""Stored states equal the states of a forward, in memory, on disk and after a kill."""
 
 import hashlib
 import shutil
@@ -195,9 +195,9 @@ def test_everything_that_changes_the_states_changes_the_folder(tmp_path: Path):
 
 
 def earlier_folder(root: Path, uses_teacher: bool, width: int, dtype: torch.dtype) -> Path:
-    """Create and return a folder named as in earlier versions.
+    """Create and return the folder that an earlier version uses for the same states.
 
-    Those kept states and tokens in one file.
+    Earlier versions kept states and tokens in one file.
     """
     keys = sorted(tuple(row) for row in data().rows)
     digest = hashlib.sha256(f"hash {tiny.HEADS} {uses_teacher} {width} {dtype} {keys}".encode())
