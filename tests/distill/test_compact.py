@@ -1,4 +1,4 @@
-"""Test `distill.compact`: compact models give equal logits, and other checkpoints are refused."""
+"""Test `distill.compact`: compact models keep the logits, and unsuitable folders are refused."""
 
 import json
 import math
@@ -38,9 +38,9 @@ def padded(
     channels: int = TRUE,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a model with `channels` nonzero channels among STORED.
+    """Write a LLaMA of STORED hidden channels, `channels` of them nonzero, and return its folder.
 
-    The weights that read the zero channels are random.
+    Nothing writes the other channels, and the weights that read them are random.
     """
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -123,7 +123,7 @@ def test_stored_and_compact_models_decode_alike(tmp_path: Path, backend: str, kv
 
 
 def test_control_without_norm_factor_or_epsilon_the_logits_differ(tmp_path: Path):
-    """Control: dropping the channels alone changes the logits, and the comparison detects it."""
+    """Control: the logits differ if a compact model keeps the stored epsilon or norm weights."""
     stored = padded(tmp_path / "stored", 2, tied=False)
     compact = run(configured(stored, tmp_path / "run"))
     before = logits(stored)

@@ -47,7 +47,10 @@ def logits(model) -> torch.Tensor:
 
 
 def random_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cut]:
-    """Return random binary masks for a shape, and their cut."""
+    """Return random binary masks that reduce the model to `shape`, and the equivalent cut.
+
+    The masks are given by kind, each of shape [rows, units].
+    """
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     layers, groups = config.num_hidden_layers, config.num_key_value_heads
@@ -102,7 +105,7 @@ def test_a_student_equals_the_masked_target(name: str):
 
 
 def test_control_other_masks_give_other_logits():
-    """Control: a student that differs by one head, channel, unit or layer has other logits."""
+    """Control: the logits differ if one kept channel, group, query head or unit is replaced."""
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     z, cut = random_masks(target, shape)

@@ -1,4 +1,4 @@
-"""Test the dialogues of distill.regenerate: requests, endings, batches and the account."""
+"""Test the dialogues of `distill.regenerate`: requests, endings, batches and the chat account."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,10 @@ from training.data.readers import Chat
 
 
 def chat(*turns: str) -> Chat:
-    """Return a chat. A turn's first letter is its role: s(ystem), u(ser) or a(ssistant)."""
+    """Return a chat of these turns.
+
+    The first letter of a turn gives its role: s(ystem), u(ser) or a(ssistant).
+    """
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
 

@@ -1,4 +1,4 @@
-"""Test mixtures of domains in the jobs: figures, shares, exhausted domains and invalid ones."""
+"""Test mixtures in the jobs: figures per domain, shares, exhausted domains and invalid ones."""
 
 import json
 import os
@@ -40,7 +40,7 @@ TOY = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write train/words.txt and held_out/words.txt from prose in the repository."""
+    """Write train/words.txt and held_out/words.txt, two parts of a licence; return their folder."""
     root = tmp_path_factory.mktemp("texts")
     words = (ROOT / "assets" / "LICENSE-PYTHON.txt").read_text()
     for split, text in (("train", words[:9000]), ("held_out", words[9000:12000])):
@@ -196,7 +196,10 @@ def test_pretraining_refuses_mixing_by_acceptance(texts: Path, tmp_path: Path):
 
 
 def test_domain_figures_are_acceptance_and_loss_on_its_text():
-    """Compare with complete logits, document by document and without packing."""
+    """Check that a domain's figures equal those computed from complete logits.
+
+    The reference reads one document at a time, without packing.
+    """
     shape = StudentConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
     )

@@ -1,4 +1,4 @@
-"""Test dry runs of pruning: the printed costs, against counts by hand, and the untrained folder."""
+"""Test dry runs of pruning: printed costs equal counts by hand, and the written folder loads."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ TARGET, STUDENT = 6_738_415_616, 796_290_560
 def dry_output(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str
 ) -> str:
-    """Return the output of a dry run at the shape of LLaMA-7B."""
+    """Return the printed output of a dry run that prunes LLaMA-7B to five layers."""
     given = [
         *SEVEN,
         "student=llama_796m",
@@ -67,7 +67,10 @@ def test_the_cost_of_importance_is_printed(tiny_target, tmp_path, capsys):
 
 
 def test_the_number_of_candidates_is_printed(tiny_target, tmp_path, capsys):
-    """Check that all candidates are compared and some distilled, but not with given layers."""
+    """Check that a dry run prints how many candidates are compared and how many are distilled.
+
+    If `student.layers` is set, no candidates are compared.
+    """
     output = dry_output(tiny_target, tmp_path, capsys, "importance.probe_steps=50")
     assert (
         "up to 6 candidates compared on held-out text and 4 of them distilled on 12,800 tokens each"
@@ -88,7 +91,7 @@ def test_the_number_of_candidates_is_printed(tiny_target, tmp_path, capsys):
 
 
 def test_flops_of_importance_are_the_sum_of_its_parts():
-    """Check a shape with all candidates distilled, and one with four of six."""
+    """Check the sum with no, four and all six candidates distilled."""
     target, shape = (AutoConfig.for_model("llama", num_hidden_layers=layers) for layers in (32, 5))
     config = PruneConfig(
         job="distill.prune", data=DataConfig(max_length=64), between=LoopConfig(tokens_per_step=128)
@@ -145,9 +148,10 @@ def test_a_later_stage_also_holds_the_previous_student(tiny_target, tmp_path, ca
 
 @pytest.mark.long
 def test_the_cost_of_mask_training_is_printed(tiny_target, tmp_path, capsys):
-    """Check the published schedule, 0.419 B tokens at 6 FLOPs a weight.
+    """Check the cost of the published schedule: 6 FLOPs per weight and token, 0.419 B tokens.
 
-    Only evaluations read the target.
+    The target's forward passes are not included, because only evaluations need them. With frozen
+    weights, no gradients or optimizer states are listed.
     """
     schedule = (
         "mode=l0",

@@ -27,7 +27,10 @@ ROOT = CONF.parent
 def compose_stages(
     experiment: str, *given: str, job: str = "distill.train"
 ) -> tuple[Any, dict[str, Any]]:
-    """Compose an experiment and the configurations of its stages (the last member of a sweep)."""
+    """Return an experiment's configuration, and the configuration of each of its stages by name.
+
+    Of a stage that is a sweep, the last member is returned.
+    """
     composed = compose_job(
         job, schema_of(job), [f"+experiment={experiment}", "output_dir=/run", *given]
     )
@@ -37,7 +40,7 @@ def compose_stages(
 
 
 def run_job(*arguments: str, job: str = "distill.train") -> str:
-    """Run `python -m JOB` and return its output."""
+    """Run `python -m JOB` with these arguments, assert that it succeeds, and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", job, *arguments],
         cwd=ROOT,
@@ -64,7 +67,10 @@ def test_one_override_selects_the_mode_of_pruning(given: list[str], mode: str, l
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
 def test_every_stage_uses_the_chosen_target(experiment: str):
-    """Check its published configuration too, which a dry run without its folder needs."""
+    """Check that every stage has the chosen target's path, device and published configuration.
+
+    A dry run without the target's folder needs that configuration.
+    """
     config, stages = compose_stages(experiment, "target=llama3_1_70b", "target.device=cpu")
     assert config.target.config["num_hidden_layers"] == 80
     for name, stage in stages.items():
@@ -84,7 +90,7 @@ def test_every_stage_uses_the_chosen_target(experiment: str):
 def test_a_parallel_target_is_given_only_to_stages_that_accept_one(
     job: str, experiment: str, single: str
 ):
-    """Check that pruning and the skip search, which need it in one process, get it in one."""
+    """Check that pruning and the skip search, which require one process, get an unsplit target."""
     given = ["draft_model=/draft"] if job == "eval.run" else []
     shared = ["target.parallel=layers", "target.processes=2"]
     for name, stage in compose_stages(experiment, *given, *shared, job=job)[1].items():
@@ -107,10 +113,7 @@ def test_one_override_makes_a_ladder_random_or_by_masks(mode: str):
 
 
 def test_a_recipe_passes_shape_and_domains_to_pruning():
-    """Check overrides too: pruning gets the same shape and the same mixture.
-
-    Its shares are fixed.
-    """
+    """Check that pruning gets the overridden shape and the same domains, with fixed shares."""
     config, stages = compose_stages(
         "llama_796m",
         "data=redpajama",
@@ -126,7 +129,7 @@ def test_a_recipe_passes_shape_and_domains_to_pruning():
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
 def test_template_and_memory_settings_reach_every_training_stage(experiment: str):
-    """Check that pruning and distillation use the same chat template and fit the same GPU."""
+    """Check that both training stages get the experiment's data, micro-batch size and dtype."""
     overrides = [
         "data.template=vicuna",
         "data.train_on=all",
@@ -154,7 +157,10 @@ RECIPES = {
 
 @pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
 def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str):
-    """Check that all stages share a tracker group, and chats and prompts share a template."""
+    """Check that a recipe ends with eval.run and with eval.compare on its results.
+
+    All stages share a tracker group, and the benchmark has the chat template of the data.
+    """
     given = ["tracker=wandb_offline", "data.template=vicuna"]
     config, stages = compose_stages(experiment, *given, job=job)
     assert config.stages[-2:] == ["eval.run", "eval.compare"]
@@ -170,9 +176,9 @@ def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str
 def test_a_complete_recipe_runs_on_a_base_model(
     base_target: Path, shared_data: Path, tmp_path: Path
 ):
-    """Prune, distil, evaluate and compare on a base model.
+    """Check that a base model can be pruned, distilled, evaluated and compared in one command.
 
-    It has LLaMA's tokenizer, no chat template and small sizes.
+    The tiny target's tokenizer, LLaMA's, has no chat template, so prompts are plain text.
     """
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
@@ -250,9 +256,10 @@ def test_a_complete_recipe_runs_on_a_base_model(
 
 @pytest.mark.long
 def test_a_stage_with_an_experiment_is_composed_from_it(tmp_path: Path):
-    """Run two stages of one job, of which the second has its own experiment.
+    """Check that a stage with its own experiment gets the settings of that experiment.
 
-    It continues from the first's folder.
+    Both stages are of one job: the first plans 3 epochs, and the second, which has its own
+    experiment and continues from the first's folder, plans 2.
     """
     output = run_job(
         "+experiment=quickstart_target",
@@ -301,7 +308,7 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
 
 
 def hours_in(text: str) -> list[float]:
-    """Return all hours in an output, with the pace that they assume."""
+    """Return the hours of every estimate in `text` that names its pace ("N hours at ...")."""
     return [
         float(found.replace(",", ""))
         for found in re.findall(r"([\d.,]+) hours(?: \([\d.,]+ s\))? at ", text)

@@ -37,7 +37,7 @@ from .test_cut import SHAPE, logits
 
 
 def one_rank(rank: int = 0, world_size: int = 1) -> Any:
-    """Return a rank of a job whose sums the caller adds up."""
+    """Return a fake rank whose `sum` returns its argument, so that the caller adds up the ranks."""
     return SimpleNamespace(
         rank=rank, world_size=world_size, is_main=False, device="cpu", sum=lambda values: values
     )
@@ -47,7 +47,7 @@ ALONE = one_rank()
 
 
 def batches(seed: int = 0, rows: int = 6):
-    """Return packed rows of two documents each, with padding."""
+    """Return `rows` batches, each one row of two packed random documents and padding."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in torch.randint(4, 9, (2 * rows,), generator=generator).tolist():
@@ -57,7 +57,7 @@ def batches(seed: int = 0, rows: int = 6):
 
 
 def test_scores_equal_their_formulas():
-    """Compute the definitions for one layer over the tokens of each row."""
+    """Compare the scores of one layer with their formulas, computed from its modules' inputs."""
     target = family("llama")
     scores = collect_scores(target, batches(), ALONE).finished()
     units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
@@ -88,7 +88,10 @@ def test_scores_equal_their_formulas():
 
 
 def test_scores_of_ranks_add_up():
-    """Check ranks with fewer rows too, which run one more with weight 0."""
+    """Check that the scores of 2, 3 or 7 ranks add up to the scores of one process.
+
+    All ranks make equally many forward passes: a rank with fewer rows adds one of weight 0.
+    """
     target, rows = family("llama"), batches(rows=5)
     alone = vars(collect_scores(target, rows, ALONE).finished())
     for ranks in (2, 3, 7):
@@ -105,10 +108,7 @@ def test_scores_of_ranks_add_up():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_useless_units_are_cut_first(name: str):
-    """Zero the weights of some units and heads, and cut the model.
-
-    The cut removes these, so the logits stay equal.
-    """
+    """Check that units and heads whose weights are zero are cut first, so the logits stay equal."""
     target = family(name)
     config = target.config
     group_size = config.num_attention_heads // config.num_key_value_heads
@@ -151,7 +151,10 @@ def test_every_group_keeps_equally_many_query_heads():
 
 
 def test_a_cut_norm_keeps_the_scale_of_its_output():
-    """Compare the scale with and without the factor, which is the control."""
+    """Check that the output of a cut, rescaled norm keeps its scale within 10 %.
+
+    Control: without rescaling, the scale differs by more.
+    """
     target = family("llama")
     with torch.no_grad():  # a few large channels, as in real models
         target.model.embed_tokens.weight[:, :4] *= 8
@@ -194,7 +197,7 @@ def test_an_interrupted_removal_resumes():
 
 
 def test_the_removed_layer_has_the_smallest_kl():
-    """Compare the first step with a search over models that lack one layer each."""
+    """Compare the first removed layer with a search over models that lack one layer each."""
     target, rows = family("llama"), batches(rows=2)
     kl = []
     for removed in range(4):
@@ -241,9 +244,10 @@ def test_candidates_follow_their_criteria():
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 12, 32])
 def test_candidates_are_distinct_sorted_and_of_the_right_size(layers: int):
-    """Check every cut.
+    """Check the sets of layers of every size: sorted, distinct and of that size.
 
-    Each has a set without the last layer, and at most as many sets as `count_layer_sets` returns.
+    There are at most as many sets as `count_layer_sets` returns. Unless all layers are kept, at
+    least one set lacks the last layer.
     """
     generator = torch.Generator().manual_seed(layers)
     for count in range(1, layers + 1):

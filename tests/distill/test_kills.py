@@ -1,4 +1,4 @@
-"""Test that a training killed a hundred times at random moments gives the same drafter."""
+"""Test that a training run killed a hundred times at random moments gives the same drafter."""
 
 import random
 import subprocess

@@ -33,7 +33,7 @@ def at(step: int, total: int) -> Place:
 @pytest.mark.parametrize("beta", BETA.values())
 @pytest.mark.parametrize("logit", [-3.0, 0.0, 2.0])
 def test_the_expected_share_of_zeros_equals_its_formula(beta: float, logit: float):
-    """Compare P(z = 0) with 2 x 10^5 sampled masks."""
+    """Compare the formula for P(z = 0) with the share of zeros in 2 x 10^5 sampled masks."""
     masks = HardConcrete(1, 200_000, 1, beta)
     with torch.no_grad():
         masks.logit_WU.fill_(logit)
@@ -45,9 +45,10 @@ def test_the_expected_share_of_zeros_equals_its_formula(beta: float, logit: floa
 
 
 def test_the_largest_sparsity_follows_from_the_bound():
-    """Compare with P(z > 0) at the lowest logit.
+    """Check the largest sparsity for each beta, and that shapes above it are refused.
 
-    It is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with the paper's.
+    At the lowest logit, P(z > 0) is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with
+    the paper's.
     """
     for beta, most in ((2 / 3, 0.9529), (0.83, 0.932)):
         masks = HardConcrete(1, 8, 1, beta)
@@ -78,7 +79,11 @@ def test_masks_start_open_and_logits_stay_bounded():
 def trained(
     masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True
 ) -> None:
-    """Minimize -sum(importance x mask) under the constraint, with published learning rates."""
+    """Train masks to minimize -mean(importance x mask) plus the penalty of the constraint.
+
+    The learning rates are the published ones. weight_of: importance of each unit, by kind of mask.
+    train: False leaves the penalty out.
+    """
     lr = 1e-4
     rates = MaskedModel(torch.nn.Linear(1, 1), masks, FROZEN, lr).rates
     holder = torch.nn.ModuleDict({"masks": masks})
@@ -163,7 +168,7 @@ def test_masks_depend_only_on_step_and_rows():
 
 
 def test_the_penalty_counts_once_for_any_micro_batches():
-    """Check that loss and gradient of two forward passes add up to those of one."""
+    """Check that the losses and gradients of two forward passes add up to one pass's."""
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     samples = [
@@ -207,10 +212,7 @@ def test_frozen_weights_get_no_gradient_but_masks_do():
 
 
 def test_recomputed_layers_use_the_same_masks():
-    """Compare gradients with and without activation checkpointing.
-
-    With it, the backward pass runs the layers again.
-    """
+    """Check that activation checkpointing, which runs layers again, changes no gradient."""
     batch = collate(
         [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
         [[0]],
@@ -237,9 +239,9 @@ def test_recomputed_layers_use_the_same_masks():
 
 
 def test_the_target_sparsity_grows_over_the_warm_up():
-    """Check t(step) = t min(1, step / warm-up).
+    """Check that the target sparsity at a step is t min(1, step / warm-up).
 
-    The Lagrangian at that target sparsity follows Sheared-LLaMA's equations.
+    The penalty at that sparsity is the Lagrangian of Sheared-LLaMA.
     """
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)

@@ -114,7 +114,10 @@ def test_other_shapes_reuse_the_scores(
 
 
 def test_the_probe_selects_the_best_distilled_candidate(tiny_target: Path, tmp_path: Path):
-    """Check that the two candidates with the highest acceptance as cut are distilled."""
+    """Check that the two candidates with the highest acceptance as cut are distilled.
+
+    The one with the higher acceptance after distillation is selected.
+    """
     run(
         configured(
             tiny_target,
@@ -137,7 +140,10 @@ def test_the_probe_selects_the_best_distilled_candidate(tiny_target: Path, tmp_p
 def test_the_last_layer_is_kept_only_if_it_is_useful(
     working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
 ):
-    """Disable two of four layers, the last among them or, as the control, not."""
+    """Check that pruning keeps the two layers that work, whether or not one of them is the last.
+
+    The target's other two layers add nothing, so the selected candidate equals the target.
+    """
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     state = load_file(target / "model.safetensors")
@@ -156,9 +162,10 @@ def test_the_last_layer_is_kept_only_if_it_is_useful(
 
 
 def test_cached_target_states_serve_all_candidates(tiny_target: Path, tmp_path: Path):
-    """Check that the target reads each row once, and that candidates get the same acceptance.
+    """Check that with a cache every candidate after the first is distilled with fewer FLOPs.
 
-    Acceptance may differ by the number of rows in a forward pass of the target.
+    The layers and the acceptance equal those without a cache. Acceptance may differ slightly,
+    because the target's forward passes have other numbers of rows.
     """
     runs = []
     for memory in (0, 50):
@@ -192,7 +199,7 @@ def test_an_interrupted_distillation_resumes_exactly(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Check that finished distillations are not repeated, and that every step is made once."""
+    """Check that a resumed job makes every training step once and gives the same student."""
     steps = {"straight": 0, "resumed": 0}
     step, at_work = training.loop.Training.step, "straight"
 
@@ -256,9 +263,9 @@ def test_severe_cuts_are_made_in_stages_with_distillation(tiny_target: Path, tmp
 def test_a_tracker_gets_every_stage_under_the_experiments_name(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
-    """Check that the distillation between two cuts is a run in the same group.
+    """Check that the distillation between two cuts is a run of its own in the same group.
 
-    The stages are recorded at the end.
+    The job's run records both stages at the end.
     """
     tracked = ("tracker=wandb", "tracker.name=llama_796m", "tracker.group=sweep")
     folder = tmp_path / "run"
@@ -312,7 +319,10 @@ def test_saved_masks_give_the_same_student_and_fit_no_other_target(
 
 
 def test_a_real_run_saves_no_published_configuration(tiny_target: Path, tmp_path: Path):
-    """Check that only a dry run without the target's folder uses it."""
+    """Check that the saved target.config is empty.
+
+    Only a dry run without the target's folder uses it.
+    """
     given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
     run(configured(tiny_target, tmp_path / "run", *given))
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
@@ -444,7 +454,7 @@ def test_invalid_values_are_refused(
 
 
 def test_unsupported_targets_are_refused(tiny_target: Path, tmp_path: Path):
-    """Check another family, and attention that students do not have."""
+    """Check that a target of another family or with a sliding window is refused."""
     for kind, more, words in (
         ("gpt2", "", "family 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
         (
@@ -474,9 +484,9 @@ def test_unaligned_widths_are_printed_as_warnings(
 
 
 def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
-    """Compare the scores of one domain with those of two, of which the second has no share.
+    """Check that a domain with share 0 changes no score, and that one with share 0.5 does.
 
-    Mixing by figures that pruning does not measure is refused.
+    mixing=acceptance is refused, because pruning does not measure its figures.
     """
     texts = {
         "prose": CONF.parent / "LOG.md",

@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def prune(target: Path, folder: Path, *overrides: str) -> None:
-    """Run a pruning job with a separate cache folder."""
+    """Run `distill.prune` with a cache folder of its own, and assert that it succeeds."""
     given = arguments(target, folder, *overrides, f"importance.cache_dir={folder}_cache")
     end = subprocess.run(
         [sys.executable, "-m", "distill.prune", *given],
@@ -83,7 +83,7 @@ def test_a_sharded_target_gets_the_scores_of_an_unsharded_one(
 
 @pytest.fixture(scope="module")
 def alone(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Learn masks in one process, with two forward passes of one row a step."""
+    """Learn masks in one process, with two forward passes of one row per step; return the run."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     prune(tiny_target, folder, *MASKS)
     return folder
@@ -99,7 +99,10 @@ def records(folder: Path, key: str) -> list[float]:
 def test_two_ranks_learn_the_masks_of_one_process(
     kind: str, alone: Path, tiny_target: Path, tmp_path: Path
 ):
-    """Check that rows have the same masks on any rank, and that ranks add up their gradients."""
+    """Check that two ranks give the losses, weights and masks of one process.
+
+    So a row has the same sampled masks on any rank, and the ranks' gradients are added up.
+    """
     folder = tmp_path / "run"
     prune(tiny_target, folder, *MASKS, f"parallel={kind}", "parallel.processes=2")
     for key in ("loss", "gradient_norm", "held_out_sparsity_gap/layers", "held_out_margin/units"):
@@ -116,7 +119,7 @@ def test_two_ranks_learn_the_masks_of_one_process(
 def test_masks_learned_by_fsdp_resume_in_one_process(
     alone: Path, tiny_target: Path, tmp_path: Path
 ):
-    """Stop FSDP by a signal after half of the steps, and make the rest in one process."""
+    """Check that a run stopped under FSDP and resumed in one process equals a straight one."""
     folder = tmp_path / "run"
     given = arguments(
         tiny_target,
@@ -146,9 +149,9 @@ def test_masks_learned_by_fsdp_resume_in_one_process(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("zero1", marks=SELDOM), "fsdp"], indirect=True)
 def test_probes_and_stages_run_with_a_sharded_target(kind: str, tiny_target: Path, tmp_path: Path):
-    """Run several trainings in the same ranks.
+    """Check that two ranks select the layers and give the weights of one process.
 
-    These are probes, a distillation between stages, and the probes of the last cut.
+    The same ranks train several times: probes, a distillation between two cuts, and probes again.
     """
     given = (
         *NARROW,

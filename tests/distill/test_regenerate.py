@@ -1,4 +1,4 @@
-"""Test distill.regenerate: its account, its output in training, dry runs and errors."""
+"""Test `distill.regenerate`: its account, training on its output, dry runs and errors."""
 
 import json
 import os
@@ -148,9 +148,9 @@ def test_a_chat_ends_where_the_context_is_full(home: Path, tmp_path: Path):
 def test_looping_answers_are_counted_or_dropped(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Let a target repeat one token.
+    """Check that looping answers are counted, and that drop_loops=true drops their chats.
 
-    Its layers add nothing, and all tokens have the same embedding.
+    The target repeats one token: its layers add nothing, and all tokens have the same embedding.
     """
     target = tmp_path / "target"
     shutil.copytree(home / "target", target)

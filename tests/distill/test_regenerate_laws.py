@@ -110,7 +110,7 @@ def answers_of(folder: Path) -> list[Answer]:
 
 
 def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the positions of every prefill forward pass from now on."""
+    """Return a list to which every prefill forward pass appends its number of positions."""
     read: list[int] = []
     features = NativeTarget.features
 
@@ -141,9 +141,9 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_turn_reads_only_new_tokens(
     warped: tuple[str, ...], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Count the prompt tokens that are read, and the positions of the forward passes.
+    """Check that a turn reads only tokens that the turn before did not, for equal answers.
 
-    Without caches, which is the control, all tokens are read.
+    Control: without caches, all tokens of a prompt are read.
     """
     long = [
         [turn for n in range(4) for turn in (("human", f"part {n} of {name}"), ("gpt", "ok"))]

@@ -46,9 +46,9 @@ def straight(home: Path) -> Path:
 
 
 def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
-    """Copy the uninterrupted run with a journal of `size_bytes` bytes, as a kill leaves it.
+    """Copy an uninterrupted run as if it was killed with `size_bytes` bytes in its journal.
 
-    Returns the journal.
+    Returns the path of the journal.
     """
     shutil.copytree(straight, folder)
     (folder / "chats.json").unlink()
@@ -76,7 +76,7 @@ def test_a_run_resumes_from_any_byte_of_its_journal(
 
 
 def test_a_resumed_run_uses_the_answers_in_its_journal(home: Path, straight: Path, tmp_path: Path):
-    """Control: change an answer in the journal, and find it in the output and in later requests."""
+    """Control: an answer changed in the journal appears in the output of the resumed run."""
     journal = interrupted(
         straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size
     )
@@ -237,8 +237,7 @@ def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tm
     assert min(counts) > 0 and sum(counts) == len(
         read_journal(straight / "answers" / "rank_0.jsonl")
     )
-    # Ranks form other batches, so other caches are available when the next turn of a chat
-    # comes.
+    # Ranks form other batches, so other caches are available for the next turn of a chat.
     found, expected = metrics(tmp_path), metrics(straight)
     assert 0 < found["read_tokens"] < found["prompt_tokens"]
     hang_on_batches = {"tokens_per_second": 0, "read_tokens": 0}

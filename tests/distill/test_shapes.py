@@ -43,7 +43,7 @@ def test_parameter_counts_are_the_published_ones(name: str):
 @pytest.mark.parametrize("target", ["llama3_1_8b", "llama3_1_70b"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, target: str):
-    """Check that a student has the target's number of groups, or a smaller divisor of its heads."""
+    """Check that a student has 8 key-value heads, the target's number, or 5 if it has 20 heads."""
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         train = typed(compose("distill_train", [f"target={target}"]), TrainConfig)
@@ -57,7 +57,7 @@ def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, 
 
 
 def test_bytes_per_step_count_layers_and_head():
-    """Compare with published figures, 13.2 GB for LLaMA-7B and 1.43 GB for its 796 M drafter."""
+    """Check that a step reads the published 13.2 GB (LLaMA-7B) or 1.43 GB (796 M drafter)."""
     assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
     shape = typed(OmegaConf.load(CONF / "student" / "llama_796m.yaml"), StudentConfig)
     assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)

@@ -30,7 +30,7 @@ IDLE = {("attention", 1), ("mlp", 1), ("mlp", 2)}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
-    """Write a model of four layers, with three sub-layers that add nothing."""
+    """Write a model of four layers, with three sub-layers that add nothing; return its folder."""
     shape = StudentConfig(
         hidden_size=32,
         num_hidden_layers=4,
@@ -156,7 +156,7 @@ def test_invalid_skips_are_refused(target: Path, tmp_path: Path):
 
 
 class Clocked:
-    """Target with known milliseconds per sub-layer, complete or without some of them."""
+    """Fake target whose step time is the sum of known times of the sub-layers that it runs."""
 
     num_layers, attention_ms, mlp_ms, bare_ms = 12, 0.2, 0.1, 0.5
 
@@ -176,7 +176,7 @@ class Clocked:
 
 
 def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch) -> SubLayerCosts:
-    """Measure the costs on a machine that is slower by one of these factors at each timing."""
+    """Measure the costs with each timing multiplied by the next of `paces`."""
     left = iter(paces)
 
     def timed(
@@ -199,7 +199,10 @@ CONTROL = Skips(attention=EVERY[1:]), Skips(mlp=EVERY[1:])
 def test_measured_costs_do_not_depend_on_the_pace_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Slow the machine at first, and disturb it in the middle of a window."""
+    """Check that costs are exact even if the machine is slow for whole windows or one timing.
+
+    A second measurement reads them from the file.
+    """
     paces = [3.0] * 4 + [1.0] * 4 + [1.0, 1.0, 9.0, 1.0] + [1.0] * 4 + [2.0] * 4
     costs = costs_at(paces, tmp_path / "costs.json", monkeypatch)
     assert (costs.attention_ms, costs.mlp_ms, costs.bare_ms) == pytest.approx((0.2, 0.1, 0.5))
@@ -213,9 +216,10 @@ def test_measured_costs_do_not_depend_on_the_pace_of_the_machine(
 def test_predictions_never_exceed_the_possible_speedup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Change the pace of the machine at every timing.
+    """Check that predictions stay possible if the machine's pace changes at every timing.
 
-    A draft step never takes less than zero time, and a round never less than its verification.
+    No draft step takes less time than one without sub-layers, and no speedup exceeds the nine
+    tokens of a round.
     """
     apart = 0
     for seed in range(30):

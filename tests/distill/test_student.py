@@ -108,7 +108,11 @@ def test_rope_and_context_come_from_the_target(target):
 
 
 def test_a_student_with_the_targets_tokenizer_is_resized(target, tiny_target: Path, tmp_path: Path):
-    """Check a [PAD] that only one of them has, and rows that pad a table."""
+    """Check that a student with the target's tokenizer gets the target's vocabulary size.
+
+    Its table is three rows longer or shorter than the target's. A longer one is refused if the
+    folder has no tokenizer.
+    """
     for more in (3, -3):
         student = AutoModelForCausalLM.from_pretrained(tiny_target)
         student.resize_token_embeddings(2048 + more if more > 0 else 2048, mean_resizing=False)

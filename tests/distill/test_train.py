@@ -206,7 +206,7 @@ def test_the_zeros_of_a_dry_run_take_no_disk_space(tiny_target: Path, tmp_path: 
 def test_a_killed_run_resumes_to_the_same_drafter(
     finished: Path, tiny_target: Path, tmp_path: Path
 ):
-    """Kill training in the middle with SIGKILL, and run the command again in another process."""
+    """Check that a run killed by SIGKILL and started again gives an uninterrupted run's weights."""
     process = subprocess.Popen(
         command(tiny_target, tmp_path, "threads=1"),
         cwd=ROOT,
@@ -252,7 +252,10 @@ def test_two_workers_make_the_same_drafter(finished: Path, tiny_target: Path, tm
 
 
 def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) -> None:
-    """Wait until the run has written more than `lines` metrics, or has ended."""
+    """Wait until the run has written more than `lines` metrics or has ended.
+
+    Returns after two minutes in any case.
+    """
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.is_file() and metrics.read_text().count("\n") > lines:
@@ -262,10 +265,7 @@ def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) 
 
 @pytest.mark.long
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    """Kill the second rank in the middle of training.
-
-    The job ends with the name of the rank and writes no drafter.
-    """
+    """Check that after a rank is killed, the job ends, names the rank and writes no drafter."""
     given = command(
         tiny_target,
         tmp_path,

@@ -68,7 +68,7 @@ def same_drafter(folder: Path, alone: Path) -> None:
 
 @pytest.mark.long
 def test_torchrun_needs_no_other_arguments(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Check that a sharded target answers its held-out prompts in several processes."""
+    """Check that torchrun gives one process's drafter, with the target split over two ranks."""
     split = ["target.parallel=layers", "target.processes=2"]
     done([*TORCHRUN, *job(tiny_target, tmp_path, "parallel=fsdp", *split)])
     same_drafter(tmp_path, alone)
@@ -78,7 +78,7 @@ def test_torchrun_needs_no_other_arguments(alone: Path, tiny_target: Path, tmp_p
 def test_the_deepspeed_launcher_needs_no_other_arguments(
     alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
 ):
-    """Check the --local_rank=N that it passes to every rank."""
+    """Check that the launcher's --local_rank=N is accepted and the drafter is one process's."""
     launcher = [
         "env",
         "DS_ACCELERATOR=cpu",
@@ -103,9 +103,9 @@ def test_our_launcher_starts_the_ranks_of_zero(
 
 @pytest.mark.long
 def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Run three stages under torchrun.
+    """Check that training stages run in both ranks of torchrun, and an evaluation on rank 0 alone.
 
-    These are a stage of two ranks, one of a single process, and a sweep of members of two ranks.
+    The last stage is a sweep whose members have two ranks.
     """
     benchmark = [
         "drafters=[prompt_lookup]",
@@ -141,7 +141,7 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
 
 
 _SIMULATED_SRUN = """#!/usr/bin/env bash
-# Stands in for srun on one machine: two tasks with Slurm's variables,
+# Replaces srun on one machine: it starts two tasks with Slurm's variables,
 # as `srun --ntasks=2` would start them.
 while [[ "$1" == --* ]]; do shift; done
 export SLURM_NTASKS=2 SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2
@@ -156,9 +156,9 @@ exit $status
 
 @pytest.mark.long
 def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Replace srun by a shell script, and check the script's command and the ranks' variables.
+    """Check that the sbatch script's ranks give one process's drafter, without `parallel=`.
 
-    Ranks share the work without parallel=.
+    A shell script replaces srun: it starts two ranks with Slurm's variables.
     """
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
@@ -216,9 +216,9 @@ def test_a_dead_rank_ends_the_job_with_its_name(
 def test_members_of_a_sweep_run_under_the_submitit_launcher(
     tiny_target: Path, tmp_path: Path, submitit: None
 ):
-    """Submit members by Hydra's submitit launcher, here to its local executor instead of Slurm.
+    """Check that Hydra's submitit launcher runs every member, and that a failing one is an error.
 
-    A member that fails is an error.
+    The local executor is used instead of Slurm.
     """
     local = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "dry_run=true"]
     good = [

@@ -28,7 +28,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Write SIMULATED runs of three depths, each evaluated by itself."""
+    """Write SIMULATED runs of three depths, one evaluation for each, and return their folder."""
     home = tmp_path_factory.mktemp("simulated")
     for number, (label, drafters) in enumerate({"one": SHALLOW, "four": DEEP, "six": SLOW}.items()):
         simulated_runs.write(

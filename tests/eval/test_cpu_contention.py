@@ -49,7 +49,10 @@ def test_the_machine_count_excludes_idle_time(tmp_path: Path, monkeypatch: pytes
 def test_the_clock_excludes_its_process_from_the_machine_count(
     taken: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ):
-    """Measure three seconds of two threads, with and without another process."""
+    """Check that the clock subtracts the CPU time of its own process from the machine's.
+
+    Its two threads run for three seconds, with and without another process.
+    """
     for name, start, end in (
         ("thread_time", 5.0, 8.0),
         ("perf_counter", 1.0, 4.0),
@@ -71,6 +74,6 @@ def test_without_the_machine_count_the_thread_time_is_used(
         times = iter((0.0, 2.0))
         monkeypatch.setattr(cpu_contention, name, lambda times=times: next(times))
     monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
-    # A constant count, as in some containers, means that other processes took less than
-    # nothing: no disturbance.
+    # A constant count, as in some containers, would give other processes a negative time,
+    # which is not a disturbance.
     assert UndisturbedClock(threads=2).seconds() == pytest.approx(2.0)

@@ -66,7 +66,10 @@ def test_plain_text_is_not_wrapped():
 
 
 def test_a_named_chat_template_renders_both_turns(tmp_path, shared_data, llama_tokenizer):
-    """Render for a tokenizer without a template, such as Vicuna's published one."""
+    """Check that a named chat template renders both turns, if the tokenizer has no template.
+
+    Vicuna's published tokenizer has none. Without a named template, the error suggests one.
+    """
     words = AutoTokenizer.from_pretrained(llama_tokenizer)
     options = {"max_length": 2048, "max_new_tokens": 32, "limit": 1}
     path = str(shared_data / "eval" / "mt_bench.jsonl")
@@ -187,8 +190,10 @@ def prompts_of(categories: list[str]) -> list[Prompt]:
 
 @pytest.mark.parametrize("order", ["by category", "in turn"])
 def test_prompts_of_the_sweep_are_spread_over_the_file(order):
-    """Check files whose categories follow one another (MT-bench, MGSM) and files whose categories
-    alternate. Control: the first few prompts have at most one of eight categories.
+    """Check that the sweep's prompts cover a file's categories, sorted or alternating.
+
+    MT-bench and MGSM are sorted by category. Controls: the first prompts of a sorted file have one
+    category, and equal steps through alternating ones at most four.
     """
     kinds = (
         [kind for kind in "abcdefgh" for _ in range(10)]
@@ -219,7 +224,10 @@ def test_spreading_takes_each_prompt_at_most_once(count, of):
 
 
 def test_a_limit_can_spread_prompts_over_the_file(tmp_path):
-    """Take the same number with and without spread, of every category, and count the others."""
+    """Check that with `spread` a limit keeps prompts of every category, and counts the others.
+
+    Without `spread`, it keeps as many prompts, but of the first category.
+    """
     lines = [
         {"id": f"{kind}{n}", "category": kind, "turns": [f"{kind} {n}"]}
         for kind in "abcd"
@@ -247,7 +255,10 @@ def test_white_space_around_a_turn_can_be_removed(tmp_path):
 
 
 def test_the_sweep_can_use_another_file(tmp_path):
-    """Measure all requested prompts, and none of those of the sweep, whatever their ids are."""
+    """Check that the prompts of `sweep_path` are used, except those that are measured.
+
+    All requested prompts of the main file are measured. Prompts are compared by text, not by id.
+    """
     path, more = (
         tiny.prompts(tmp_path / "mine.jsonl", count=4),
         tiny.prompts(tmp_path / "more.jsonl", count=9),

@@ -81,8 +81,9 @@ def test_a_round_needs_its_draft_steps_and_one_target_forward(home):
 
 
 def test_finished_rows_read_no_cache(home):
-    """End one of two rows after half of the rounds: three quarters of both caches are read, and the
-    weights once a round.
+    """Check that a finished row reads no cache, while the weights are read once per round.
+
+    One of two rows ends after half of the rounds, so three quarters of both caches are read.
     """
     whole = dataclasses.replace(ONE_PASS, rounds=20)
     ragged = dataclasses.replace(ONE_PASS, rounds=15)
@@ -222,7 +223,7 @@ def test_a_run_reports_budgets_and_no_shares_for_toys(home, capsys):
 
 
 def simulated_rows(limits):
-    """Return SIMULATED rows of models whose forwards always read the same bytes."""
+    """Return SIMULATED rows of models whose forwards all read the same number of bytes."""
     step = forward_budget(native_llama(), torch.float32, 1, 100)
     named = dict.fromkeys(simulated.DRAFTERS, lambda *_: step)
     made = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}

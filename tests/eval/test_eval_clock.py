@@ -1,7 +1,7 @@
-"""Clocks of PEARL's schedules on lanes with exact times: the decoder takes the time that the replay
-predicts, on both clocks.
+"""Clocks of PEARL's schedules: decoding takes exactly the time that its replay predicts.
 
-All times are multiples of 1/8, so nothing is rounded.
+The two lanes take known times, on the virtual and the wall clock. All times are multiples of 1/8,
+so nothing is rounded.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tests.decoding.test_laws import models
 from tests.support.tiny_targets import random_prompts
 
 GAMMA, LIMIT = 4, 40
-DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of the rest of a round
+DRAFT, REST = 0.375, 0.125  # seconds per drafted token, and per round for the rest
 V = {n: 1 + 0.125 * (n - 1) for n in range(1, GAMMA + 2)}  # seconds of a forward over n tokens
 COSTS = Costs(DRAFT, V, overhead=REST)
 SCHEDULES = [
@@ -45,7 +45,10 @@ class Clock:
 
 
 class Worker(RemoteChain):
-    """A drafter in a worker without a pipe, which starts on request and is awaited."""
+    """A worker's drafter that runs in this process and takes its time on the test's clock.
+
+    It drafts while the target runs or, without `overlaps`, afterwards.
+    """
 
     def __init__(self, model: Target, clock: Clock, overlaps: bool) -> None:
         self._chain, self._clock, self._overlaps = ChainDrafter(model=model), clock, overlaps
@@ -86,7 +89,7 @@ class Worker(RemoteChain):
 def decoded(
     schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = True
 ) -> list[Generation]:
-    """Return texts decoded under a schedule, by a clock of the lanes and the rule."""
+    """Decode six prompts, with a clock that only the models and the verification rule advance."""
     clock = Clock()
     target, _, draft_model = models()
     with monkeypatch.context() as context:
@@ -119,7 +122,7 @@ def decoded(
 
 @pytest.fixture(scope="module")
 def traces() -> list[str]:
-    """Return the traces of the texts, which all schedules share."""
+    """Return the acceptance trace of each text, which is the same under all schedules."""
     found = [generation.trace for generation in decoded("pearl_virtual", pytest.MonkeyPatch())]
     assert any("0" in trace for trace in found) and any("1111" in trace for trace in found)
     return found

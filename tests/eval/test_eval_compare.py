@@ -248,7 +248,11 @@ def test_unknown_labels_and_fields_are_refused(runs, labels, group_by, message):
 
 
 def test_cards_are_kept_with_the_results(tmp_path, monkeypatch):
-    """Read the cards after the drafter's folder is gone, from another working folder."""
+    """Check that cards are read from the results, even after the drafter's folder is gone.
+
+    Another working folder changes nothing. A damaged drafters.json is refused, and a missing one is
+    noted.
+    """
     folder = simulated_runs.write(tmp_path / "run", SHALLOW, tokens_seen=1000)
     shutil.rmtree(tmp_path / "run.drafters")
     (tmp_path / "elsewhere").mkdir()
@@ -280,7 +284,10 @@ def test_a_card_of_other_weights_is_ignored(tmp_path):
 
 # --------------------------------------------------------------------------------- drafting nothing
 def test_a_drafter_that_drafts_nothing_is_named(tmp_path, capsys):
-    """Keep such a drafter off the fronts and name it: its speed is that of plain decoding."""
+    """Check that a drafter that drafts nothing is marked and kept off the fronts.
+
+    It is as fast as plain decoding.
+    """
     folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
     for panel in panels(folder):
         assert not any(entry.idle for entry in panel.entries), "control"

@@ -38,7 +38,7 @@ VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
 
 
 class Checker(HTMLParser):
-    """A parser that collects addresses and checks that elements nest."""
+    """A parser that collects addresses and checks that elements are nested correctly."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def test_the_terminal_table_fits(runs, width):
 
 
 def test_weights_and_biases_holds_the_comparison_offline(runs):
-    """Read the offline run back: the rows of the table are those of comparison.jsonl."""
+    """Check that the offline run has the charts, and a table with the rows of comparison.jsonl."""
     tracker = TrackerConfig(wandb="offline", group="simulated sweep")
     folder = run(configured(runs, "tracked", three(runs), tracker=tracker))
     (offline,) = folder.glob("wandb/offline-run-*")
@@ -297,8 +297,9 @@ def test_a_stage_configures_it_by_overrides_alone():
 
 
 def test_real_evaluations_are_compared(home, monkeypatch):
-    """Evaluate two drafters cut from a tiny random target, then compare them by the overrides of a
-    stage alone.
+    """Check the comparison of two drafters, evaluated with a tiny random target.
+
+    Its only settings are those that an experiment gives its stage.
     """
     monkeypatch.chdir(home)
     tiny.save(home / "deeper", layers=2)
@@ -333,7 +334,10 @@ def test_real_evaluations_are_compared(home, monkeypatch):
 
 
 def test_a_busy_machine_is_named_before_the_results(runs, tmp_path):
-    """Check that the warning precedes the tables on the terminal."""
+    """Check that a warning that other processes took CPU time precedes the tables.
+
+    Undisturbed evaluations give no warning.
+    """
     folder = simulated_runs.write(tmp_path / "busy" / "eval.run", SHALLOW)
     rows = [dataclasses.replace(row, cpu_share=0.4) for row in read_rows(folder / "results.jsonl")]
     write_rows(folder / "results.jsonl", rows)

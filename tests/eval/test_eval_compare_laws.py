@@ -1,5 +1,6 @@
-"""Laws of comparisons: Pareto fronts, iso-speedup curves and paired speedups, on SIMULATED runs
-with known results.
+"""Laws of comparisons: Pareto fronts, iso-speedup curves and paired speedups.
+
+The runs are SIMULATED, with known results.
 """
 
 import dataclasses
@@ -23,8 +24,9 @@ def dominates(one, other):
 
 
 def check_front(points, marks):
-    """Check the law: no point on the front is dominated, and each other point is dominated by one
-    on the front.
+    """Assert that the front is exactly the set of points that no other point dominates.
+
+    A point on the front dominates each of the others.
     """
     front = [point for point, marked in zip(points, marks, strict=True) if marked]
     for point, marked in zip(points, marks, strict=True):
@@ -56,8 +58,10 @@ COSTS = Costs(
 
 
 def closed_form(alpha, c):
-    """Return the maximum over k of E (1 + o_1) / (k c + V(k+1) + o), with E = (1 - a^(k+1)) / (1 -
-    a).
+    """Return the best speedup over draft lengths k from 1 to 8, from its formula.
+
+    The speedup is E (1 + o_1) / (k c + V(k+1) + o), with E = (1 - alpha^(k+1)) / (1 - alpha) and
+    the values of COSTS.
     """
     best = 0.0
     for k in range(1, 9):
@@ -152,7 +156,11 @@ def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs
 
 
 def test_pairing_cancels_the_difficulty_of_prompts():
-    """Make prompts easy or hard for both drafters alike: shuffled prompts give a wider interval."""
+    """Check that pairing by prompt narrows the interval to less than a fifth.
+
+    Prompts are easy or hard for both drafters alike. Control: shuffled prompts give a wide
+    interval.
+    """
     rng = np.random.default_rng(0)
     easy = rng.uniform(0.5, 2.0, 40)
     base = [np.full(40, 100.0), np.full(40, 10.0)]

@@ -23,7 +23,7 @@ PROMPTS = 14  # 2 go to the sweep
 
 
 class Clock:
-    """A clock that advances with decoding alone, by `a_batch` seconds for each batch."""
+    """A clock that only decoding advances, by `a_batch` seconds per batch."""
 
     def __init__(self, a_batch: float = 1.0) -> None:
         self.now, self.a_batch = 0.0, a_batch
@@ -48,10 +48,10 @@ def clock(monkeypatch):
 
 
 def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
-    """Return a configuration with a bound in seconds.
+    """Return a configuration with a bound of 40 s, enough for 7 prompts of the main part.
 
-    A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4. So
-    40 s are enough for 7 prompts of the main part.
+    A prompt of the sweep takes 6 batches (two temperatures, three arms), and a prompt of the main
+    part takes 4.
     """
     if not (home / "many.jsonl").is_file():
         tiny.prompts(home / "many.jsonl", count=PROMPTS)
@@ -66,7 +66,7 @@ def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
 
 
 def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Record]:
-    """Return the records of a run without its report."""
+    """Measure a run without writing its report, and return all its records."""
     cfg = bounded(home, name, **changes)
     folder = Path(cfg.output_dir)
     folder.mkdir(exist_ok=True)
@@ -76,7 +76,10 @@ def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Rec
 
 
 def prompts_of(records: list[Record], part: str = "main") -> dict[Condition, list[str]]:
-    """Return condition -> the prompts of a part in the order of measurement, equal for all arms."""
+    """Return the prompts of a part by condition, in the order of measurement.
+
+    Asserts that all arms of a condition have the same prompts in the same order.
+    """
     found: dict[Condition, dict[Arm, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.part == part:
@@ -139,7 +142,10 @@ def test_batches_of_two_sizes_use_the_same_prompts(home, clock):
 
 
 def test_a_resumed_run_counts_earlier_time_and_finishes_its_prompt(home, clock):
-    """Kill a run between the two temperatures of a prompt, and resume it with no time left."""
+    """Check that a run killed within a prompt finishes that prompt, and measures no other.
+
+    It is killed between the prompt's two temperatures and resumed with no time left.
+    """
     whole = measured(home, clock, "resumed")
     cut = [record for record in whole if (record.unit, record.temperature) != (8, 1.0)]
     assert len(cut) == len(whole) - 2

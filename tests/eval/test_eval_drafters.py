@@ -1,5 +1,6 @@
-"""Drafters as users name them, and their options: schedules, policies, samples, allowed tokens,
-experiments.
+"""Drafters as users name them, and their options.
+
+The options are schedules, policies, samples, allowed tokens and experiments.
 """
 
 import json
@@ -118,7 +119,10 @@ def test_a_pattern_names_all_matching_folders(home, tmp_path):
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one(home):
-    """Refuse an unknown key before anything is loaded, for every class of drafter."""
+    """Check that a key that a drafter's class does not take is refused before anything is loaded.
+
+    The error suggests the nearest key of that class.
+    """
     target = TargetConfig(path=str(home / "target"), device="cpu")
     shallow = str(home / "shallow")
     for entry, key, kind, near in (
@@ -224,7 +228,10 @@ def even_ids(tokenizer):
 
 
 def test_a_function_restricts_the_tokens(home):
-    """Check that target and drafter obey the function, and that the rows name it."""
+    """Check that target and drafter emit only tokens that the function allows.
+
+    The rows name the function, and one that cannot be imported is refused.
+    """
     name = f"{__name__}.even_ids"
     folder = run(config(home, "allowed", allowed=name, temperatures=[0.0], sweep=[3]))
     end = tiny.tokenizer().eos_token_id
@@ -260,7 +267,7 @@ def test_a_function_restricts_the_tokens(home):
     ],
 )
 def test_an_experiment_names_missing_input_before_its_first_stage(tmp_path, given, found):
-    """Refuse before the search stage spends time, since the comparison after it could not start."""
+    """Check that input missing for any stage is an error before the first stage spends time."""
     done = subprocess.run(
         [sys.executable, "-m", "eval.run", *given, f"output_dir={tmp_path / 'out'}"],
         cwd=ROOT,
@@ -304,8 +311,9 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
 
 
 def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):
-    """Run the same work between the steps of one model under two names, so both find the same
-    caches.
+    """Check that the steps of a model under two names are timed after the same work.
+
+    So both find the same data in the processor's caches.
     """
     shallow = str(home / "shallow")
     loaded = load(
@@ -348,7 +356,10 @@ def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):
     ],
 )
 def test_an_impossible_run_is_refused_before_it_takes_the_folder(home, tmp_path, changed, words):
-    """Check that the command that the error suggests can use the same folder."""
+    """Check that an impossible run writes no manifest and no costs.
+
+    So the command that the error suggests can use the same folder.
+    """
     with pytest.raises(UserError, match=words):
         run(config(home, tmp_path / "run", **changed))
     assert not (tmp_path / "run" / "manifest.json").exists()
@@ -356,7 +367,10 @@ def test_an_impossible_run_is_refused_before_it_takes_the_folder(home, tmp_path,
 
 
 def test_a_drafter_alone_decodes_its_own_text(home):
-    """Check that its text comes from its model and need not equal the target's."""
+    """Check that with schedule=alone a drafter's row has the text of its own model.
+
+    That text need not equal the target's.
+    """
     shallow = str(home / "shallow")
     ways = [
         {"use": shallow, "stopping": "fixed"},

@@ -1,6 +1,4 @@
-"""Laws of eval.statistics.metrics: closed forms, monotonicity, conservation and coverage of
-intervals.
-"""
+"""Laws of `eval.statistics.metrics`: closed forms, monotonicity, conservation and coverage."""
 
 import math
 
@@ -41,8 +39,9 @@ def test_depths_add_up_over_lists_of_unequal_length():
 
 
 def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
-    """Check conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds, as
-    E(gamma) predicts.
+    """Check that the counts of a simulated chain give its acceptance rates and E(gamma).
+
+    Emitted tokens are accepted tokens + rounds, so tau is 1 + accepted / rounds.
     """
     rng = np.random.default_rng(0)
     truth, gamma, rounds = [0.8, 0.6, 0.7], 3, 20_000
@@ -89,7 +88,7 @@ def test_deeper_depths_take_the_deepest_measured_alpha():
 
 
 def test_known_best_speedups_of_the_literature():
-    """Check the best speedup and gamma at V = 1, o = 0 (Leviathan et al., section 3.4)."""
+    """Compare the best speedup and gamma at V = 1, o = 0 with Leviathan et al., section 3.4."""
     for alpha, c, speedup, gamma in [
         (0.8, 0.05, 3.09, 8),
         (0.7, 0.1, 1.98, 4),
@@ -174,8 +173,10 @@ def test_V_is_relative_to_one_token():
 
 # -------------------------------------------------------------------------------------------- speed
 def _paired_runs(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[np.ndarray, ...]:
-    """Return runs whose prompts differ by a factor in pace, shared by both sides; the expected
-    ratio of totals is `ratio`.
+    """Return tokens and seconds of prompts for a drafter, then for its baseline.
+
+    The pace varies between prompts and is the same for both. The expected ratio of the totals is
+    `ratio`.
     """
     pace = rng.lognormal(0, 0.5, prompts)
     base_tokens = rng.integers(40, 128, prompts).astype(float)
@@ -217,8 +218,9 @@ def test_the_quantile_of_students_t_is_that_of_the_tables(freedom, published):
 
 
 def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_cover():
-    """Control: intervals over shards of the same prompts, too narrow by sqrt(10), fail the coverage
-    test.
+    """Control: intervals that are too narrow fail the coverage test.
+
+    They count each prompt ten times, so they are too narrow by a factor of sqrt(10).
     """
 
     def too_narrow(data, trial):
@@ -272,7 +274,7 @@ def test_distinct_4_of_loops_of_random_text_and_of_little_text():
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 @pytest.mark.parametrize("alpha", [0.2, 0.7, 0.95])
 def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma: int) -> None:
-    """Compare tokens and cost of a round with a walk through pre-verify and post-verify."""
+    """Compare tokens and cost per round with a simulation of pre-verify and post-verify."""
     costs = Costs(0.3, {n: 1 + 0.1 * (n - 1) for n in range(1, 8)}, overhead=0.05, overlapped=True)
     draw = np.random.default_rng(0)
     tokens = cost = 0.0
@@ -297,7 +299,10 @@ def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
 
 
 def test_overlap_is_the_hidden_share_of_each_shorter_lane():
-    """Use two rounds in which each lane is the longer one once: the sums are equal."""
+    """Check an overlap of 1 for lanes that run together, and of 0 for lanes that take turns.
+
+    Each lane is the longer one in one of two rounds, so the sums of both lanes are equal.
+    """
     draft, target = (3.0, 1.0), (1.0, 3.0)
     shorter = sum(map(min, draft, target))
     assert metrics.overlap(sum(draft), sum(target), sum(map(max, draft, target)), shorter) == 1.0

@@ -30,7 +30,7 @@ BLOCKS, WIDTH = 2, 3
 
 
 def write_head(folder, vocab_size=None, hidden_size=32):
-    """Write an untrained head in the published layout, without tokenizer files."""
+    """Write an untrained head in the published layout, without tokenizer files, and return it."""
     torch.manual_seed(0)
     head = RecurrentHead(
         HeadConfig(vocab_size or len(tiny.tokenizer()), hidden_size, 2 * hidden_size, BLOCKS)
@@ -46,7 +46,10 @@ def parameters(home):
 
 @pytest.fixture(scope="module")
 def evaluated(home, parameters):
-    """Evaluate one head, fixed and by cost, with top-k and sampled children, and `shallow`."""
+    """Evaluate a head and `shallow`, and return the run's folder.
+
+    The head drafts with a fixed size or one from costs, and with top-k or sampled children.
+    """
     head = str(home / "head")
     entries = [
         {"use": head, "by_cost": False},
@@ -90,8 +93,9 @@ def test_rows_of_a_head_describe_it(evaluated, parameters):
 
 
 def test_the_folder_of_a_head_decides_its_keys(home, parameters, tmp_path):
-    """Accept the keys of the head in the folder, and those of all kinds if a stage has yet to write
-    the folder.
+    """Check that a folder takes the keys of the drafter that it holds, and refuses others.
+
+    A folder that a stage has yet to write takes the keys of all drafters.
     """
     for folder in (str(home / "head"), str(tmp_path / "not there yet")):
         check_entries([{"use": folder, "by_cost": True, "beam_width": 2}])
@@ -130,7 +134,7 @@ def test_a_folder_is_recognized_as_a_head(home, parameters):
     assert named == {"head": {**asked["recurrent"], "name": "head"}}
     assert named["head"]["dtype"] == "float64"
     assert named["head"]["execution"] == "eager"
-    assert "backend" not in named["head"], "a head is no language model"
+    assert "backend" not in named["head"], "a head is not a language model"
     with pytest.raises(
         UserError,
         match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest",

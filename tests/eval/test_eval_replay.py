@@ -86,7 +86,10 @@ def test_many_coins_give_the_closed_form() -> None:
 
 
 def test_only_the_replay_sees_bursts() -> None:
-    """Replay one acceptance rate, spread evenly and in long runs."""
+    """Check that the replay predicts a higher speedup if accepted tokens come in long runs.
+
+    Both traces have the same acceptance rate.
+    """
     costs = Costs(0.25, {1: 1.0, 5: 1.0})
     even, bursts = "10" * 500, ("1" * 50 + "0" * 50) * 10
     speeds = [

@@ -98,7 +98,7 @@ def test_without_a_terminal_the_table_is_plain_text(rows):
 
 # ------------------------------------------------------------------------------------------- report
 class Checker(HTMLParser):
-    """A parser that collects addresses and ids, and checks that elements nest."""
+    """A parser that collects addresses and ids, and checks that elements are nested correctly."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ def test_a_stall_is_detected_and_a_slow_prompt_is_not(records):
         dataclasses.replace(record, decode_seconds=1.5 * record.decode_seconds) for record in last
     ]
     assert not stalled(slow, before)
-    for index in range(len(last)):  # whichever arm it hits, the baseline too
+    for index in range(len(last)):  # whichever arm is disturbed, the baseline included
         hit = [
             dataclasses.replace(r, decode_seconds=r.decode_seconds * (5 if i == index else 1))
             for i, r in enumerate(last)

@@ -74,9 +74,10 @@ def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
 
 
 def test_drafters_are_compared_in_pairs_by_prompt(rows, records):
-    """Check that the winner's ratio is the inverse of the second's, with tight intervals.
+    """Check that each drafter is compared by prompt with the fastest other drafter.
 
-    The simulation gives a prompt the same pace for all drafters.
+    The winner's ratio is the inverse of the second's. The simulation gives a prompt the same pace
+    for all drafters.
     """
     shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
     found = {pair.row.drafter: pair for pair in paired_comparisons(shown, records)}
@@ -97,12 +98,12 @@ def test_drafters_are_compared_in_pairs_by_prompt(rows, records):
     assert {
         d.row.drafter: d.rival.drafter for d in paired_comparisons([*shown, longer], records)
     } == {name: pair.rival.drafter for name, pair in found.items()}, (
-        "a drafter is no rival of itself at another length"
+        "a drafter is not a rival of itself at another length"
     )
     assert paired_comparisons(shown[:1], records) == []
     alone = dataclasses.replace(shown[0], schedule="alone")
     assert paired_comparisons([alone, shown[1]], records) == [], (
-        "a text of another model is no rival"
+        "a drafter alone, with the text of another model, is not a rival"
     )
 
 
@@ -137,7 +138,10 @@ def test_a_drafter_with_few_offers_is_predicted_from_its_offers(rows):
 
 
 def test_draft_steps_are_charged_by_their_beams(records):
-    """Start drafts of one token from the tip alone, and all later steps from eight beams."""
+    """Check that each draft step is charged the time of a step from its number of beams.
+
+    The first step of a draft starts from the tip alone, and later steps start from eight beams.
+    """
     name, tip_ms, wide_ms = "simulated-good", 0.2, 1.4
     per_step = DRAFTERS[name][2]
 
@@ -260,8 +264,8 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
         judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word
         == "half precision"
     )
-    # never called equal
+    # not equal, although the texts are
     assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
-    # too many for ties
+    # more differences than ties can explain
     assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"

@@ -1,5 +1,6 @@
-"""Verification rules and caps of single drafters in `eval.run`: distinct rows that obey the laws of
-their rule.
+"""Verification rules and caps of single drafters in `eval.run`.
+
+Each rule or cap gives a row of its own, which obeys the laws of the rule.
 """
 
 import io
@@ -35,9 +36,7 @@ from tests.support.tiny_folders import config
 # -------------------------------------------------------------------------------------------- rules
 @pytest.fixture(scope="module")
 def three_rules(home):
-    """Evaluate one drafter under three rules in a run with token verification and a coupled
-    baseline.
-    """
+    """Evaluate one drafter under token, block and coupled verification; return the run's folder."""
     shallow = str(home / "shallow")
     ways = [shallow, {"use": shallow, "verify": "block"}, {"use": shallow, "verify": "coupled"}]
     return run(config(home, "three_rules", drafters=ways, sweep=[3], prompt_lookup_control=False))
@@ -99,8 +98,9 @@ def test_a_coupled_row_equals_the_targets_coupled_text(home, three_rules):
 
 
 def test_a_coupled_row_with_another_text_ends_the_run(home, monkeypatch):
-    """Control: the text of another seed is a sample of the same distribution, but not the target's
-    text.
+    """Control: a coupled row with a seed other than the target's ends the run.
+
+    Its text is a sample of the same distribution, but not the target's text.
     """
     real = Bench.settings_at
 
@@ -222,7 +222,10 @@ def test_a_tree_under_block_is_refused_only_for_sampling(home, capsys):
 
 # --------------------------------------------------------------------------------------------- caps
 def test_stopping_rules_with_a_cap_ignore_the_sweep(home):
-    """Control: the length under a fixed rule follows the sweep."""
+    """Check that stopping rules with a cap draft the same whatever lengths the sweep has.
+
+    Control: drafts under a fixed rule change with the sweep.
+    """
     shallow = str(home / "shallow")
     # rules that count rounds, read the model, and sample
     some = ("assisted", "entropy", "thompson")
@@ -265,8 +268,9 @@ def test_stopping_rules_with_a_cap_ignore_the_sweep(home):
 def test_hugging_faces_schedule_starts_at_five_and_grows_by_two_up_to_its_cap(
     home,
 ):
-    """Let the target draft for itself, so all drafts are accepted: rounds of 6 and 8 tokens, or of
-    3 under a cap of 2.
+    """Check that accepted rounds emit 6 and then 8 tokens, or 3 under a cap of 2.
+
+    The target drafts for itself, so all drafts are accepted.
     """
     twin = {"use": str(home / "target"), "stopping": "assisted", "stopping_threshold": 0.0}
     ways = [{**twin, "name": "free"}, {**twin, "name": "capped", "max_draft_tokens": 2}]
@@ -333,8 +337,10 @@ def test_recorded_steps_use_the_lengths_of_the_sweep(home):
 
 
 def test_the_formula_predicts_only_the_cap_that_ran():
-    """Drafts under a cap of 16 are mostly shorter than smaller caps, so costs scaled in proportion
-    would be too low there.
+    """Check that the best length for a stopping rule is the cap that ran.
+
+    Most drafts are shorter than a cap of 16, so smaller caps would save less than in proportion.
+    Control: costs that are scaled in proportion prefer a smaller cap.
     """
     free = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16)
     own = Costs(

@@ -53,7 +53,10 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
 
 
 def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
-    """Start the tracker after the measurement, which its work would disturb."""
+    """Check that the tracker gets the figures of every main row, and a table of all rows.
+
+    It starts after the measurement, which its work would disturb.
+    """
     tracker = TrackerConfig(wandb="online", name="mine", group="sweep")
     folder = run(
         config(home, "tracked", temperatures=[0.0], prompt_lookup_control=False, tracker=tracker)
@@ -138,8 +141,9 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
 
 @pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
-    """Run drafters in this process and in a worker; the tokens equal those of the target in one
-    process.
+    """Check that a target in two processes gives the tokens of one process.
+
+    The rows name the two processes. The drafters run in this process and in a worker.
     """
     target = TargetConfig(
         path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2
@@ -158,7 +162,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
         assert row.backend == "native (tp over 2 processes)"
     report = (folder / "report.html").read_text()
     assert "native (tp over 2 processes) backend" in report
-    # waiting for the other rank is no disturbance
+    # waiting for the other rank is not a disturbance
     assert "Other processes used this machine" not in report
     own = {
         r.prompt_id: r.tokens
@@ -233,7 +237,10 @@ def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
 
 
 def test_the_fastest_of_repeated_generations_counts(home, monkeypatch):
-    """Slow down the first run of each generation, and find it discarded."""
+    """Check that each record has the time of the fastest run of its repeated generation.
+
+    The first run of every generation is slowed down by 5 s.
+    """
     real, calls = Bench.decode, []
 
     def slow_at_first(self, condition, arm, prompts, requests):

@@ -21,7 +21,7 @@ PEARL = ("pearl_virtual", "pearl_wall", "pearl_wall_wo_post")
 
 
 def decoded(name: str, schedule: str, number: int, apart: float) -> Record:
-    """Return a record of a text that took `apart` times as long as its replay predicts."""
+    """Return a record of a generation that took `apart` times the time that its replay predicts."""
     trace = TRACES[number]
     taken = list(turns(trace, GAMMA, LIMIT, schedule))
     draft_ms = [turn.drafted * T_DRAFT_MS for turn in taken]

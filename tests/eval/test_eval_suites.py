@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def suite(home, folder, *more):
-    """Run one of PEARL's experiments on the tiny pair of models, at toy size."""
+    """Run one of PEARL's experiments on the tiny models, and assert that it succeeds."""
     given = [
         f"target.path={home / 'target'}",
         "target.dtype=float64",
@@ -42,7 +42,7 @@ def suite(home, folder, *more):
 
 @pytest.mark.long
 def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
-    """Give overrides to the called job, which its stages of the same job take."""
+    """Check that stages of the called job take its overrides, and that only GSM8K has a frame."""
     for name in ("humaneval", "gsm8k_test"):
         tiny.prompts(tmp_path / f"{name}.jsonl", count=3)
     drafters = (
@@ -97,8 +97,9 @@ def test_pearls_case_study_marks_drafted_tokens(home, tmp_path):
 
 @pytest.mark.long
 def test_a_suite_measures_published_prompts_and_sweeps_on_similar_ones(home, tmp_path):
-    """Measure the first hundred of GSM8K and sweep on later ones; measure all of HumanEval and
-    sweep on MBPP.
+    """Check that all of HumanEval is measured, with a sweep on prompts of MBPP.
+
+    Of GSM8K, the first hundred prompts are measured, with a sweep on later ones.
     """
     for name, count in (("humaneval", 4), ("gsm8k_test", 103), ("mbpp_test", 9)):
         lines = tiny.prompts(tmp_path / f"{name}.jsonl", count=count).read_text()

@@ -1,9 +1,9 @@
 """Law 6 for any kind of trained head: training equals drafting.
 
-A head that drafts otherwise than it was trained still decodes losslessly but accepts fewer tokens.
+A head that drafts differently from its training still decodes losslessly but accepts fewer tokens.
 No other law finds a shift by one, a tap of another layer, or a token that is unknown at the time of
-the draft. So the probabilities that a drafter samples from in each round are compared with those of
-the training's forward at the same positions of the same text.
+the draft. So the probabilities from which a drafter samples in each round are compared with those
+that training computes at the same positions of the same text.
 
 Shapes: C channels, K drafted tokens, N predictions, P positions, V the target's vocabulary.
 """
@@ -69,7 +69,7 @@ def head_of(row: HeadRow, model: Any) -> Any:
 
 
 def states_of(row: HeadRow, model: Any) -> TargetStates:
-    """Build the target's features as the head's training reads them."""
+    """Return the target's hidden states that the head's training reads."""
     return TargetStates(model, taps=row.kind.taps(row.shape(model.config)), final=False)
 
 
@@ -83,7 +83,7 @@ class Drafted:
 
 
 def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
-    """Return the proposals of all rounds of sampled decoding."""
+    """Decode PROMPTS by sampling and return the proposals of all rounds and rows."""
     native = NativeTarget.from_state(
         model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
     )
@@ -134,9 +134,9 @@ def predict(
     batch: PackedBatch,
     states_PC: Tensor | None = None,
 ) -> Predicted:
-    """Run the training's forward over a batch.
+    """Return the predictions of a batch, computed by training's forward pass.
 
-    states_PC: replaces the target's states.
+    states_PC: hidden states to use instead of the target's.
     """
     weights = kind.outputs(head, states)
     where = positions(batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1)
@@ -157,8 +157,10 @@ def check_training_equals_drafting(
     """Assert that training's predictions are the distributions that the drafter samples from.
 
     The drafter continues from its state of earlier rounds, while training reads each text from the
-    start, with several texts packed into a row. states, label_shift: for controls, features of the
-    target other than the drafter reads, and labels that many positions later.
+    start, with several texts packed into a row.
+
+    For controls, `states` are hidden states other than those that the drafter reads, and
+    `label_shift` is the number of positions by which the compared predictions are too early.
     """
     model = target()
     head = head_of(row, model)
@@ -190,7 +192,7 @@ def check_training_equals_drafting(
 def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = None) -> None:
     """Assert that predictions depend on earlier tokens and states, and on no later ones.
 
-    kind: for the control, a kind of head whose predictions read later tokens.
+    kind: the kind of head that predicts; the control's reads later tokens.
     """
     model, kind = target(), kind or row.kind
     head, states = head_of(row, model), states_of(row, model)
@@ -221,7 +223,7 @@ def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = Non
 def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.0) -> None:
     """Assert that a head drafts the same after export and reload.
 
-    scale: for the control, a factor on one parameter of the stored head.
+    scale: factor on one parameter of the stored head (1, except in the control).
     """
     model = target()
     head, shape = head_of(row, model), row.shape(model.config)
@@ -235,9 +237,11 @@ def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.
 
 
 def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
-    """Assert that the held-out chain equals greedy decoding, round by round.
+    """Assert that the held-out chain has the counts of greedy decoding for every prompt.
 
-    The head has learned a little. late: for the control, answer tokens that count as the prompt's.
+    These are rounds, emitted, accepted and tested tokens. The head is trained a little first.
+
+    late: number of answer tokens that count as part of the prompt (0, except in the control).
     """
     model = target()
     head, states = head_of(row, model), states_of(row, model)
@@ -262,7 +266,7 @@ def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
 
 
 def learn(row: HeadRow, head: Any, states: TargetStates, samples: list[Sample]) -> list[float]:
-    """Train a head on samples and return the loss of each step."""
+    """Train a head on samples for 20 steps and return the loss of each step."""
     head.requires_grad_(True)
     objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=GAMMA))
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""The table of trained heads that law 6 runs over (tests/heads/law_6.py); a kind adds a row.
+"""The table of trained heads that law 6 (tests/heads/law_6.py) checks; each kind adds a row.
 
 The other laws run over the heads' drafters in tests/decoding/rows.py.
 """

@@ -59,7 +59,7 @@ def test_taps_one_layer_off_are_rejected(row: HeadRow) -> None:
 
 @pytest.mark.parametrize("row", ALL)
 def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
-    """Read the state of the tip itself, which no drafter has yet."""
+    """Control: training on the state of the tip itself, which no drafter has yet, is rejected."""
 
     class Later(TargetStates):
         def _forward(self, batch: PackedBatch) -> Tensor:

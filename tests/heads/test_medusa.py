@@ -1,4 +1,4 @@
-"""Medusa heads: both published layouts, the static tree and its size by cost, and training."""
+"""Medusa heads: both published layouts, the static tree and its size from costs, and training."""
 
 import itertools
 import json
@@ -55,7 +55,7 @@ def save_original(made: MedusaHeads, folder: Path) -> Path:
 
 
 def test_heads_are_residual_blocks_and_a_projection_each():
-    """Compare with the equations of the published code, by the published tensors."""
+    """Compare outputs with the published equations, on weights under their published names."""
     made, state = random_heads(), torch.randn(5, SHAPE.hidden_size)
     named = {LAYOUT.stored_name(name): each for name, each in made.state_dict().items()}
     expected = []
@@ -157,7 +157,11 @@ def value(path: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6])
 def test_the_tree_of_every_size_is_the_best(size: int):
-    """Compare with all trees of the size in which every node has its parent."""
+    """Check that no tree of the size has a larger sum of path probabilities.
+
+    The grown tree is compared with all trees of the ten likeliest paths in which every node has
+    its parent.
+    """
     grown = dict(grow_tree(ACCURACY, size))
     paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
     likely = sorted(paths, key=value, reverse=True)[:10]
@@ -211,9 +215,9 @@ def test_invalid_options_are_refused(options: dict[str, Any], words: str):
 
 
 def test_heads_are_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_path: Path):
-    """Train from chats to a folder that drafts.
+    """Check that heads trained from chats draft, and that greedy output stays the target's.
 
-    Greedy output is the target's, and changed accuracies change the tree.
+    Changed accuracies in the folder's config.json change the tree.
     """
     schema = schema_of("medusa")
     given = ["head=medusa", f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
@@ -234,7 +238,7 @@ def test_heads_are_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
 
 
 def test_own_tokens_are_refused():
-    """Refuse the option for own tokens, which no Medusa head reads."""
+    """Check that loss.own_tokens is refused, because no Medusa head reads its own tokens."""
     schema = schema_of("medusa")
     config = configured(
         "heads.train", schema, "head=medusa", "target=embedded", "loss.own_tokens=0.5"

@@ -1,6 +1,6 @@
 """Heads with one output layer per depth: objective and evaluation against plain loops.
 
-The head is the simplest one: for each depth a linear map of the target's last state, as in Medusa
+The head is the simplest one: a linear map of the target's last state per depth, as in Medusa
 without blocks.
 """
 
@@ -69,7 +69,7 @@ def linear_heads() -> LinearHeads:
 def predict_plainly(
     head: LinearHeads, target: Any, documents: list[Sample]
 ) -> list[dict[str, Any]]:
-    """Return each prediction's depth, logits, label and target logits, by a plain loop."""
+    """Return each prediction's depth, logits, label and target logits, computed by a plain loop."""
     found = []
     for one in documents:
         hidden = hidden_states(target, collate([one], [[0]], len(one.ids)))[0]
@@ -92,7 +92,7 @@ def predict_plainly(
 def test_the_loss_and_its_gradient_equal_a_plain_loops(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Compare values and gradients.
+    """Check that the loss, its sums by depth and its gradient equal a plain loop's.
 
     chunk: number of rows that are grouped together; the loss may process more at once.
     """

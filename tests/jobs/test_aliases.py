@@ -1,4 +1,4 @@
-"""Names of earlier versions keep their meaning."""
+"""Keys, values and class paths of earlier versions keep their meaning."""
 
 from pathlib import Path
 from typing import Any

@@ -76,9 +76,9 @@ def test_every_experiment_composes_with_its_job(name: str, job: str):
 
 
 def test_the_quickstart_fits_into_ten_minutes():
-    """Leave time for imports, held-out answers and the report.
+    """Check that the time limits of training and evaluation leave time for the rest.
 
-    They took 90 seconds on a third of a core, in addition to the two loops.
+    Imports, held-out answers and the report took 90 seconds on a third of a core.
     """
     loop = typed(composed("distill.train", "+experiment=quickstart"), TrainConfig).loop
     head = typed(

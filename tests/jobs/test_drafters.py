@@ -18,7 +18,7 @@ FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """Return the default arguments of a class, those of its bases included."""
+    """Return the default arguments of a class, including those of its base classes."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if "__init__" in vars(base):
@@ -28,7 +28,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 def agrees_with_registry(name: str, values: dict[str, Any]) -> bool:
-    """Return whether a file's values equal the registry's for a drafter."""
+    """Return whether the values in a drafter's file equal the registry's defaults."""
     entry = DRAFTERS[name]
     kind = imported(entry.kind)
     usual = defaults_of(kind) | dict(entry.options)

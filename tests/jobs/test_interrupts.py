@@ -1,4 +1,4 @@
-"""A signal ends a job with one message and one status, during imports and work."""
+"""A signal ends a job with one message and one status, both during imports and at work."""
 
 import ast
 import os
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_importing_job(package: Path) -> subprocess.Popen[str]:
-    """Start `python -m package.job` and return it during its imports."""
+    """Start `python -m PACKAGE.job` and return the process while it is importing."""
     package.mkdir()
     (package / "__init__.py").write_text(
         "from jobs.interrupts import end_imports_quietly\nend_imports_quietly()\n"
@@ -49,7 +49,10 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
 
 @pytest.mark.parametrize("package", ["distill", "eval", "heads", "recurrent_drafting"])
 def test_packages_of_jobs_handle_signals_before_other_imports(package: str):
-    """A signal would otherwise interrupt the other imports with a traceback."""
+    """Check that a package of jobs handles signals before it imports any third-party package.
+
+    Otherwise a signal would interrupt these imports with a traceback.
+    """
     names = [
         name
         for file in (
@@ -69,7 +72,7 @@ def test_packages_of_jobs_handle_signals_before_other_imports(package: str):
 
 
 def test_a_plain_import_changes_no_handler():
-    """A notebook keeps its handler of Ctrl-C."""
+    """Check that a plain import changes no signal handler, such as a notebook's for Ctrl-C."""
     assert {signal.getsignal(number) for number in SIGNALS} == {
         signal.default_int_handler,
         signal.SIG_DFL,
@@ -99,7 +102,10 @@ def test_a_signal_in_a_job_gives_a_message_and_its_status(
 
 
 def test_sigterm_ends_a_rank_at_once():
-    """A rank may wait in native code, where no Python handler runs."""
+    """Check that SIGTERM has its default action if by_sigterm=False, and raises otherwise.
+
+    A rank may wait in native code, where no Python handler runs.
+    """
     with raise_on_signals(by_sigterm=False):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     with raise_on_signals(), pytest.raises(Terminated):

@@ -1,4 +1,4 @@
-"""The protocol of jobs with an artefact, on a job that copies a text."""
+"""The protocol of jobs with an artefact, tested on a job that copies a file."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from jobs.protocol import Job, Run
 
 @dataclass
 class CopyConfig(JobConfig):
-    """Settings of the copying job."""
+    """Settings of the copying job; `text` is the path of the file to copy."""
 
     text: str = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 class Copy(Job[CopyConfig]):
-    """Job that copies a text."""
+    """Job that copies a text file."""
 
     artefact = "copy.txt"
 
@@ -90,7 +90,10 @@ def test_an_invalid_configuration_leaves_no_folder(config: CopyConfig):
 def test_the_starting_process_launches_ranks_on_the_saved_configuration(
     config: CopyConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The starting process does no work, and a rank launches no further ranks."""
+    """Check that the starting process only launches ranks, with the saved configuration.
+
+    A rank does the work and launches no further ranks.
+    """
     launched: list[tuple[str, Path, int]] = []
     monkeypatch.setattr("jobs.protocol.launch", lambda *arguments: launched.append(arguments))
     config.parallel = ParallelConfig(kind="ddp", processes=2)

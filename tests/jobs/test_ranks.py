@@ -30,7 +30,7 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables of a rank from the environment."""
+    """Remove the variables that launchers set for a rank from the environment."""
     for name in ranks._VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -85,7 +85,11 @@ def test_a_rank_takes_the_number_of_processes_from_its_launcher(monkeypatch: pyt
 
 
 def test_local_rank_of_the_deepspeed_launcher_is_accepted(monkeypatch: pytest.MonkeyPatch):
-    """The launcher adds --local_rank=N and sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE."""
+    """Check that --local_rank=N gives the local rank if the launcher has set RANK and WORLD_SIZE.
+
+    DeepSpeed's launcher adds the argument and sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE. Values
+    that contradict each other are refused.
+    """
     asked = ["parallel=zero2", "seed=3"]
     assert ranks.take_local_rank(asked) == asked
     with pytest.raises(
@@ -141,7 +145,10 @@ def test_idle_ranks_are_allowed_only_in_a_stage(
 def test_ranks_idle_through_an_experiment_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """One GPU would otherwise do all the work unnoticed, as stages may have idle ranks."""
+    """Check that an experiment in one process is refused if it is started in several ranks.
+
+    Otherwise one GPU would do all the work unnoticed, because stages may have idle ranks.
+    """
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         one, shared = (
@@ -185,7 +192,10 @@ def test_a_dry_run_needs_no_slurm_step(monkeypatch: pytest.MonkeyPatch):
 def test_a_sweep_on_slurm_needs_srun(
     submitit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """submitit would fail with a traceback."""
+    """Check that the slurm launcher is refused if srun is not on the PATH.
+
+    Otherwise submitit would fail with a traceback.
+    """
     arguments = ["-m", "seed=1,2", "hydra/launcher=slurm"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"srun is not on the PATH here.*remove hydra/launcher="):
@@ -250,7 +260,10 @@ def test_the_sbatch_script_is_valid():
     ],
 )
 def test_the_sbatch_script_adds_parallel_settings(given: list[str], added: str, tmp_path: Path):
-    """A given kind of parallelism stays; without one, the script adds ddp."""
+    """Check that the sbatch script adds the Slurm launcher and keeps a given kind of parallelism.
+
+    If no kind is given, ddp is used.
+    """
     (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"')
     (tmp_path / "srun").chmod(0o755)
     script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "distill.train", *given]

@@ -126,7 +126,10 @@ def test_every_flipped_bit_and_truncation_of_a_configuration_is_found(tmp_path: 
 
 
 def test_a_checkpoint_with_a_changed_state_is_refused(tmp_path: Path):
-    """The state has a checksum; checkpoints of earlier versions are read without one."""
+    """Check that a state.json that does not match its checksum is refused.
+
+    A checkpoint of an earlier version, without a checksum, is read.
+    """
     folder = checkpoint.save(
         tmp_path / "step_000001", {"step": 1, "data": {"rows": {3: 4}}}, {}, {}, {}
     )

@@ -1,4 +1,4 @@
-"""Locks of run folders: a second command is refused, a dead owner's lock is taken over."""
+"""Locks of run folders: a second command is refused, and the lock of a dead owner is taken over."""
 
 import errno
 import fcntl
@@ -21,7 +21,10 @@ from jobs.run_lock import LOCK, hold, lock_folder
 
 
 def run_in_fork(action: Callable[[], object]) -> int:
-    """Run `action` in a process without our locks, which then waits. Returns its id."""
+    """Run `action` in a forked process that holds none of this process's locks.
+
+    The process then waits until it is killed. Returns its id. `action` must not return None.
+    """
     ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,7 +52,7 @@ def kill(pid: int) -> None:
 
 @contextmanager
 def hold_in_another_process(folder: Path) -> Iterator[int]:
-    """Hold a folder in another process, which is killed at the end of the block."""
+    """Hold a folder in another process, yield its id, and kill it at the end of the block."""
     pid = run_in_fork(lambda: hold(folder))
     try:
         yield pid
@@ -71,7 +74,10 @@ def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path):
 
 
 def test_a_rank_of_a_killed_command_keeps_the_lock(tmp_path: Path):
-    """Ranks run for a while after their launcher was killed."""
+    """Check that a folder stays locked while a rank of its killed owner still runs.
+
+    Ranks run for a while after their launcher was killed.
+    """
     ready, done = os.pipe()
 
     def start_a_rank() -> object:
@@ -148,7 +154,11 @@ HERE, STARTED = socket.gethostname(), run_lock._started(os.getpid())
 def test_the_owner_in_the_lock_file_decides_without_flock(
     content: str, words: str, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where locks do not reach another host, and where the file system has none."""
+    """Check that the owner in the lock file decides if no process holds the file lock.
+
+    A file lock may not be visible from another host, and the file system may have none
+    (locks=False). words: the expected error, or "" if the folder is free.
+    """
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")

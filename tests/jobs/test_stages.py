@@ -27,20 +27,20 @@ RECIPES = {
 
 
 def experiment(job: str, *given: str) -> tuple[JobConfig, DictConfig]:
-    """Compose the experiment of a job with further settings."""
+    """Return the typed and the composed configuration of a job with further settings."""
     composed = compose_job(job, schema_of(job), ["output_dir=/run", *given])
     return typed(composed, schema_of(job)), composed
 
 
 def stage(name: str, overrides: list[str], *given: str, job: str = "distill.train") -> Stage:
-    """Compose one stage with its overrides, of an experiment of `job`."""
+    """Compose one stage, with its overrides, of an experiment of `job`."""
     config, composed = experiment(job, *given)
     composed.stage_overrides = {name: overrides}
     return compose_stage(name, typed(composed, type(config)), composed)
 
 
 def stage_config(*arguments: Any, **named: Any) -> Any:
-    """Return the configuration of a stage that is not a sweep."""
+    """Return the typed configuration of a stage that is not a sweep."""
     one = stage(*arguments, **named)
     (member,) = one.members
     return typed(member, one.schema)
@@ -117,10 +117,12 @@ OTHERS = [
 
 
 def find_needless_keys(name: str, more: dict[str, list[str]]) -> set[str]:
-    """Return the keys that an experiment needlessly writes for a stage.
+    """Return the keys that an experiment needlessly writes for a stage, each as "STAGE KEY".
 
-    Their values are also inherited, when the settings in OTHERS change too. more: further overrides
-    by stage.
+    A key is needless if the stage would inherit the same value, even if the settings in OTHERS
+    change. more: further overrides, by stage.
+
+    Asserts that all stages and members have different folders.
     """
     job, found = RECIPES[name], set()
     fits = [text for text in OTHERS if text.split(".")[0] in vars(schema_of(job)())]
@@ -146,7 +148,7 @@ def find_needless_keys(name: str, more: dict[str, list[str]]) -> set[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_experiment_writes_only_differences_for_its_stages(name: str):
-    """The stages also compose, each in another folder."""
+    """Check that no stage repeats an inherited value, and that no two stages share a folder."""
     assert not find_needless_keys(name, {})
 
 
@@ -165,7 +167,10 @@ def test_a_group_whose_file_a_stage_chooses_is_not_inherited():
 
 
 def test_a_stage_of_another_kind_of_head_takes_its_settings():
-    """It inherits the other settings of its job, such as those of the loop."""
+    """Check that a stage with another kind of head has the defaults of that kind.
+
+    It inherits the other settings of its job, such as those of the loop.
+    """
     given = ["head=recurrent", "loop.max_steps=77", "loss.temperature=0.5", "top_k=3"]
     for overrides, kind, predicted, top_k in (
         ([], "recurrent", 5, 3),
@@ -179,7 +184,7 @@ def test_a_stage_of_another_kind_of_head_takes_its_settings():
 
 
 def test_an_inherited_group_replaces_the_default_of_the_stage():
-    """No key of the default, a published target, may remain."""
+    """Check that no key of the default, a published target, remains in the inherited group."""
     inherited, default = (
         stage_config("distill.prune", [], *given).target.config
         for given in (["target=qwen3_8b"], ["target=llama_7b"])
@@ -223,7 +228,7 @@ def test_a_sweep_has_one_member_per_combination():
 
 
 def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
-    """The error comes before the first stage starts, even for the last one."""
+    """Control: a wrong key of the last stage is an error before the first stage starts."""
     config, composed = experiment("distill.train", f"output_dir={tmp_path}")
     composed.stages = ["distill.train", "eval.run"]
     composed.stage_overrides = {"eval.run": ["target.devise=cpu"]}
@@ -235,7 +240,7 @@ def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
 
 
 def test_a_stage_does_not_inherit_stages():
-    """The stages of its experiment would run in its place."""
+    """Check that a stage does not inherit its experiment's stages, which would run in its place."""
     overrides = ["+experiment=quickstart"]
     config = stage_config("distill.train", overrides, job="recurrent_drafting.train")
     assert (config.stages, config.stage_overrides, config.experiment) == ([], {}, "quickstart")

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the record; the mirrors have the same numbers, offline too."""
+"""Trackers: metrics.jsonl is the record, and its mirrors have the same numbers, also offline."""
 
 import json
 import sys
@@ -83,7 +83,7 @@ def test_wandb_offline_holds_the_numbers(tmp_path: Path):
 
 @pytest.fixture
 def home_without_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set a home folder without a login to Weights & Biases."""
+    """Set and return a home folder without a login to Weights & Biases."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -93,7 +93,11 @@ def home_without_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_missing_login_is_an_error_before_the_job_starts(
     home_without_login: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Only the tracking rank checks, without a network."""
+    """Check that a missing login is an error before a job or an experiment's first stage starts.
+
+    Only the tracking rank makes the check, which needs no network. Dry runs and offline tracking
+    need no login.
+    """
     register("distill.train", TrainConfig)
     started: list[str] = []
 

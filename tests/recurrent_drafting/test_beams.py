@@ -29,7 +29,7 @@ def hidden_states() -> Tensor:
 
 
 def sampling_chooser(rows: int, vocab_size: int = TARGET.vocab_size) -> TokenChooser:
-    """Return a chooser in its first round."""
+    """Return a chooser that samples tokens, in its first round."""
     chooser = TokenChooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
     chooser.begin(list(range(rows)), [0] * rows, [4] * rows, 8)
     return chooser
@@ -38,7 +38,7 @@ def sampling_chooser(rows: int, vocab_size: int = TARGET.vocab_size) -> TokenCho
 def plain_beams(
     head: RecurrentHead, row: int, length: int, width: int, num_continued: int = 99
 ) -> set[tuple[int, ...]]:
-    """Search as published, one beam at a time, and return the best paths.
+    """Return the best paths of the published search, computed one beam at a time.
 
     Each step takes the best `width` of all continuations of the best `num_continued` beams.
     """
@@ -58,7 +58,7 @@ def plain_beams(
 
 
 def paths_of(beams: Beams, row: int) -> list[tuple[int, ...]]:
-    """Return the beams of the last step, best first."""
+    """Return the paths of a row's beams after the last step, best first."""
     found = []
     for beam in range(beams.steps[-1].tokens_BW.shape[1]):
         path: list[int] = []
@@ -115,9 +115,10 @@ def test_the_search_ends_when_no_beam_continues() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_narrowed_search_continues_from_the_chosen_beams(named: bool) -> None:
-    """Continue from the first beams, or from given ones in any order.
+    """Check that a narrowed search continues only from the chosen beams.
 
-    Back pointers refer to all beams of the previous step in either case.
+    These are the first beams or, if `named`, listed beams in any order. Back pointers refer to all
+    beams of the previous step in both cases.
     """
     head, width, num_continued, length = random_head(TARGET, scale=4.0), 5, 2, 3
     rows = []
@@ -143,7 +144,7 @@ def test_a_narrowed_search_continues_from_the_chosen_beams(named: bool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that any operation creates."""
+    """Dispatch mode that records the size of the largest tensor that any operation creates."""
 
     numbers = 0
 
@@ -157,9 +158,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_the_search_never_waits_and_creates_nothing_larger_than_logits(drawn: bool) -> None:
-    """Bound every tensor by [B, W, V], for any length.
+    """Check that a search never waits for the device, and that its largest tensor is [B, W, V].
 
-    The head's features are as wide as its blocks, which are as wide as V here.
+    So no tensor spans several steps. The head's features and blocks are as wide as V here.
     """
     length, width, V = 5, 4, 600
     target = markov(symbols=V)
@@ -178,9 +179,9 @@ def test_the_search_never_waits_and_creates_nothing_larger_than_logits(drawn: bo
 def test_samples_come_from_the_proposed_distributions(
     candidates: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sample from the candidates, or from a tail of all other tokens.
+    """Check that each child is a candidate or was sampled from the tail of all other tokens.
 
-    A child that is not a candidate was sampled from the tail.
+    Children of a node are distinct, and its candidates and tail add up to probability 1.
     """
     monkeypatch.setattr(sampled_beams, "CANDIDATES", candidates)
     head, width, tails = random_head(TARGET, scale=2.0, **fields), 4, 0
@@ -212,9 +213,9 @@ def test_samples_come_from_the_proposed_distributions(
 
 
 def test_siblings_are_in_the_order_of_their_clocks() -> None:
-    """Order a node's children as their clocks ring.
+    """Check that a node's children are in the order of their exponential clocks.
 
-    First children are distributed as q; second children as q without the first.
+    So first children are distributed as q, and second children as q without the first.
     """
     head, rows = exact_head(TARGET), 2000
     draws = SampledBeams(head, 3, 1, rows, sampling_chooser(rows))
@@ -232,9 +233,9 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
 
 
 def test_the_number_of_siblings_is_independent_of_their_tokens() -> None:
-    """First children are distributed as q whether or not their node has a second child.
+    """Check that first children are distributed as q, with or without a second child.
 
-    The number of children was settled before.
+    This holds because the number of children is settled before their tokens.
     """
     head, rows = exact_head(TARGET), 4000
     tips_B = torch.full((rows,), 3)

@@ -49,7 +49,10 @@ def settings_of(rule: str, **fields: object) -> Settings:
 def test_a_perfect_head_gains_the_closed_form(
     rule: str, width: int, children: str, scale: float
 ) -> None:
-    """Gain gamma + 1 tokens a round, also in the first round of a one-token prompt."""
+    """Check that an exact head gains gamma + 1 tokens in every round, under every rule.
+
+    This includes the first round of a one-token prompt.
+    """
     target = markov(scale=scale)
     drafter = RecurrentDrafter(head=exact_head(target), beam_width=width, children=children)
     plain = decode(target, None, PROMPTS, settings_of(rule))
@@ -109,7 +112,7 @@ def test_a_wider_beam_accepts_more() -> None:
 
 
 def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
-    """Return the same head with a shortlist of these tokens."""
+    """Return a copy of the head whose shortlist is `ids_V`."""
     short = (
         RecurrentHead(replace(head.config, draft_vocab_size=len(ids_V)))
         .double()
@@ -150,7 +153,7 @@ def test_a_shortlist_drafts_only_its_tokens(rule: str, children: str) -> None:
 
 
 def test_a_finished_row_costs_and_counts_nothing() -> None:
-    """Run the target's forward and the head's search over unfinished rows alone."""
+    """Check that the target's forward and the head's search run over unfinished rows alone."""
     target = markov()
     drafter = RecurrentDrafter(head=exact_head(target), beam_width=3)
     observed: dict[str, list[int]] = {"target": [], "head": []}
@@ -193,9 +196,9 @@ CHEAP, EXPENSIVE = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.
 def test_costs_set_the_size_of_drafts(
     children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft to the full length where drafts are cheap, and not at all where they are expensive.
+    """Check that drafts are long if drafting is cheap, and empty if it is expensive.
 
-    The head predicts the target exactly. ahead: the planner sees past rounds only.
+    The head predicts the target exactly. ahead: whether the planner knows only earlier rounds.
     """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target = markov(scale=PEAKED)
@@ -234,7 +237,10 @@ def test_a_wrong_head_stops_drafting_and_retries(
 
 
 def test_copied_tokens_do_not_change_the_trust_in_estimates() -> None:
-    """Ignore tokens that a lookup (decoding/drafters/with_lookup.py) gained instead of the head."""
+    """Check that tokens copied by a lookup (decoding/drafters/with_lookup.py) leave trust at 1.
+
+    Control: a draft of the head that is accepted more often than estimated raises it.
+    """
     planner = StepPlanner(CHEAP)
     planner.learn(None, 4)
     assert planner.trust.value == 1.0

@@ -24,7 +24,7 @@ from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
-WIDTH, LOGIT_SCALE = 3, 0.8  # beams; scale of the logits of an unsure head
+WIDTH, LOGIT_SCALE = 3, 0.8  # number of beams; scale of an unsure head's logits
 # A second beam seldom pays, but a second child does.
 STEEP = replace(
     COSTS, t_target_ms=(1.0, 1.002), t_draft_by_frontier_ms=((1, 0.05), (2, 0.5), (3, 1.0))
@@ -68,7 +68,10 @@ class StochasticBeams(SampledBeams):
 
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
-    """Sample as usual and drop nodes. keep: returns the mask of nodes to keep."""
+    """Make sampled drafts propose only some of their nodes.
+
+    keep: function that returns the mask of the nodes to propose.
+    """
     original = drafts.SampledDraft.proposal
 
     def proposal(self: drafts.SampledDraft, beams: Beams) -> Proposal:
@@ -95,7 +98,7 @@ def keep_survivors(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> 
 
 
 def keep_likely(draft: drafts.SampledDraft, beams: Beams, full: Proposal) -> Tensor:
-    """Keep the nodes with a fair probability whose ancestors have one too."""
+    """Keep the nodes with a probability over 0.2 whose ancestors are kept too."""
     assert full.q_top is not None and full.parents_BN is not None
     rows_B1 = torch.arange(len(full.tokens_BN))[:, None]
     ids_BNK = full.q_top.ids_BPK[rows_B1, full.parents_BN + 1]
@@ -114,13 +117,16 @@ def sampled_drafter() -> Drafter:
 
 
 def short_law_p_value(drafter: Drafter, warper: str = "plain") -> float:
-    """Return the p-value of the first three tokens, most of which one round drafts."""
+    """Return law 3's p-value for the first three tokens, most of which one round drafts."""
     return law_holds(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
 
 @pytest.mark.parametrize("keep", [keep_all, keep_survivors])
 def test_stochastic_beams_keep_the_law(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks carry no information about their tokens, so this choice is exact."""
+    """Check that stochastic beam search keeps law 3 for each choice of nodes.
+
+    The choices are exact, because clocks carry no information about their tokens.
+    """
     monkeypatch.setattr(drafts, "SampledBeams", StochasticBeams)
     break_proposals(monkeypatch, keep)
     assert short_law_p_value(sampled_drafter()) > P_LIMIT
@@ -135,7 +141,7 @@ def test_dropped_children_break_the_law(
 
 
 def drafter_by_cost() -> RecurrentDrafter:
-    """Return a drafter by cost."""
+    """Return a recurrent drafter that samples children and sizes its drafts from costs."""
     return recurrent(draft_table(), WIDTH, scale=LOGIT_SCALE, children="sampled", by_cost=True)
 
 
@@ -143,7 +149,7 @@ def drafter_by_cost() -> RecurrentDrafter:
 def test_sampled_children_without_expansion_stay_in_the_tree(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keep them as leaves, in the order of their samples.
+    """Check that sampled children that are not expanded stay as leaves, in sampling order.
 
     Each node was sampled from its parent's row of q.
     """
@@ -193,7 +199,10 @@ def test_sampled_children_without_expansion_stay_in_the_tree(
 def test_law_3_where_few_of_the_drawn_children_are_expanded(
     numbered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control tests all children by the tip's distribution."""
+    """Check that law 3 holds if few of the sampled children are expanded.
+
+    Control: it fails if all children are tested by the tip's distribution (numbered=False).
+    """
     if not numbered:
         monkeypatch.setattr(
             drafts, "number_rows", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
@@ -203,7 +212,7 @@ def test_law_3_where_few_of_the_drawn_children_are_expanded(
 
 
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the likeliest of the sampled children first."""
+    """Check that law 3 fails if the likeliest of the sampled children comes first."""
 
     class Sorted(SampledBeams):
         def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
@@ -254,7 +263,10 @@ TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0
 def test_law_3_of_a_tail_of_several_tokens(
     rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer candidates than tokens, some children come from the tail and are tested twice."""
+    """Check that law 3 holds with a tail, whose tokens are tested twice.
+
+    With two candidates, some children come from the tail of all other tokens.
+    """
     monkeypatch.setattr(sampled_beams, "CANDIDATES", 2)
     if rule == "at once":
         monkeypatch.setattr(token_tree, "token", device_tree.token)

@@ -27,7 +27,10 @@ PROMPTS = [[3, 5, 8], [1], [40, 2, 9, 11, 30], [7, 7]]
 def decoded(
     model: Any, head: RecurrentHead | None, stops: tuple[int, ...] = ()
 ) -> list[Generation]:
-    """Decode greedily by the native backend in float64, with chains of the head if given."""
+    """Decode the prompts greedily by the native backend in float64.
+
+    head: drafts chains; None decodes without a drafter.
+    """
     target = NativeTarget.from_state(
         model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager"
     )
@@ -38,7 +41,10 @@ def decoded(
 
 
 def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
-    """Return the answers as samples. later: tokens of each that count as the prompt's."""
+    """Return prompts and answers as samples.
+
+    later: number of answer tokens that count as part of the prompt.
+    """
     found = []
     for prompt, one in zip(PROMPTS, done, strict=True):
         ids = np.array(prompt + one.tokens, dtype=np.int32)
@@ -47,7 +53,7 @@ def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
 
 
 def trained_head(form: str, answers: list[Sample]) -> RecurrentHead:
-    """Return a head that is often right, as it has learned the answers a little."""
+    """Return a head trained on the answers for twelve steps, so that it is often right."""
     head, target = tiny.head(form), tiny.target()
     objective = tiny.objective(head, target)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
@@ -88,9 +94,10 @@ def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
 
 
 def test_perfect_and_useless_drafts_have_their_closed_forms():
-    """Walk 16 tokens after a prompt of 4.
+    """Check a walk's numbers of rounds, of tokens, and of accepted and tested tokens.
 
-    The answer ends at the limit, or at a stop token before a limit of 30.
+    The drafts are perfect or useless. An answer of 16 tokens follows a prompt of 4. It ends at the
+    limit, or at a stop token before a limit of 30 tokens.
     """
     perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
     assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)

@@ -11,7 +11,7 @@ from jobs.stages import compose_stage
 
 
 def stage_inputs(job: str, experiment: str, *given: str) -> dict[str, dict[str, Any]]:
-    """Return the inputs of each stage of an experiment."""
+    """Return the configuration of each stage of an experiment, by the stage's name."""
     schema = schema_of(job)
     composed = compose_job(job, schema, [f"+experiment={experiment}", *given])
     config = typed(composed, schema)
@@ -20,7 +20,10 @@ def stage_inputs(job: str, experiment: str, *given: str) -> dict[str, dict[str, 
 
 
 def test_its_first_stage_is_the_quickstarts():
-    """Reuse the drafter of ./scripts/quickstart.sh, whose folder has the same configuration."""
+    """Check that the first stage has the quickstart's configuration and folder.
+
+    So the drafter of ./scripts/quickstart.sh is reused.
+    """
     stages = stage_inputs("recurrent_drafting.train", "redrafter_quickstart")
     assert [*stages] == ["distill.train", "recurrent_drafting.train", "eval.run"]
     asked = stages["distill.train"]

@@ -43,7 +43,7 @@ def transcribed(
 
 
 def unrolled(head: RecurrentHead, hidden: Tensor, embedded: Tensor) -> Tensor:
-    """Return the same logits by the head, with one context and a state per token."""
+    """Return the logits computed by the head, with one context and one state per token."""
     context, state = head.context(hidden), head.start(embedded[:, 0])
     logits = [head.logits(head.features(context, state))]
     for index in range(1, embedded.shape[1]):
@@ -75,7 +75,7 @@ def test_logits_equal_the_equations(form: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("form", ["recurrent", "without recurrence"])
 def test_the_transcription_rejects_another_head(form: str):
-    """The control: a doubled first embedding, and another bias of the recurrence."""
+    """Control: the logits differ if the first embedding or the recurrence's bias is scaled."""
     head = tiny.head(form)
     hidden, embedded = given(torch.float64)
     other = torch.cat([embedded[:, :1] * 2, embedded[:, 1:]], dim=1)

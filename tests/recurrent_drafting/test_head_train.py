@@ -221,7 +221,10 @@ def test_ranks_of_every_kind_train_the_same_head(
 def test_ranks_distil_the_target_as_one_process_does(
     kind: str, loss: str, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
-    """Each rank computes the target's continuations or distributions at its positions."""
+    """Check that ranks train as one process does if the loss needs the target's outputs.
+
+    Each rank computes the target's continuations or distributions at its own positions.
+    """
     if kind.startswith("zero"):
         request.getfixturevalue("deepspeed")
     more = f"loss.name={loss}"
@@ -413,10 +416,10 @@ def test_a_sharded_target_computes_no_continuations(tiny_target: Path, tmp_path:
 
 
 def test_the_targets_operations_for_a_loss_are_counted(tiny_target: Path, tmp_path: Path):
-    """Count the target's operations that a loss adds to its forward.
+    """Check the number of the target's operations under each kind of loss.
 
-    Distribution losses add the lm_head per supervised token; continuations add five forwards and
-    another lm_head per position.
+    Every loss needs the target's layers. Distribution losses also need the lm_head at supervised
+    positions, and continuations need five complete forwards and an lm_head there.
     """
     target = AutoConfig.from_pretrained(tiny_target)
     flops = {
@@ -465,7 +468,10 @@ def test_a_dry_run_prints_the_size_of_states_on_disk(
 
 @pytest.mark.long
 def test_the_published_recipe_prints_its_cost_without_weights_or_data(tmp_path: Path):
-    """Run the shell wrapper, which selects that experiment by default."""
+    """Check the output of a dry run by the shell wrapper, whose default is the published recipe.
+
+    The target's weights and the data do not exist.
+    """
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     given = [str(wrapper), "dry_run=true", f"output_dir={tmp_path}"]
     done = subprocess.run(

@@ -18,8 +18,8 @@ from training.heads.positions import positions
 def flops(config: HeadConfig, heads: int) -> float:
     """Return the FLOPs of the forward pass over one draft.
 
-    The first linear map of the hidden state runs once; that of the state, the blocks and the output
-    layer run for every prediction.
+    The first linear map of the hidden state runs once. The first linear map of the recurrent state,
+    the blocks and the output layer run for every prediction.
     """
     H, E = config.hidden_size, config.exit_dim
     context = H * E if config.projects or config.num_draft_layers else 0
@@ -49,7 +49,11 @@ def test_parameters_by_part_equal_the_published_ones():
 
 @pytest.mark.parametrize("form", ["recurrent", "projected"])
 def test_kept_bytes_equal_a_real_backward_pass(form: str):
-    """Compare bytes per draft, without the weights."""
+    """Check that autograd keeps over half of the estimated bytes per draft, and never more.
+
+    It keeps less than estimated, because some drafts end before their last prediction. The weights
+    are not counted.
+    """
     head, states = tiny.head(form), TargetStates(tiny.target())
     batch = tiny.packed(tiny.samples())
     where = positions(batch, tiny.HEADS, uses_teacher=False)

@@ -34,7 +34,10 @@ from training.objectives import hidden_states
 
 @cache
 def continue_plainly(number: int, t: int) -> list[int]:
-    """Continue a document greedily after position t by the tiny target, one forward per token."""
+    """Return the tiny target's greedy continuation of a document after position t.
+
+    It has HEADS + 1 tokens, each computed by one forward of the complete text.
+    """
     target, ids = tiny.target(), tiny.samples()[number].ids[: t + 1].tolist()
     for _ in range(tiny.HEADS + 1):
         one = Sample(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
@@ -52,7 +55,7 @@ def continue_plainly(number: int, t: int) -> list[int]:
 def predict_plainly(
     head: RecurrentHead, target: Any, documents: list[Sample], loss: HeadLossConfig
 ) -> tuple[Tensor, list[int]]:
-    """Return the weighted loss and the predictions of each head.
+    """Return the weighted loss, and the number of predictions of each head.
 
     Each document, position and head is computed alone.
     """
@@ -127,9 +130,9 @@ def test_the_loss_and_its_gradient_equal_a_plain_loops(form: str, given: dict[st
 
 
 def test_nothing_is_predicted_across_documents():
-    """Packed rows give the loss of separate documents.
+    """Check that packed rows give the loss of separate documents.
 
-    The control forgets where documents end, and gives another loss.
+    Control: a batch that forgets where documents end gives another loss.
     """
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
     objective = tiny.objective(head, target)
@@ -177,9 +180,10 @@ def test_own_tokens_are_a_share_that_changes_from_step_to_step():
 
 @pytest.mark.parametrize("form", ["recurrent", "projected", "shortlist"])
 def test_own_tokens_are_computed_only_for_their_drafts(form: str, monkeypatch: pytest.MonkeyPatch):
-    """A draft continues as if all drafts took own tokens, or none.
+    """Check that own tokens change the drafts that take them, and no others.
 
-    No logits are computed for drafts without own tokens.
+    A draft has the features of a run in which all drafts take own tokens, or none. No logits are
+    computed for drafts without own tokens.
     """
     states, head, batch = TargetStates(tiny.target()), tiny.head(form), tiny.packed(tiny.samples())
     made: list[int] = []
@@ -256,9 +260,10 @@ def micro_batch(objective: HeadObjective, device: str = "cpu") -> None:
 def test_a_micro_batch_never_waits_and_is_copied_once(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Read no value, and create no tensor of a size that only the device knows.
+    """Check that a micro-batch never waits for the device: rows and indices are copied once each.
 
-    The controls, a batch in pageable memory and `item`, are detected.
+    No value is read, and no tensor has a size that only the device knows. Controls: a batch in
+    pageable memory and `item` are detected.
     """
     objective, sent, copies = (
         tiny.objective(tiny.head(), tiny.target(), **given),
@@ -308,9 +313,9 @@ def test_a_micro_batch_never_waits_in_sync_debug_mode(given: dict[str, Any]):
 
 
 def test_no_tensor_spans_heads_and_vocabulary():
-    """Bound the peak memory of a step by less than one [heads, rows, tokens, vocabulary] tensor.
+    """Check that a step needs far less memory than all logits (heads, rows, tokens, vocabulary).
 
-    The control holds such a tensor in float32.
+    Control: an eager loss in float32 needs more memory than all logits.
     """
     vocabulary, rows, length, heads = 8192, 4, 128, 5
     torch.manual_seed(0)

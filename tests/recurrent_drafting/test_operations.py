@@ -28,9 +28,9 @@ def opened(
     dtype: torch.dtype = torch.float64,
     **warper: Any,
 ) -> tuple[Batch, Operations]:
-    """Return a batch after some rounds, and a counter of operations outside its models.
+    """Return a batch after three rounds, and a counter of operations outside its models.
 
-    dtype: that of the head; the target has float64.
+    dtype: the head's dtype; the target has float64.
     """
     target = native_of(hf_model("llama", layers=layers))
     drafter = RecurrentDrafter(
@@ -100,7 +100,10 @@ def test_a_sampled_round_has_few_operations_outside_the_models(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Verify as on a GPU, with four rows, which need a few more operations than one."""
+    """Check that a sampled round, verified as on a GPU, has at most MOST operations.
+
+    It has four rows, which need a few more operations than one.
+    """
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     batch, operations = opened(
         rule, children=children, rows=4, length=length, dtype=dtype, **warper
@@ -109,9 +112,10 @@ def test_a_sampled_round_has_few_operations_outside_the_models(
 
 
 def test_a_cache_commit_moves_only_accepted_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move at most each row's accepted nodes and tip, in their slots.
+    """Check that a commit moves no more nodes than were accepted.
 
-    A path that is in place already moves nothing.
+    Its indices cover the longest accepted path and the tip. A path that is already in place moves
+    nothing.
     """
     batch, _ = opened("greedy", rows=4)
     moved: list[tuple[int, int]] = []
@@ -136,7 +140,7 @@ def test_a_cache_commit_moves_only_accepted_nodes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_control_the_counter_counts_operations_outside_models() -> None:
-    """The control: operations outside the models count; those inside and views do not."""
+    """Control: operations outside the models are counted; views and those inside are not."""
     head = random_head(native_of(hf_model("llama", layers=1)))
     operations = Operations()
     operations.leave_out(head, "start")

@@ -25,7 +25,10 @@ def random_head(config: HeadConfig, dtype: torch.dtype = torch.float32) -> Recur
 
 
 def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Tensor:
-    """Return the logits of three rows of four beams after two tokens, strided as in a search."""
+    """Return the logits of three rows of four beams after two tokens.
+
+    The states are strided as in a search.
+    """
     generator = torch.Generator().manual_seed(1)
     hidden_BH, first_BH = (torch.randn(3, H, generator=generator).to(dtype) for _ in range(2))
     second_BWH = torch.randn(3, 4, H, generator=generator).to(dtype)

@@ -26,7 +26,7 @@ FLAT, STEEP = (
 
 
 def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
-    """Return the mean number of beams that steps after the first start from, on random text."""
+    """Return the mean number of beams from which steps after the first start, on random text."""
     target = markov()
     drafter = AllBeams(head=exact_head(target), beam_width=WIDTH, children=children, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
@@ -45,7 +45,10 @@ def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
 def test_a_step_starts_from_as_many_beams_as_pay(
     rule: str, children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read each step's chances, or plan before the round where the host runs ahead."""
+    """Check that steps start from over four beams if width is free, and from under two if not.
+
+    ahead: whether beams are planned before the round, instead of from each step's chances.
+    """
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     wide, narrow = mean_beams(FLAT, rule, children), mean_beams(STEEP, rule, children)
     assert 1 <= narrow < 2 < 4 < wide <= WIDTH
@@ -53,9 +56,9 @@ def test_a_step_starts_from_as_many_beams_as_pay(
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None:
-    """Search all beams where a wide forward costs no more, and a chain where it does.
+    """Check that a search has all beams if a wide forward costs no more, and one if it does.
 
-    The text does not matter, and the output is the target's.
+    The output is the target's with either number of beams.
     """
     target = markov()
     dear = RoundCosts(
@@ -92,9 +95,9 @@ def test_timed_widths_end_at_the_widest_forward() -> None:
 def test_a_recorded_draft_serves_shorter_budgets(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read each row's beams at the step where its budget ends.
+    """Check that a recorded draft serves shorter budgets, and that a longer one is recorded once.
 
-    Only a longer draft is recorded anew, once.
+    Each row's beams are read at the step where its budget ends.
     """
     target = native_of(hf_model("llama", layers=2))
     head, tips, hidden_BH = (
@@ -174,9 +177,9 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(
 
 @pytest.mark.parametrize("better", [1, 4])
 def test_beams_are_chosen_by_complete_rounds(better: int) -> None:
-    """Choose one or four beams by complete rounds, which are measured.
+    """Check that one or four beams are chosen from the measured costs of complete rounds.
 
-    By the costs of the parts alone, four would be chosen.
+    From the costs of the parts alone, four would be chosen.
     """
     target = markov()
     drafter = RecurrentDrafter(head=exact_head(target), beam_width=4, by_cost=True)
@@ -200,7 +203,7 @@ def test_beams_are_chosen_by_complete_rounds(better: int) -> None:
 
 
 def test_the_rate_of_a_width_depends_on_costs() -> None:
-    """Prefer a chain where trees are expensive, and a tree where they are free."""
+    """Check that a tree has a higher rate than a chain if, and only if, width is cheap."""
     for costs, wide in ((FLAT, True), (STEEP, False)):
         assert (plans.width_rate(costs, WIDTH) > plans.width_rate(costs, 1)) == wide
 
@@ -227,7 +230,10 @@ def lengths(costs: RoundCosts, acceptance: float, rounds: int = 300) -> list[int
 
 
 def test_a_chains_length_follows_its_acceptance_rate() -> None:
-    """Choose the best length for the acceptance rate, from the full budget to hardly any."""
+    """Check that the mean length comes within 0.5 of the best one for the acceptance rate.
+
+    A chain whose tokens are never accepted is given up and later retried.
+    """
 
     def best(costs: RoundCosts, acceptance: float) -> int:
         rates = [1 / costs.plain_ms] + [
@@ -245,7 +251,7 @@ def test_a_chains_length_follows_its_acceptance_rate() -> None:
 
 
 def test_rows_of_a_batch_retry_together() -> None:
-    """Rows that gave up draft again in the same rounds."""
+    """Check that rows that gave up draft again in the same rounds, the multiples of 16."""
     retries = [
         round_
         for round_, depth in enumerate(lengths(replace(EXPENSIVE, rows=4), 0.0, 600))

@@ -13,7 +13,7 @@ from recurrent_drafting.prefix_tree import Tree, edges, mask_survivors, pack
 def random_beams(
     rows: int, length: int, width: int, symbols: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return random tokens and back pointers (B, L, W); no step chooses a pair twice."""
+    """Return random tokens and back pointers [B, L, W], in which no step repeats a pair."""
     generator = torch.Generator().manual_seed(seed)
     tokens, parents = [], []
     for step in range(length):
@@ -71,16 +71,19 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
 
 
 def test_beams_share_prefixes() -> None:
-    """Sharing removes 30 to 60 % of the tokens, as published."""
+    """Check that sharing removes 30 to 60 % of the beams' tokens, as published."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 9, seed=0)
     tree = pack(
         tokens_BLW.flatten(1), edges(parents_BLW), mask_survivors(parents_BLW, torch.tensor([5]))
     )
-    assert 8 < int(tree.counts_B[0]) < 0.9 * 40
+    assert 0.4 * 40 <= int(tree.counts_B[0]) <= 0.7 * 40
 
 
 def test_a_pair_chosen_twice_would_break_it() -> None:
-    """The control: packing relies on each step choosing a pair at most once."""
+    """Control: a pair chosen twice in a step puts a path into the tree twice.
+
+    Packing relies on each step choosing a pair at most once.
+    """
     tokens_BLW, parents_BLW = random_beams(1, 3, 4, 6, seed=1)
     tokens_BLW[0, 0, 1], parents_BLW[0, 2] = tokens_BLW[0, 0, 0], torch.arange(4)
     parents_BLW[0, 1] = torch.arange(4)

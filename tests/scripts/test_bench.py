@@ -1,4 +1,4 @@
-"""Help of the benchmarks, and machine limits measured on a busy machine."""
+"""Test the benchmarks' help, and the machine's limits measured while other processes run."""
 
 import dataclasses
 import importlib
@@ -30,7 +30,7 @@ def test_help_has_the_docstring_and_every_option(
 ) -> None:
     script = importlib.import_module(f"scripts.bench.{name}")
     monkeypatch.setattr(sys, "argv", [f"scripts/bench/{name}.py", asked])
-    if name == "gpu":  # it may import less, and parses its options itself
+    if name == "gpu":  # it can import few packages, so it parses its options itself
         assert script.main(sys.argv[1:]) == 0
     else:
         with pytest.raises(SystemExit) as ended:
@@ -66,7 +66,10 @@ def test_help_is_printed_from_the_command_line() -> None:
 
 
 def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another process slowed two of three rounds; by the median, decoding would read faster."""
+    """Check that the fastest of a reader's rounds counts, as other processes slow rounds down.
+
+    By the median, decoding would exceed the measured bandwidth. Such a share gives a warning.
+    """
     from scripts.bench.bandwidth import compute_shares
 
     budget = ForwardBudget(weight_bytes=900, cache_bytes=100, operations=50)

@@ -13,7 +13,10 @@ SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
 
 
 def test_shapes_with_unequal_bytes_are_refused(tiny_target: Path):
-    """The head and the layers have 2,048 x 32 + 7,744 against 2,048 x 32 + 2 x 4,672 weights."""
+    """Check that bytes count the head and the layers, and may differ by at most 3 %.
+
+    The first two shapes have 2,048 x 32 + 7,744 and 2,048 x 32 + 2 x 4,672 weights of 2 bytes.
+    """
     target = str(tiny_target)
     assert check_equal_bytes(Options(target=target, shapes=SHAPES)) == {
         SHAPES[0]: 2 * 73_280,

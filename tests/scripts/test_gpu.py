@@ -1,5 +1,6 @@
-"""The GPU benchmark at toy size on a CPU, in a process that can import the promised packages alone
-and records which lines ran.
+"""Test the GPU benchmark at toy size on a CPU.
+
+It runs in a process that can import only the promised packages and records which lines ran.
 """
 
 import ast
@@ -38,8 +39,9 @@ root, out = sys.argv[1:]
 sys.path.insert(0, root)
 
 class Without(importlib.machinery.PathFinder):
-    # hides what the project needs elsewhere, and its packages that import it; the benchmark imports
-    # only modules of training and recurrent_drafting that do without
+    # Hides packages that only other parts of the project need, and the project's packages that
+    # import them. The modules of training and recurrent_drafting that the benchmark imports need
+    # none of them.
     names = "hydra omegaconf datasets wandb rich matplotlib deepspeed".split()
     names += "sentencepiece distill eval".split()
     @classmethod
@@ -76,7 +78,7 @@ os.rename(f"{out}/gpu_exact.json", f"{out}/all_rows.json")
 os.rename(f"{out}/gpu_train.json", f"{out}/both_sides.json")
 
 real = devices.runs_ahead
-# once more as the host behaves beside a GPU
+# once more, with a host that runs ahead of its device as with a GPU
 devices.runs_ahead = lambda device: real(device) or True
 waits = devices.no_waiting
 class Broken:
@@ -127,7 +129,7 @@ print("RAN " + json.dumps({name: sorted(lines) for name, lines in ran.items()}))
 
 
 def function_lines(path: Path) -> set[int]:
-    """Return the lines of functions that carry code."""
+    """Return the numbers of the lines with bytecode inside a file's functions."""
 
     def lines(code: CodeType, inside: bool) -> set[int]:
         inner = [lines(each, True) for each in code.co_consts if isinstance(each, CodeType)]
@@ -138,7 +140,7 @@ def function_lines(path: Path) -> set[int]:
 
 
 def gpu_lines(path: Path) -> set[int]:
-    """Return the lines that run only where `device.type` is "cuda"."""
+    """Return the numbers of the lines that run only if `device.type` is "cuda"."""
     lines: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.IfExp) and "'cuda'" in ast.unparse(node.test):
@@ -156,7 +158,7 @@ def gpu_lines(path: Path) -> set[int]:
 
 
 def compares_with_cuda(statement: ast.AST, comparison: type[ast.cmpop]) -> bool:
-    """Return whether a statement is `if device.type == "cuda"`, or `!=`."""
+    """Return whether a statement is an `if` that compares with "cuda" by == or !=, as given."""
     test = statement.test if isinstance(statement, ast.If) else None
     return (
         isinstance(test, ast.Compare)
@@ -205,7 +207,10 @@ def test_every_line_runs_on_a_cpu_except_those_for_a_gpu(tmp_path: Path) -> None
 
 
 def test_one_module_calls_the_gpu() -> None:
-    """Its untested lines are then all that a CPU cannot run."""
+    """Check that no module but decoding/devices.py calls the GPU.
+
+    So all lines that a CPU cannot run are in that module.
+    """
     packages = ("decoding", "training", "distill", "recurrent_drafting", "heads", "eval", "scripts")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     calling = {str(path.relative_to(ROOT)) for path in files if "torch.cuda" in path.read_text()}

@@ -1,4 +1,4 @@
-"""A stopped benchmark continues after its last finished part; paired intervals are Student's."""
+"""Test the part journal: a stopped benchmark continues, and paired intervals are Student's."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,10 @@ def journal(work: Path, **given: object) -> PartJournal:
 def test_parts_measured_by_other_code_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """They are not measured again, as only the reader can judge whether the change matters."""
+    """Check that figures measured by other code are kept, with a note of that code's revision.
+
+    Only the reader can judge whether the change matters.
+    """
     monkeypatch.setattr("scripts.bench.part_journal.git_revision", lambda: "old")
     journal(tmp_path).figures({"seed": 0}, lambda: {"alpha": 0.5})
     assert journal(tmp_path).revisions() == ["old"]
@@ -65,9 +68,9 @@ def test_other_settings_have_another_journal(tmp_path: Path):
 
 
 def test_the_paired_interval_is_by_students_t():
-    """t(0.975, 2) = 4.3027; differences 1, 2, 3 have mean 2 and deviation 1.
+    """Check the interval of differences 1, 2, 3 (mean 2, deviation 1), with t(0.975, 2) = 4.3027.
 
-    A seed of one side only is ignored.
+    A seed with figures on one side only is ignored, and a single pair has no interval.
     """
     found = paired({"0": 2.0, "1": 4.0, "2": 6.0, "3": 9.0}, {"0": 1.0, "1": 2.0, "2": 3.0})
     assert (found["difference"], found["seeds"]) == (pytest.approx(2), 3)

@@ -33,7 +33,7 @@ def figures_of(
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an untrained head of the tiny target."""
+    """Write an untrained head of the tiny target and return its folder."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head")
     save_head(RecurrentHead(HeadConfig(vocab_size=2048, hidden_size=32, exit_dim=64)), folder)
@@ -220,7 +220,7 @@ def test_generation_measures_every_width_and_temperature(
 
 # --------------------------------------------------------------------------------------------- show
 def head_figures(better: int) -> dict[str, Any]:
-    """Return figures of six prompts with 12 tokens; the n-th takes n + 6 - `better` rounds."""
+    """Return figures of six answers of 12 tokens; answer n takes n + 6 - `better` rounds."""
     greedy = [[12, number + 6 - better] for number in range(6)]
     return {"steps": 7, "seconds": 3.0, "epochs": 0.5, "greedy": greedy, "sampled": greedy}
 

@@ -24,7 +24,10 @@ from training.data.chat import render_next, render_prompt
 
 
 def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
-    """Return the settings of a short greedy chat, in float64 to equal plain decoding."""
+    """Return the settings of a short greedy chat.
+
+    The target has float64, so that drafted answers equal plain decoding.
+    """
     values = {
         "temperature": 0.0,
         "max_new_tokens": 24,
@@ -41,7 +44,7 @@ def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
 
 @pytest.fixture(scope="module")
 def head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save an untrained head of the tiny target."""
+    """Save an untrained head of the tiny target and return its folder."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("head")
     save_head(

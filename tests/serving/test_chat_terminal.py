@@ -20,7 +20,7 @@ from jobs.job import CONF
 
 
 class Terminal:
-    """The chat command on a pseudo-terminal."""
+    """A chat command that runs on a pseudo-terminal."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self.fd, child_fd = pty.openpty()
@@ -44,7 +44,11 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def expect(self, words: str, seconds: float = 60.0) -> str:
-        """Wait for words after those expected before. Return the output up to their end."""
+        """Wait until `words` appears in the output after the text that was expected last.
+
+        Returns that output up to the end of `words`. Raises AssertionError if the command ends or
+        `seconds` pass first.
+        """
         until = time.monotonic() + seconds
         while words not in self.shown[self.read_to :]:
             if time.monotonic() > until or not self._more():
@@ -64,7 +68,7 @@ class Terminal:
         return bool(got)
 
     def wait(self) -> int:
-        """Wait for the end of the command. Return its exit status."""
+        """Wait until the command ends and return its exit status."""
         while self._more():
             pass
         return self.process.wait(timeout=20)
@@ -72,7 +76,7 @@ class Terminal:
 
 @contextmanager
 def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
-    """Run the command inside the block, and kill it at the end."""
+    """Run the command inside the block, and kill it at the end if it still runs."""
     one = Terminal(list(arguments), environment)
     try:
         yield one

@@ -42,7 +42,7 @@ TURNS = {
 
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Path:
-    """Write the prompts of TURNS to a file."""
+    """Write the prompts of TURNS to a file and return its path."""
     file = tmp_path / "prompts.jsonl"
     lines = [{"id": name, "category": "test", "turns": turns} for name, turns in TURNS.items()]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -72,14 +72,14 @@ def config_of(
 
 
 def load_and_answer(cfg: GenerateConfig) -> tuple[ChatModels, PromptRun]:
-    """Load the models and answer the prompts."""
+    """Load the models, answer the prompts, and return the models and the run."""
     loaded = load(cfg)
     return loaded, answer_prompts(loaded, cfg, load_prompts(cfg), Console(file=io.StringIO()))
 
 
 @pytest.fixture
 def published_head(tmp_path: Path) -> Path:
-    """Save a head in the published layout, without a card, for LLaMA's vocabulary."""
+    """Save a head for LLaMA's vocabulary in the published layout, without a card."""
     torch.manual_seed(3)
     folder = tmp_path / "redrafter"
     save_head(
@@ -94,7 +94,10 @@ def published_head(tmp_path: Path) -> Path:
 def test_the_published_command_uses_vicunas_template(
     base_target: Path, published_head: Path, prompt_file: Path
 ):
-    """Vicuna's tokenizer has no chat template, and the published code has only Vicuna's."""
+    """Check that the published command uses Vicuna's template, the only one of the published code.
+
+    The target's tokenizer, like Vicuna's, has no chat template.
+    """
     flags = ["--hf_tokenizer", base_target, "--hf_llm", base_target, "--hf_drafter", published_head]
     flags += [
         "--eval_mt_bench",
@@ -135,7 +138,11 @@ def test_a_template_is_inferred_from_the_heads_card_or_the_targets_name(
     given: str,
     template: str,
 ):
-    """card: of the head; None: the drafter is not a head."""
+    """Check that template=auto takes the template of the head's card, or of the target's name.
+
+    A named template is used as given; without any, the run is refused. card: the head's card, or
+    None for a drafter that is not a head. template: the expected one, or "" for an error.
+    """
     folder = tmp_path / name
     folder.symlink_to(base_target)
     if card is not None:
@@ -160,7 +167,7 @@ def test_control_a_template_of_the_tokenizers_own_is_taken(tiny_target: Path, tm
 
 
 def report_text(cfg: GenerateConfig, loaded: ChatModels, done: PromptRun) -> str:
-    """Return the printed report."""
+    """Return the report of a run as it is printed."""
     stream = io.StringIO()
     print_report(cfg, loaded, done, Console(file=stream, width=200))
     return stream.getvalue()
@@ -222,7 +229,10 @@ def test_answers_are_written_to_a_file_with_their_counts(
 def test_an_interrupted_run_keeps_its_answers(
     tiny_target: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Stop in the third batch; the file has the first two."""
+    """Check that a run stopped in its third batch keeps the answers of the first two.
+
+    A new run may not write to the same file.
+    """
     calls = iter(range(100))
 
     def stopped(*given: Any, **more: Any) -> Any:

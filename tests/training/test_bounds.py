@@ -44,7 +44,7 @@ class Clock:
 def train(
     folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any
 ) -> tuple[Progress, list[dict[str, Any]]]:
-    """Train by the given clock; return the progress and the records of the steps."""
+    """Train with the given clock; return the progress and the records of the steps."""
     folder.mkdir(parents=True, exist_ok=True)
     module, data = make_model(), stop_after_step(make_data(), stop_after)
     rows_of = data.step_rows
@@ -105,7 +105,10 @@ def test_the_first_bound_ends_the_run(tmp_path: Path, bounds: dict[str, Any], st
 
 
 def test_bounds_in_steps_keep_the_original_learning_rates_and_masks():
-    """Compare, to the last bit, with the formulas of the time when steps were the only bound."""
+    """Check that learning rates and mask schedules equal the original formulas to the last bit.
+
+    The formulas date from the time when steps were the only bound.
+    """
     for total, warmup in ((12, 4), (997, 20), (2000, 0), (7, 7), (5, 20)):
         config, bounds = (
             OptimizerConfig(lr=0.3, warmup_steps=warmup, final_lr=0.1),
@@ -136,7 +139,10 @@ def test_bounds_in_steps_keep_the_original_learning_rates_and_masks():
     ],
 )
 def test_resuming_is_exact_under_every_bound(tmp_path: Path, bounds: dict[str, Any]):
-    """Replay the clock: every step and evaluation takes the same time, and the pause takes none."""
+    """Check that a stopped and resumed run equals an uninterrupted one under every bound.
+
+    The clock is simulated: steps and evaluations take a fixed time, and the pause takes none.
+    """
     straight = train(tmp_path / "straight", Clock(), **bounds)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", Clock(), stop_after=6, **bounds)
@@ -154,7 +160,7 @@ def test_resuming_is_exact_under_every_bound(tmp_path: Path, bounds: dict[str, A
 
 
 def test_another_clock_gives_another_schedule(tmp_path: Path):
-    """Check the control: the test above can fail."""
+    """Control: at another pace the learning rates after the warm-up differ."""
     rates = [
         [r["lr"] for r in train(tmp_path / str(s), Clock(per_step=s), max_seconds=13.0)[1]]
         for s in (1.0, 0.75)
@@ -256,14 +262,17 @@ def test_no_bound_at_all_is_refused():
     ],
 )
 def test_a_plan_names_every_bound(loop: dict[str, Any], before: str, dry: str):
-    """Check the plans of a run before its first step and of a dry run without data."""
+    """Check that every bound is named in the plan of a run and of a dry run without data."""
     config = LoopConfig(**loop, tokens_per_step=256)
     assert before in describe_plan(config, make_data())
     assert dry in plan_tokens(config, 1e10, 1.0).words
 
 
 def test_a_saved_configuration_of_an_earlier_version_is_unchanged(tmp_path: Path):
-    """Check a file without newer keys, in which max_epochs=1.0 with max_steps set no bound."""
+    """Check that a configuration saved by an earlier version counts as unchanged.
+
+    Newer keys are absent from it, and max_epochs=1.0 together with max_steps set no bound.
+    """
     config = TrainConfig(job="distill.train", output_dir=str(tmp_path))
     config.target.path, config.loop.max_steps = "somewhere", 100
     RunFolder(config).write_manifest([], {}, finished=False)

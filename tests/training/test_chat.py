@@ -1,4 +1,4 @@
-"""Test chat rendering: golden texts of our templates, and masks that cover exactly the answers."""
+"""Test chat rendering: golden texts of built-in templates, and masks of exactly the answers."""
 
 import json
 import re
@@ -55,7 +55,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def load(folder: Path, family: str = "", chat_template: str | None = None):
-    """Load the embedded tokenizer with a family's special tokens and another chat template."""
+    """Load the embedded tokenizer with a family's special tokens and, if given, a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(folder, **SPECIAL.get(family, {}))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -111,7 +111,11 @@ def test_chats_without_a_system_turn_are_rendered(embedded_target: Path) -> None
 
 
 def test_marks_agree_with_transformers(embedded_target: Path) -> None:
-    """Check chats with line ends, runs of spaces and multibyte characters, and trimming marks."""
+    """Check that ids and masks equal those of transformers if the template marks generations.
+
+    The chat has line ends, runs of spaces and multibyte characters; one template's marks trim
+    blanks.
+    """
     chat = [
         *CHAT,
         {"role": "user", "content": "if x:\n\tпривет  🙂"},
@@ -161,7 +165,10 @@ def test_embedded_chats(embedded_target: Path) -> None:
 def test_real_chats_with_a_template_without_marks(
     chat24m: Path, shared_data: Path, name: str
 ) -> None:
-    """Check prefix rendering with a tokenizer whose tokens include the preceding blank."""
+    """Check that real chats are rendered and masked correctly by a template without marks.
+
+    The tokenizer's tokens include the preceding blank, so prefixes are rendered.
+    """
     tokenizer = AutoTokenizer.from_pretrained(chat24m)
     for record in json.loads((shared_data / "chat" / f"{name}.json").read_text())[:100]:
         turns = record["conversations"]
@@ -195,7 +202,10 @@ def test_a_blank_at_the_end_of_the_prompt_may_merge_with_the_answer(embedded_tar
 def test_a_template_that_rewrites_earlier_turns_is_replaced_by_ours(
     embedded_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Imitate Qwen3, which renders an empty thought in the last answer only."""
+    """Check that a template that rewrites earlier turns is replaced by the built-in one.
+
+    The template renders an empty thought in the last answer only, as Qwen3's does.
+    """
     rewriting = MARKS.sub("", QWEN).replace(
         "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}",
         "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + "

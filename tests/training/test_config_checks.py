@@ -132,7 +132,7 @@ def composed(job: str) -> DictConfig:
 
 
 def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
-    """Return the error of a job with one changed value, which must not begin its run."""
+    """Return the error of a job with one changed value, and assert that its run did not begin."""
     config = composed(job).copy()
     changes = {
         "output_dir": str(folder),
@@ -175,7 +175,7 @@ def test_every_job_checks_seed_and_threads(
 
 
 def test_values_at_the_limits_are_accepted(tmp_path: Path, tiny_target: Path):
-    """Check the control: valid extreme values are accepted."""
+    """Control: valid extreme values are accepted."""
     register(TRAIN, TrainConfig)
     fine = [
         "seed=18446744073709551615",

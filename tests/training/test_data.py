@@ -170,7 +170,7 @@ def test_records_without_a_prompt_are_refused(
 
 
 def test_every_sharegpt_role_is_known(tmp_path: Path) -> None:
-    """Check that answers of every product are supervised."""
+    """Check that every product's role for answers is read as the assistant's."""
     for answers in ("gpt", "chatgpt", "bing", "bard", "assistant"):
         for asks in ("human", "user"):
             turns = [("system", "Be brief."), (asks, "Hi"), (answers, "Hello")]
@@ -183,9 +183,10 @@ def test_every_sharegpt_role_is_known(tmp_path: Path) -> None:
 def test_answers_before_the_first_request_are_cut_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check chats that begin with an answer, as ShareGPT's long chats were split anywhere.
+    """Check that answers before the first request are cut and counted, and that the rest is used.
 
-    Counted as bad records, they would exceed the limit in some files.
+    ShareGPT's long chats were split anywhere. Counted as bad records, such chats would exceed the
+    limit in some files.
     """
     turns = [
         ("system", "Be brief."),
@@ -337,7 +338,10 @@ MALFORMED_RECORDS = {
 def test_a_malformed_record_is_skipped_and_counted(
     tmp_path: Path, reason: str, array: bool
 ) -> None:
-    """Check an invalid record between two valid ones; in an array its brackets show its end."""
+    """Check that a malformed record between two valid ones is counted with its reason and line.
+
+    In an array, the record's brackets show where it ends.
+    """
     lines = [json.dumps(GOOD), MALFORMED_RECORDS[reason], json.dumps(GOOD)]
     file = tmp_path / ("chats.json" if array else "chats.jsonl")
     file.write_text("[" + ",\n".join(lines) + "]" if array else "\n".join(lines))
@@ -365,7 +369,10 @@ def test_a_malformed_text_is_skipped_and_counted(tmp_path: Path, text: str) -> N
 
 @pytest.mark.parametrize("key", ["id", "category", "turns"])
 def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> None:
-    """Check ids and categories too, as they are written to reports and records."""
+    """Check that half a character in a prompt's turns, id or category makes it a bad record.
+
+    Ids and categories are written to reports and records.
+    """
     whole = {"id": "a", "category": "b", "turns": ["c"]}
     lines = [
         json.dumps(one)

@@ -27,9 +27,9 @@ VOCABULARY = 67  # not a multiple of the number of ranks
 
 
 def write_target(folder: Path, tied: bool) -> None:
-    """Write a model in bfloat16, which is loaded in float32.
+    """Write a model in bfloat16, in files of at most 100 kB.
 
-    So every value that is read takes new memory.
+    It is loaded in float32, so every value that is read takes new memory.
     """
     torch.manual_seed(0)
     shape = StudentConfig(
@@ -49,7 +49,7 @@ def states(model: Any) -> torch.Tensor:
 
 
 def as_rank(folder: str, out: str, kind: str) -> None:
-    """Load the target as one rank; report its memory, its peak and its outputs.
+    """Load the target as one rank, and write its memory, peak memory and outputs to `out`.
 
     The control loads the complete target and shards it afterwards.
     """
@@ -87,7 +87,7 @@ def test_no_rank_holds_a_complete_target(
         request.getfixturevalue("deepspeed")
     write_target(tmp_path, tied)
     assert len([*tmp_path.glob("*.safetensors")]) > 1, "several files"
-    # transformers reads in threads, of which torch's profiler sees nothing.
+    # transformers reads in threads, which torch's profiler does not see.
     common = {
         "HF_DEACTIVATE_ASYNC_LOAD": "1",
         "WORLD_SIZE": "2",
@@ -134,7 +134,10 @@ def test_no_rank_holds_a_complete_target(
 def test_a_file_that_does_not_fit_its_configuration_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Load without shards, as two ranks would report the same error twice."""
+    """Check that a tensor of the wrong shape is refused with its name and both shapes.
+
+    The model is loaded without shards, because two ranks would report the same error twice.
+    """
     write_target(tmp_path, False)
     path = next(
         path for path in tmp_path.glob("*.safetensors") if "model.norm.weight" in load_file(path)

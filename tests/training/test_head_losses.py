@@ -137,7 +137,7 @@ def test_labels_outside_the_shortlist_have_no_loss_and_count_as_wrong():
 
 
 def test_the_teacher_computes_each_position_once():
-    """Compute the teacher's products per position of a chunk, not per row."""
+    """Check that the teacher computes logits once per position of a chunk, not once per row."""
     *_, teacher, teacher_weight, _ = inputs()
     made: list[int] = []
 
@@ -175,7 +175,10 @@ def test_chunked_argmax_equals_the_argmax():
 
 
 def test_memory_of_all_heads_is_a_chunks():
-    """Never hold all logits: compare with the peak of an eager loss over the same rows."""
+    """Check that the peak memory is below a quarter of all logits.
+
+    Control: an eager loss over the same rows holds all of them.
+    """
     rows, vocabulary, heads = 2048, 4096, 5
     features = torch.randn(rows, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)
@@ -201,7 +204,7 @@ def test_memory_of_all_heads_is_a_chunks():
 
 
 def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:
-    """Return features, layers and head of each row, for K output layers.
+    """Return the features, the K output layers, and each row's head.
 
     The rows of one layer are contiguous in every chunk.
     """

@@ -88,7 +88,7 @@ def stop_after_step(data: PackedData, stop_after: int) -> PackedData:
 def train(
     folder: Path, config: LoopConfig, stop_after: int = 0, dtype: torch.dtype = torch.float32
 ) -> LanguageModelling:
-    """Train, with a SIGTERM in step `stop_after` if it is given."""
+    """Train and return the module, with a SIGTERM in step `stop_after` (from 1) if it is not 0."""
     module = make_model(dtype)
     data = stop_after_step(make_data(), stop_after)
     score = iter(range(100))
@@ -157,9 +157,9 @@ def test_runs_with_another_order_of_additions_differ(tmp_path: Path):
 
 
 def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Count the waits of two forwards, a norm and an update.
+    """Check that a step of two forwards, a norm and an update waits for the device once.
 
-    The control reads the loss of every forward.
+    Control: reading the loss of every forward adds two waits.
     """
     module, config, parallel, waits = (
         make_model(),
@@ -277,7 +277,10 @@ def test_the_model_ends_at_its_best_checkpoint(tmp_path: Path):
 
 
 def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(tmp_path: Path):
-    """Write in a child process whose files may not exceed 20 kB."""
+    """Check that a full disk is an error, and that the last complete checkpoint is kept.
+
+    The next checkpoint is written by a child process whose files may not exceed 20 kB.
+    """
     tensors = {"w": torch.zeros(100)}
     checkpoint.save(tmp_path / "step_000001", {"step": 1}, tensors, tensors, tensors)
     code = f"""

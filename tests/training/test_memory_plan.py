@@ -22,17 +22,18 @@ from training.parallel.memory_plan import (
 
 
 def test_zero_stages_need_the_published_bytes():
-    """Check Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks.
+    """Check that the plan for 7.5 B parameters on 64 ranks needs the published bytes.
 
-    At 2 + 2 + 12 bytes a parameter a rank needs 120, 31.4, 16.6 and 1.9 GB.
+    They are in Rajbhandari et al. 2020, figure 1: at 2 + 2 + 12 bytes per parameter, a rank needs
+    120, 31.4, 16.6 and 1.9 GB.
     """
     published = {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
     for kind, gigabytes in published.items():
         plan = bytes_per_rank(7_500_000_000, 0, kind, 64, "bfloat16")
         ours = plan["weights"] + plan["gradients"] + plan["optimizer"]
         cut = {"ddp": 1, "zero1": 64, "zero2": 64, "zero3": 64}[kind]
-        # our gradients in float32: a copy beside bfloat16's, DeepSpeed's share widened, or 4 bytes
-        # for 2
+        # Gradients are float32 here: a copy besides bfloat16's (ddp, zero1), or 4 bytes instead of
+        # 2 (zero2, zero3).
         more = 4 * 7.5e9 / cut
         more = more / 2 if kind in ("zero2", "zero3") else more
         assert (ours - more) / 1e9 == pytest.approx(gigabytes, rel=0.02), kind
@@ -62,7 +63,10 @@ def test_unknown_kinds_and_dtypes_are_refused():
 
 
 def test_the_answering_target_is_counted_as_a_second_copy():
-    """Check a copy in its dtype, in full or spread over GPUs, with keys and values of a batch."""
+    """Check that the target that answers prompts counts as a second copy with keys and values.
+
+    The copy has the target's dtype, and is complete or spread over GPUs.
+    """
     target = LlamaConfig(
         num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008
     )
@@ -117,7 +121,7 @@ def one_row(tokens: int) -> list[Sample]:
 
 
 def kept_bytes(model: torch.nn.Module, tokens: int) -> tuple[int, list[torch.Tensor]]:
-    """Return the bytes that autograd keeps of a forward through the layers, and the gradients.
+    """Return the bytes that autograd keeps for a forward through the layers, and the gradients.
 
     Parameters and the attention mask are not counted.
     """
@@ -149,9 +153,9 @@ def test_planned_activations_match_autograd(dtype: str, tokens: int):
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_gradients():
-    """Compare peak memory with the control, the same model without checkpointing.
+    """Check that activation checkpointing lowers the peak memory by over 35 %.
 
-    Gradients must be equal bit for bit.
+    Without checkpointing, the same model has bit for bit the same gradients.
     """
     peaks, gradients = [], []
     for checkpointing in (False, True):

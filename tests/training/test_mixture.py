@@ -32,7 +32,7 @@ NAMES = ("code", "prose", "maths")
 
 
 def samples(seed: int, count: int, low: int, high: int) -> list[Sample]:
-    """Return documents over ids low .. high - 1, which show a row's domain."""
+    """Return `count` documents of random ids from `low` to `high` - 1, which show their domain."""
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -56,7 +56,7 @@ HELD_OUT = {
 
 
 def config(**changes: object) -> DataConfig:
-    """Configure three domains with texts and references; NAME=dict changes a domain."""
+    """Return settings of three domains with texts and references; NAME=dict changes a domain."""
     domains = {
         name: DomainConfig(texts=["x.txt"], held_out_texts=["y.txt"], share=share, reference=3.0)
         for name, share in zip(NAMES, (0.5, 0.3, 0.2), strict=True)
@@ -71,14 +71,14 @@ def mixed(rows_per_step: int = 4, seed: int = 7, **changes: object) -> MixedData
 
 
 def domain_of(data: MixedData, row: list[int]) -> str:
-    """Return the domain of a row's tokens. Raises ValueError for tokens of two domains."""
+    """Return the domain of a row's tokens. Raises ValueError if they are of several domains."""
     tokens = np.concatenate([data.samples[index].ids for index in row])
     (found,) = {NAMES[int(token) // 20] for token in tokens}
     return found
 
 
 def test_the_update_follows_the_paper():
-    """Compute w exp(eta delta), normalise, then (1 - c) w + c / k, written out for two steps."""
+    """Check that an update is w exp(eta delta), normalised, and then (1 - c) w + c / k."""
     shares = {"a": 0.6, "b": 0.3, "c": 0.1}
     losses, references = {"a": 2.0, "b": 2.5, "c": 1.0}, {"a": 2.1, "b": 2.0, "c": 0.2}
     gaps = loss_gaps(losses, references, clip=True)
@@ -284,7 +284,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 def test_the_published_mixtures_are_shipped():
-    """Check references and initial shares by domain, as in princeton-nlp/LLM-Shearing."""
+    """Check that references and initial shares are those of princeton-nlp/LLM-Shearing."""
     large, two, small = (
         composed(f"data={name}", "data.root=/texts").data
         for name in ("redpajama", "redpajama_2b7", "redpajama_370m")

@@ -36,7 +36,7 @@ SHAPE = StudentConfig(
 
 
 def losses_of(module: LanguageModelling) -> dict[str, float]:
-    """Return the held-out loss of every domain, its likelihood as acceptance, and a score."""
+    """Return each domain's held-out loss and acceptance (here the likelihood), and a score."""
     figures = {}
     with torch.no_grad():
         for name, held_out in HELD_OUT.items():
@@ -49,7 +49,7 @@ def losses_of(module: LanguageModelling) -> dict[str, float]:
 def train(
     folder: Path, steps: int = 8, stop_after: int = 0, mixing: str = "loss", **changes: object
 ) -> MixedData:
-    """Train, with a SIGTERM after `stop_after` steps if it is given."""
+    """Train and return the data, with a SIGTERM in step `stop_after` (from 1) if it is not 0."""
     torch.manual_seed(0)
     module = LanguageModelling(
         build_llama(
@@ -105,7 +105,10 @@ def records(folder: Path, key: str) -> list[float]:
 def test_a_resumed_run_equals_an_uninterrupted_one_across_evaluations(
     tmp_path: Path, stop_after: int, mixing: str
 ):
-    """Stop before, at and after one of the evaluations, which move the shares every two steps."""
+    """Check that a run stopped before, at or after an evaluation resumes exactly.
+
+    Evaluations move the shares every two steps.
+    """
     train(tmp_path / "straight", mixing=mixing)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", stop_after=stop_after, mixing=mixing)
@@ -124,7 +127,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_across_evaluations(
 
 
 def test_another_mixture_gives_other_weights(tmp_path: Path):
-    """Check the control: with fixed shares other rows are sampled and the weights differ."""
+    """Control: with fixed shares, other rows are sampled and the weights differ."""
     train(tmp_path / "moving")
     train(tmp_path / "fixed", mixing="fixed")
     moving, fixed = newest(tmp_path / "moving"), newest(tmp_path / "fixed")

@@ -21,7 +21,10 @@ def rate(config: OptimizerConfig, step: int, total: int) -> float:
 
 
 def test_the_cosine_starts_where_the_warm_up_ends():
-    """Check the linear rise to the peak, which one step reaches, and the end at lr x final_lr."""
+    """Check the linear rise to the peak, and the cosine from there to lr x final_lr.
+
+    Both the last step of the warm-up and the first of the cosine have the peak rate.
+    """
     config = OptimizerConfig(lr=2.0, warmup_steps=4, final_lr=0.1)
     rates = [rate(config, step, 12) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
@@ -32,9 +35,9 @@ def test_the_cosine_starts_where_the_warm_up_ends():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_after_the_warm_up_the_schedule_equals_transformers(warmup: int):
-    """Compare with get_cosine_schedule_with_warmup.
+    """Check that after the warm-up the rates equal those of get_cosine_schedule_with_warmup.
 
-    Its warm-up begins with a step at 0 and differs.
+    The warm-up of transformers differs: the first step has a rate of 0.
     """
     config = OptimizerConfig(lr=0.5, warmup_steps=warmup, final_lr=0.0)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)

@@ -54,7 +54,7 @@ def test_every_layer_of_a_packed_row_equals_decoding(name: str) -> None:
                 found = native.features(ids_1N, None, TAPS)[0].chunk(len(TAPS), -1)
             for tap in TAPS:
                 assert relative_error(states[tap][number, start:stop], found[tap]) < 1e-5
-                # the controls: one layer relative_error, and one position
+                # the controls: one layer off, and one position off
                 assert relative_error(states[tap - 1][number, start:stop], found[tap]) > 1e-2
                 assert relative_error(states[tap][number, start : stop - 1], found[tap][1:]) > 1e-2
             compared, start = compared + 1, stop

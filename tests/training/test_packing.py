@@ -127,9 +127,9 @@ def test_packed_losses_differ_without_the_document_mask():
 
 @pytest.mark.parametrize("kind", ["pretrain", "distil", "distil, cached"])
 def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Count waits from samples to gradients.
+    """Check that a micro-batch is copied once and never waits, from samples to gradients.
 
-    The control indexes with a mask, which waits for the number of its true values.
+    Control: indexing with a mask waits for the number of its true values.
     """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
     rows, sent, copies = (
@@ -201,7 +201,10 @@ def test_zero_supervised_tokens_is_an_error():
 
 @pytest.mark.parametrize("cache_bytes", [10**6, 400])
 def test_cached_teacher_states_change_no_loss(cache_bytes: int):
-    """Read the same rows twice, in another order and grouping, with all or some states cached."""
+    """Check that cached teacher states give the fresh loss, in other orders and groups of rows.
+
+    If all states fit into the cache, another student's loss reads no row again.
+    """
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     student, teacher = tiny(0), freeze(tiny(1))

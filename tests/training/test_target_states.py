@@ -1,4 +1,4 @@
-"""Stored states equal those of a forward, in memory, on disk and after a kill."""
+"""Stored states equal the states of a forward, in memory, on disk and after a kill."""
 
 import hashlib
 import shutil
@@ -47,7 +47,7 @@ def on_disk(
 
 
 class Counting(TargetStates):
-    """Features that count the rows which the target reads."""
+    """Target states that count the rows that the target reads."""
 
     reads = 0
 
@@ -97,7 +97,7 @@ def test_continuations_are_stored_with_states(kind: str, dtype: torch.dtype, tmp
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_continues_as_it_decodes(name: str):
-    """At every position of a row, continue as greedy decoding of the text so far does."""
+    """Check that continuations at every position equal greedy decoding of the text so far."""
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -124,7 +124,10 @@ def test_every_family_continues_as_it_decodes(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_trains_on_the_states_of_decoding(name: str):
-    """The packed target of training has the states of the native target that decodes."""
+    """Check that the packed target of training has the hidden states of the decoding target.
+
+    Control: read as one document, the second document of a row has other states.
+    """
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -192,7 +195,10 @@ def test_everything_that_changes_the_states_changes_the_folder(tmp_path: Path):
 
 
 def earlier_folder(root: Path, uses_teacher: bool, width: int, dtype: torch.dtype) -> Path:
-    """Return the folder of earlier versions, which kept states and tokens in one file."""
+    """Create and return the folder that an earlier version uses for the same states.
+
+    Earlier versions kept states and tokens in one file.
+    """
     keys = sorted(tuple(row) for row in data().rows)
     digest = hashlib.sha256(f"hash {tiny.HEADS} {uses_teacher} {width} {dtype} {keys}".encode())
     for sample in data().samples:
