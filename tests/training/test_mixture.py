@@ -230,7 +230,7 @@ def test_an_empty_state_is_the_start():
         ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each and a sum above 0"),
         ({"code": {"share": -0.1}}, "expected 0 or more each"),
         ({"code": {"share": math.nan}}, "expected 0 or more each"),
-        ({"prose": {"texts": []}}, "data.domains.prose is empty. Give it chats or texts"),
+        ({"prose": {"texts": []}}, "data.domains.prose is empty. Set its chats or texts"),
         (
             {"mixing": "loss", "maths": {"reference": 0.0}},
             "data.domains.maths.reference is 0, but data.mixing=loss needs",

@@ -21,13 +21,14 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class BadRecordError(Exception):
-    """Reason for skipping a record, by which skipped records are counted."""
+    """Reason for skipping a record; skipped records are counted by reason."""
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files at `paths`, and those inside folders sorted by name.
 
-    Raises UserError for a missing, empty or unknown kind of file, and for a folder without data.
+    Raises UserError for a missing or empty file, a file of another suffix, a folder without files
+    of these suffixes, and if there are no paths.
     """
     kinds = ", ".join(suffixes)
     files: list[Path] = []
@@ -39,10 +40,10 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         elif path.is_dir():
             found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
             if not found:
-                raise UserError(f"{path}: the folder holds no {kinds} file")
+                raise UserError(f"{path}: the folder holds no file of the kinds {kinds}")
             files += sorted(found)
         elif not path.is_file():
-            raise UserError(f"{path}: is neither a file nor a folder; expected {kinds}")
+            raise UserError(f"{path} is neither a file nor a folder; expected {kinds}")
         elif path.suffix not in suffixes:
             raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {kinds}")
         elif path.stat().st_size == 0:
@@ -57,8 +58,8 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield ("file:line", decoded value or BadRecordError) for every record.
 
-    A text file is one record {"text": its content}. Raises UserError for an unreadable file and a
-    broken JSON array.
+    A text file is one record {"text": its content}. Raises UserError for an unreadable file or
+    table, and for a broken JSON array.
     """
     if file.is_dir() or file.suffix in TABLES:
         yield from _read_table(file)
@@ -87,12 +88,15 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
+    """Return whether `path` is a folder that `datasets.Dataset.save_to_disk` wrote."""
     return (path / "dataset_info.json").is_file()
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:row", columns as a dict) for every row from 1."""
+    """Yield ("file:row", columns as a dict) for every row from 1.
+
+    Raises UserError for an unreadable table.
+    """
     from datasets import Dataset, exceptions, load_from_disk
 
     try:
@@ -120,7 +124,10 @@ def _decode(line: bytes) -> Any:
 
 
 def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array with their first line, numbered if several share it."""
+    """Yield ("file:line", element) for every element of a JSON array.
+
+    Elements that share a line are numbered. Raises UserError for a broken array.
+    """
     try:
         text = content.decode("utf-8-sig")
         place = text.index("[") + 1
