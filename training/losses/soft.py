@@ -1,12 +1,12 @@
 """Losses against a teacher's distribution p, row by row: forward KL and losses on acceptance.
 
-Speculative sampling accepts a token sampled from q with probability alpha = sum_v min(p_v, q_v) = 1 -
-TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log alpha,
-or KL that gives way to TV as alpha grows. All have closed gradients, so they run in chunks
-(training/losses/chunked.py).
+Speculative sampling accepts a token sampled from q with probability alpha = sum_v min(p_v, q_v) =
+1 - TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log
+alpha, or KL that gives way to TV as alpha grows. All have gradients in closed form, so they run in
+chunks (training/losses/chunked.py).
 
 If q covers a shortlist of the vocabulary, p holds its true probabilities there, which sum to less
-than 1: tokens outside can never be accepted, and a row is weighted by its mass on the shortlist.
+than 1: tokens outside can never be accepted, and KL weights a row by its mass on the shortlist.
 
 Several rows may share one distribution (all heads that predict a token do), which is computed once.
 

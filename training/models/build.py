@@ -218,7 +218,7 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
 
 
 def refuse_own_code(target: TargetConfig) -> None:
-    """Raise UserError if target.trust_remote_code is true, as training runs no foreign Python."""
+    """Raise UserError if target.trust_remote_code is true: training runs no Python of a folder."""
     if target.trust_remote_code:
         raise UserError(
             "target.trust_remote_code is true, expected false, as this job runs only known model "

@@ -115,9 +115,9 @@ class Parallel:
         """Return the objective to call in the loop, and its optimizer.
 
         trained: the part of `module` that is saved; see `gathered_weights`. rates: learning rates
-        of single parameters, by name. If ranks shard the training, the children of `trained` that hold these
-        parameters stay unsharded: they are small, clamped between steps, and read outside of their
-        forward.
+        of single parameters, by name. If ranks shard any state, the children of `trained` that hold
+        these parameters stay unsharded: they are small, clamped between steps, and read outside of
+        their forward.
         """
         module.to(self.device)
         if not self.shards_state:
@@ -166,9 +166,10 @@ class Parallel:
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
-        """Let ranks exchange gradients in this backward pass of `module` if it is the step's last.
+        """Exchange gradients over ranks in a backward pass of `module` inside this context.
 
-        Sharded gradients (ZeRO-2 and 3, FSDP) are exchanged in every pass.
+        last: False defers the exchange under DDP and ZeRO-1; sharded gradients (ZeRO-2, ZeRO-3,
+        FSDP) are exchanged in every pass.
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
