@@ -233,7 +233,7 @@ def test_an_empty_state_is_the_start():
         ({"prose": {"texts": []}}, "data.domains.prose is empty. Set its chats or texts"),
         (
             {"mixing": "loss", "maths": {"reference": 0.0}},
-            "data.domains.maths.reference is 0, but data.mixing=loss needs",
+            "data.domains.maths.reference is 0, expected a number above 0",
         ),
         (
             {"mixing": "loss", "maths": {"held_out_texts": []}},
@@ -241,7 +241,7 @@ def test_an_empty_state_is_the_start():
         ),
         (
             {"code": {"reference_acceptance": 1.5}},
-            "data.domains.code.reference_acceptance is 1.5, expected 0 ",
+            "data.domains.code.reference_acceptance is 1.5, expected a rate",
         ),
         (
             {"floor_share": 0.34},
