@@ -19,7 +19,7 @@ class TargetJob(Job[Config]):
     """A job on a frozen target, whose dry run needs only the target's published configuration."""
 
     def __init__(self, config: Any) -> None:
-        """Store the configuration, which has the fields `target` and `data`, and the target's.
+        """Store the job's configuration, which has `target` and `data`, and read the target's.
 
         Raises UserError if the target's folder is missing (except in a dry run) or invalid.
         """

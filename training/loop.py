@@ -48,7 +48,7 @@ class Objective(Protocol):
         """Return (sum of the loss in nats, sums of the metrics [len(metric_names)])."""
 
     def begin(self, step: int, place: Place) -> None:
-        """Set what follows a schedule for optimizer step `step` (from 0), at `place` in its run."""
+        """Set the values that follow a schedule for step `step` (from 0), at `place` in the run."""
 
 
 class Recorder(Protocol):

@@ -63,7 +63,7 @@ def print_work(what: str, flops: float, tflops: float) -> None:
 def print_plan(
     loop: LoopConfig, flops_a_token: float, tflops: float, key: str, pass_tokens: int = 0
 ) -> float:
-    """Print the plan of a run and return its FLOPs; 0 if their number depends on the data.
+    """Print the plan of a run and return its FLOPs; 0 if the number of tokens is unknown.
 
     key: the option that sets the number of tokens. tflops, pass_tokens: see `plan_tokens`.
     """

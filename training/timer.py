@@ -45,7 +45,7 @@ class Timer:
             )
 
     def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Evaluate the current weights, record the time and return rank 0's figures everywhere."""
+        """Evaluate the weights, record the time and return rank 0's figures on every rank."""
         with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
         self._progress.look_seconds = self._count()

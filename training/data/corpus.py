@@ -96,8 +96,8 @@ def functions(split: Split) -> tuple[Function, ...]:
 def chats(split: Split) -> list[Messages]:
     """Return the functions of `split` as chats.
 
-    A chat holds one function, or in every tenth module or class up to 3, each as a request and an
-    answer.
+    A chat holds one function, or up to 3 in every tenth module or class. Each function is a request
+    and an answer.
     """
     conversations: list[list[Function]] = []
     for function in functions(split):

@@ -49,8 +49,8 @@ def row_data(
 ) -> PackedData:
     """Pack the samples of `training_texts` into rows of data.max_length tokens.
 
-    Domains, if any, are mixed according to their shares. Raises UserError, with the key of the
-    data, if no token is supervised.
+    Domains, if any, are mixed according to their shares. Raises UserError, which names the key
+    of the data, if no token is supervised.
     """
     if data.domains:
         return MixedData(texts, data, rows_per_step, seed)
@@ -138,7 +138,10 @@ def sources(data: DataConfig) -> list[str]:
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
-    """Return the paths of both splits, except `embedded:stdlib`, whose splits are disjoint."""
+    """Return the paths that both splits name.
+
+    `embedded:stdlib` is left out, as its splits are disjoint.
+    """
     held_out = {path for one in each_data(data) for path in one.held_out_chats + one.held_out_texts}
     return [path for path in dict.fromkeys(sources(data)) if path in held_out - {_STDLIB}]
 

@@ -89,7 +89,10 @@ def load_weights(
 
 
 def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise UserError unless a value of config.json is a whole number from `least` to `most`."""
+    """Raise UserError unless a value of config.json is a whole number from `least` to `most`.
+
+    most: None sets no upper limit.
+    """
     if type(value) is int and least <= value <= (
         value if most is None else most
     ):  # True is not a size

@@ -32,8 +32,8 @@ def load_to_draft(
 ) -> Head:
     """Return `head`, or load the head in `folder` if `head` is None.
 
-    dtype, device: dtype and device of a loaded head. Raises UserError for an unknown dtype or
-    device and for a folder without a valid head, and ValueError if both are None.
+    dtype, device: the dtype and device of a loaded head. Raises UserError for an unknown dtype or
+    device and for a folder without a valid head, and ValueError if `head` and `folder` are None.
     """
     if head is not None:
         return head

@@ -106,7 +106,10 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
 def print_cost(
     config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
 ) -> float:
-    """Print FLOPs and hours, and return the FLOPs; 0 if the number of tokens is unknown."""
+    """Print FLOPs, hours and the size of a disk store, and return the FLOPs.
+
+    The FLOPs are 0 if the number of tokens is unknown.
+    """
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
@@ -134,7 +137,7 @@ def print_cost(
 
 
 def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
-    """Return the bytes of the stored states of one pass over the data."""
+    """Return the bytes of the stored states of one pass over the data; 0 if its size is unknown."""
     loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes

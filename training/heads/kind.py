@@ -92,7 +92,7 @@ class HeadKind(PredictingHead, Protocol):
         return ()
 
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
-        """Return rules for this kind's keys: key -> (is its value valid, the expected values)."""
+        """Return rules for this kind's keys: key -> (validity of its value, expected values)."""
         return {}
 
     def empty(self, shape: Any) -> nn.Module:
@@ -126,7 +126,7 @@ class HeadKind(PredictingHead, Protocol):
         ...
 
     def drafting(self, config: Any) -> DraftingSetup:
-        """Describe how the drafter that `drafter` returns drafts."""
+        """Return the description of the drafting that measures the finished head."""
         ...
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

@@ -147,7 +147,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
 
 
 def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
-    """Return the rules for the loss and the store: key -> (is its value valid, expected values).
+    """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
     All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
     continue its texts row by row.

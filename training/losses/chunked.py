@@ -25,7 +25,7 @@ RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 
 
 def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's cross-entropy -log q(label), its gradient, and its argmax's correctness.
+    """Return each row's cross-entropy -log q(label), its gradient and its metric.
 
     The gradient with respect to the logits is q - onehot(label). Metric: 1 if the argmax is the
     label, else 0.

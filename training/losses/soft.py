@@ -110,8 +110,8 @@ class Teacher:
     def shared(self, targets_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
         """Return a function from rows [start, end) to the distributions at their positions.
 
-        targets_N: the position of each row. places: a copy of it on the host. Computed are all
-        positions between a chunk's first and last, so chunks should read neighbouring ones.
+        targets_N: the position of each row. places: the same on the host. All positions between the
+        first and the last of a chunk are computed, so rows of a chunk should have close positions.
         """
 
         def rows(start: int, end: int) -> TeacherRows:

@@ -22,7 +22,7 @@ def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [R, 1, T, T] of causal attention within documents.
 
     It is 0 from a token to itself and to earlier tokens of its document, else -inf. A position
-    outside of documents attends to itself, as a softmax needs at least one.
+    outside of documents attends to itself, as a softmax over no position is undefined.
     """
     rows, length = documents_RT.shape
     same = documents_RT[:, :, None] == documents_RT[:, None, :]
@@ -39,7 +39,7 @@ def plain_attention(
 ) -> Tensor:
     """Compute softmax(q k^T scaling + bias) v step by step.
 
-    It equals the fused kernel up to rounding, and is faster for short rows on a CPU.
+    It equals the fused kernel up to rounding. `packed_attention` uses it where it is faster.
     """
     scores_RQTT = torch.matmul(q_RQTD * scaling, k_RQTD.transpose(-1, -2)) + bias
     return torch.matmul(torch.softmax(scores_RQTT, dim=-1), v_RQTD)

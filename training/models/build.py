@@ -207,8 +207,9 @@ def print_missing(target: TargetConfig) -> None:
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """Raise UserError for a target that a training job cannot load.
 
-    Refused are an unknown dtype or backend, a target that needs Python of its folder, and
-    target.parallel unless parallel.kind shards weights; it then applies to the held-out answers.
+    It is refused for an unknown dtype or backend, and if it needs Python of its folder.
+    target.parallel, which applies to the held-out answers, is refused unless parallel.kind shards
+    weights.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)

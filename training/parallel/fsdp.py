@@ -159,7 +159,7 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Gather a parameter that FSDP shards into new memory. All ranks must call it."""
+    """Return a full copy of a parameter that FSDP shards. All ranks must call it."""
     return gather_tensor(parameter.detach())
 
 

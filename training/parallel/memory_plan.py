@@ -97,10 +97,10 @@ def answering_line(held: Mapping[str, float]) -> str:
 
 
 def loss_bytes(rows: float, vocabulary: int, output_parameters: int, width: int) -> float:
-    """Return the bytes of a chunked loss over `rows` rows with outputs `width` bytes wide.
+    """Return the bytes of a chunked loss: logits of the largest chunk, and output gradients.
 
-    Counted are the logits of one chunk with derived tensors, and the gradients of the output layers
-    in float32 and in their dtype.
+    rows: number of predictions. width: bytes per weight of the output layers, whose gradients are
+    kept in float32 and in their dtype.
     """
     return min(CHUNK, rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
 

@@ -209,7 +209,7 @@ class ZeroAdamW:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Gather a parameter that DeepSpeed shards into new memory. All ranks must call it."""
+    """Return a full copy of a parameter that DeepSpeed shards. All ranks must call it."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
