@@ -193,18 +193,18 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
     optimizer, betas = loop.optimizer, loop.optimizer.betas
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
-    no_bound = f"more than 0, or 0 (no bound) with {key}.max_steps, max_tokens or max_seconds"
+    no_bound = f"more than 0, or 0 if {key}.max_steps, max_tokens or max_seconds sets a bound"
     step_fits = 1 <= loop.tokens_per_step <= LARGEST_STEP
     betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     rules = [
-        ("max_steps", loop.max_steps >= 0, "0 (no bound) or more"),
-        ("max_tokens", loop.max_tokens >= 0, "0 (no bound) or more"),
-        ("max_seconds", 0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
+        ("max_steps", loop.max_steps >= 0, "1 or more, or 0 for no bound"),
+        ("max_tokens", loop.max_tokens >= 0, "1 or more, or 0 for no bound"),
+        ("max_seconds", 0 <= loop.max_seconds < math.inf, "more than 0 s, or 0 for no bound"),
         ("max_epochs", 0 < epochs < math.inf or (epochs == 0 and bool(others)), no_bound),
         ("tokens_per_step", step_fits, f"1 to {LARGEST_STEP:,}"),
         ("micro_batch_tokens", loop.micro_batch_tokens >= 1, "1 or more"),
-        ("eval_every", loop.eval_every >= 0, "0 (only at the end) or more"),
-        ("checkpoint_every", loop.checkpoint_every >= 0, "0 (only at the end) or more"),
+        ("eval_every", loop.eval_every >= 0, "1 or more, or 0 for only at the end"),
+        ("checkpoint_every", loop.checkpoint_every >= 0, "1 or more, or 0 for only at the end"),
         ("keep", loop.keep >= 0, "0 or more"),
         ("log_every", loop.log_every >= 1, "1 or more"),
         ("optimizer.lr", 0 < optimizer.lr < math.inf, "more than 0"),
@@ -212,7 +212,7 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
         ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or more"),
         ("optimizer.warmup_steps", optimizer.warmup_steps >= 0, "0 or more"),
         ("optimizer.final_lr", 0 <= optimizer.final_lr < math.inf, "0 or more"),
-        ("optimizer.clip", 0 <= optimizer.clip < math.inf, "0 (off) or more"),
+        ("optimizer.clip", 0 <= optimizer.clip < math.inf, "more than 0, or 0 for no clipping"),
     ]
     return [(f"{key}.{name}", valid, expected) for name, valid, expected in rules]
 
@@ -222,6 +222,6 @@ def data_rules(data: DataConfig) -> list[Rule]:
     return [
         ("data.max_bad", 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("data.max_length", 2 <= data.max_length <= LONGEST_ROW, f"2 to {LONGEST_ROW:,}"),
-        ("data.max_samples", data.max_samples >= 0, "0 (all) or more"),
-        ("data.held_out_tokens", data.held_out_tokens >= 0, "0 (all) or more"),
+        ("data.max_samples", data.max_samples >= 0, "1 or more, or 0 for all"),
+        ("data.held_out_tokens", data.held_out_tokens >= 0, "1 or more, or 0 for all"),
     ]

@@ -47,8 +47,8 @@ class StagedFields(HeldOutFields, Protocol):
 def check_stages(config: StagedFields) -> None:
     """Raise UserError if later stages of an experiment would fail.
 
-    The prompts must exist, and the target's tokenizer must have a chat template where one is needed.
-    Nothing is checked in a dry run or without the target's folder.
+    The benchmark prompts must exist, and the target's tokenizer must have a chat template if one is
+    needed. Nothing is checked in a dry run or without the target's folder.
     """
     if config.dry_run or not target_is_here(config.target):
         return

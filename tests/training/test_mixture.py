@@ -209,7 +209,7 @@ def test_fixed_shares_are_not_updated():
 def test_a_domain_too_small_for_one_step_is_refused():
     with pytest.raises(
         UserError,
-        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to it",
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to this",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
@@ -245,7 +245,7 @@ def test_an_empty_state_is_the_start():
         ),
         (
             {"floor_share": 0.34},
-            "data.floor_share is 0.34, expected from 0 to 0.3333, equal parts of 3 domains",
+            "data.floor_share is 0.34, expected from 0 to 0.3333, the equal share of 3 domains",
         ),
         ({"mixing_rate": 0.0}, "data.mixing_rate is 0.0, expected more than 0"),
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),

@@ -57,7 +57,7 @@ class MixedData(PackedData):
         self.load({})
         if self.ended:
             raise UserError(
-                f"{self.ended}. Add text to it, or lower its share or loop.tokens_per_step"
+                f"{self.ended}. Add text to this domain, or lower its share or loop.tokens_per_step"
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
@@ -257,7 +257,7 @@ def _check_numbers(data: DataConfig) -> None:
             f"the shares of data.domains are {shares}, expected 0 or more each and a sum above 0"
         )
     most = 1 / len(shares)
-    equal = f"from 0 to {most:.4g}, equal parts of {len(shares)} domains"
+    equal = f"from 0 to {most:.4g}, the equal share of {len(shares)} domains"
     rules = [
         ("mixing_rate", data.mixing_rate > 0, "more than 0"),
         ("mixing_smoothing", 0 <= data.mixing_smoothing < 1, "from 0 to below 1"),

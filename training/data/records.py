@@ -68,7 +68,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         stream = file.open("rb")
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}). Check its permissions"
+            f"{file} cannot be read ({error.strerror}). Check its permissions"
         ) from error
     with stream:
         if file.suffix in TEXT_FILES:
@@ -108,7 +108,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             table = Dataset.from_file(str(path))
     except (OSError, ValueError, exceptions.DatasetGenerationError) as error:
         raise UserError(
-            f"{path}: not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
+            f"{path} is not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
         ) from error
     for number, row in enumerate(table, 1):
         yield f"{path}:{number}", dict(row)
@@ -149,12 +149,12 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             place = end
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
+            f"{file} is not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}). "
-            f"Fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
+            f"Fix the file, or write one object per line (.jsonl), so that bad ones can be skipped"
         ) from error
 
 

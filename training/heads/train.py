@@ -137,10 +137,10 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
                 RULES["temperature"].fits(config.held_out.temperature),
                 RULES["temperature"].expected,
             ),
-            "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
+            "assumed_tokens": (config.assumed_tokens >= 0, "1 or more, or 0 if unknown"),
             "assumed_supervised": (
                 0 < config.assumed_supervised <= 1,
-                "a share of more than 0, at most 1",
+                "a share above 0 and at most 1",
             ),
         },
     )

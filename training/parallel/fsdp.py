@@ -91,7 +91,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not decoder_layers(model) or not owners:
         raise UserError(
             f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers "
-            f"to recompute. Set it to false"
+            f"to recompute. Set loop.activation_checkpointing=false"
         )
     owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

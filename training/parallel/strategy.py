@@ -43,9 +43,9 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree. WORLD_SIZE is {self.world_size}, but accelerate has "
+                f"WORLD_SIZE is {self.world_size}, but accelerate has "
                 f"{self.accelerator.num_processes} processes. Start the job without a launcher's "
-                f"environment variables, or with equal numbers"
+                f"environment variables, or make the two numbers equal"
             )
         self._inner: nn.Module | None = None
         self._sharded: fsdp.ShardedModel | None = None
