@@ -40,7 +40,7 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         elif path.is_dir():
             found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
             if not found:
-                raise UserError(f"{path}: the folder holds no file of the kinds {kinds}")
+                raise UserError(f"{path}: the folder holds no {kinds} files")
             files += sorted(found)
         elif not path.is_file():
             raise UserError(f"{path} is neither a file nor a folder; expected {kinds}")
