@@ -196,7 +196,7 @@ class Training:
         forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
         for number, part in enumerate(forwards):
             # Gradients of bfloat16 weights accumulate in float32 masters, so ranks exchange them
-            # after every forward; others are exchanged once a step.
+            # after every forward; others are exchanged once per step.
             last = self.optimizer.has_copies or number == len(forwards) - 1
             with parallel.exchange(self.module, last):
                 batch = collate(data.samples, part or [[]], data.capacity, parallel.device)

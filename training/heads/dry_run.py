@@ -67,7 +67,7 @@ def dry_run(
 
 
 def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -> None:
-    """Print the parameters of the target, and those of the head by part."""
+    """Print the target's number of parameters, and the head's by part."""
     print(
         f"target: {millions(parameter_counts(target)['all'])} parameters, "
         f"{target.num_hidden_layers} layers, frozen"
