@@ -40,7 +40,7 @@ class Bounds:
     def share(self, done: RunTotals, of: float = 1.0, since: RunTotals = START) -> float:
         """Return the completed share (0 to 1) of the way from `since` to the nearest bound.
 
-        of: shorten every bound to this share of it.
+        of: share of every bound that counts as the whole way; 0: the way is complete.
         """
         if of == 0:
             return 1.0
@@ -73,7 +73,7 @@ class Place(NamedTuple):
     bounds: Bounds
 
     def share(self, of: float = 1.0) -> float:
-        """Return the completed share (0 to 1) of the first part `of` of the run."""
+        """Return the completed share (0 to 1) of the run, or of its first part, the share `of`."""
         return self.bounds.share(self.done, of)
 
 

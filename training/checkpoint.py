@@ -51,8 +51,9 @@ def save(
 ) -> Path:
     """Write `folder` (such as checkpoints/step_000100) so that it is complete or absent.
 
-    Files and names are synced to the disk before the rename, so a power cut leaves the old or the
-    new checkpoint. Raises UserError if a write fails; a previous checkpoint stays.
+    state: the loop's state, as JSON values. Files and names are synced to the disk before the
+    rename, so earlier checkpoints survive a power cut. Returns `folder`. Raises UserError if a
+    write fails.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     # remains of a run that was killed while saving this step
@@ -81,7 +82,7 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UserError with the name of a missing or damaged file."""
+    """Read a checkpoint. Raises UserError naming the file if one is missing or damaged."""
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(
@@ -100,7 +101,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the loop's state and the files' hashes. Raises ValueError if they were changed."""
+    """Return the loop's state and the files' hashes. Raises ValueError if either is invalid."""
     hashes, checksum = values.pop("hashes"), values.pop(_CHECKSUM, None)
     if (
         not isinstance(hashes, dict)
@@ -137,14 +138,14 @@ def load_weights(model: nn.Module, found: Checkpoint) -> None:
     odd = sorted(drop_tied(model.state_dict()).keys() ^ found.model.keys())
     if odd:
         raise UserError(
-            f"checkpoint {found.folder} belongs to another model ('{odd[0]}' is in only one of "
-            f"them). Choose another output_dir="
+            f"checkpoint {found.folder} belongs to another model (only one of the two has the "
+            f"tensor '{odd[0]}'). Choose another output_dir="
         )
     model.load_state_dict(found.model, strict=False)  # tied names are stored once
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`; report and skip damaged ones."""
+    """Return the newest complete checkpoint under `root`, or None; skip and report damaged ones."""
     for folder in sorted(root.glob("step_*"), reverse=True):
         try:
             return load(folder)
@@ -154,7 +155,7 @@ def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
 
 
 def prune(root: Path, keep: int, best: str | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one."""
+    """Delete all checkpoints but the newest `keep` (at least one) and the folder named `best`."""
     folders = sorted(root.glob("step_*"))
     for folder in folders[: max(0, len(folders) - max(1, keep))]:
         if folder.name != best:
@@ -162,7 +163,7 @@ def prune(root: Path, keep: int, best: str | None) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Return the state of torch's and NumPy's generators as tensors."""
+    """Return the states of torch's, NumPy's and, if there is a GPU, CUDA's generators."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     assert kind == "MT19937", kind
     assert isinstance(keys, np.ndarray)

@@ -37,15 +37,15 @@ class StudentConfig:
 
 @dataclass
 class DomainConfig:
-    """One domain of a mixture. Its paths have the forms of DataConfig's, relative to data.root."""
+    """One domain of a mixture; its paths take DataConfig's forms and are relative to data.root."""
 
     # ShareGPT files
     chats: list[str] = field(default_factory=list)
     # plain text files or folders
     texts: list[str] = field(default_factory=list)
-    # ShareGPT files that are never trained on and measure the domain
+    # ShareGPT files that are never trained on, for the domain's held-out figures
     held_out_chats: list[str] = field(default_factory=list)
-    # plain text that is never trained on and measures the domain
+    # plain text that is never trained on, for the domain's held-out figures
     held_out_texts: list[str] = field(default_factory=list)
     # initial weight of the domain's rows, relative to the sum of all shares
     share: float = 1.0
@@ -82,7 +82,7 @@ class DataConfig:
     domains: dict[str, DomainConfig] = field(default_factory=dict)
     # base folder of the domains' relative paths; empty: the working folder
     root: str = ""
-    # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
+    # shares: fixed | loss (follow the gaps to reference losses) | acceptance (gaps in acceptance)
     mixing: str = "fixed"
     # eta: each evaluation multiplies a share by exp(eta x gap)
     mixing_rate: float = 1.0
@@ -94,7 +94,7 @@ class DataConfig:
     uniform_share: float = 1e-4
     # smallest share of the rows that an update leaves to a domain
     floor_share: float = 0.01
-    # when a domain runs out of rows: wrap (start it again) | stop (end the training)
+    # when a domain runs out of rows: wrap (start it again) | stop (end the run)
     when_exhausted: str = "wrap"
     # held-out tokens per domain that an evaluation reads, evenly sampled; 0: all
     held_out_tokens: int = 16384
@@ -102,19 +102,19 @@ class DataConfig:
 
 @dataclass
 class LoopConfig:
-    """Length of a training, size of its batches, and intervals of evaluations and checkpoints."""
+    """Length of a run, size of its batches, and intervals of evaluations and checkpoints."""
 
     # Fields that stages of other jobs inherit (jobs/inheritance.py); each sets its own length.
     SHARED: ClassVar = ("micro_batch_tokens", "dtype", "activation_checkpointing")
 
     # Maximum number of optimizer steps; 0: unlimited. The first of max_steps, max_epochs,
-    # max_tokens and max_seconds that is reached ends the training; schedules follow the nearest.
+    # max_tokens and max_seconds that is reached ends the run; schedules follow the nearest.
     max_steps: int = 0
     # maximum number of passes over the data; null: unlimited if another bound is set, else one
     max_epochs: float | None = None
     # maximum number of tokens without padding, rounded up to a whole step; 0: unlimited
     max_tokens: int = 0
-    # Maximum seconds of training, held-out evaluations and checkpoints, summed over resumed runs;
+    # Maximum seconds of steps, held-out evaluations and checkpoints, summed over resumed runs;
     # 0: unlimited. Time before the first step and after the last evaluation is not counted. At
     # least one step is made.
     max_seconds: float = 0.0
@@ -143,7 +143,7 @@ class HeldOutConfig:
 
     # prompts that are never trained on, in any format that benchmark.path accepts
     prompts: str = "embedded:held_out_chats"
-    # rendering of the prompts: auto | chat (by data.template) | text (unchanged, for base models)
+    # rendering of the prompts: auto | chat (with data.template) | text (unchanged: base models)
     render: str = "auto"
     # largest number of prompts
     max_prompts: int = 48
@@ -166,16 +166,16 @@ class TrainingJobConfig(JobConfig):
 
 
 class TrainingFields(Protocol):
-    """Configuration of a job with data and a loop."""
+    """Configuration of a job that has training data and a loop."""
 
     data: DataConfig
     loop: LoopConfig
 
 
 def check_values(config: TrainingFields, more: dict[str, tuple[bool, str]]) -> None:
-    """Raise UserError for the first number that is out of range.
+    """Raise UserError for the first number of the data or of a loop that is out of range.
 
-    more: further keys -> (whether the value is valid, the expected range).
+    more: the job's other keys -> (whether the value is valid, the expected range).
     """
     rules = [*data_rules(config.data), *((key, *rule) for key, rule in more.items())]
     for key, value in vars(config).items():
@@ -193,18 +193,18 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
     optimizer, betas = loop.optimizer, loop.optimizer.betas
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
-    no_bound = f"more than 0, or 0 (no bound) with {key}.max_steps, max_tokens or max_seconds"
+    no_bound = f"more than 0, or 0 if {key}.max_steps, max_tokens or max_seconds sets a bound"
     step_fits = 1 <= loop.tokens_per_step <= LARGEST_STEP
     betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     rules = [
-        ("max_steps", loop.max_steps >= 0, "0 (no bound) or more"),
-        ("max_tokens", loop.max_tokens >= 0, "0 (no bound) or more"),
-        ("max_seconds", 0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
+        ("max_steps", loop.max_steps >= 0, "1 or more, or 0 for no bound"),
+        ("max_tokens", loop.max_tokens >= 0, "1 or more, or 0 for no bound"),
+        ("max_seconds", 0 <= loop.max_seconds < math.inf, "more than 0 s, or 0 for no bound"),
         ("max_epochs", 0 < epochs < math.inf or (epochs == 0 and bool(others)), no_bound),
         ("tokens_per_step", step_fits, f"1 to {LARGEST_STEP:,}"),
         ("micro_batch_tokens", loop.micro_batch_tokens >= 1, "1 or more"),
-        ("eval_every", loop.eval_every >= 0, "0 (only at the end) or more"),
-        ("checkpoint_every", loop.checkpoint_every >= 0, "0 (only at the end) or more"),
+        ("eval_every", loop.eval_every >= 0, "1 or more, or 0 for only at the end"),
+        ("checkpoint_every", loop.checkpoint_every >= 0, "1 or more, or 0 for only at the end"),
         ("keep", loop.keep >= 0, "0 or more"),
         ("log_every", loop.log_every >= 1, "1 or more"),
         ("optimizer.lr", 0 < optimizer.lr < math.inf, "more than 0"),
@@ -212,7 +212,7 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
         ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or more"),
         ("optimizer.warmup_steps", optimizer.warmup_steps >= 0, "0 or more"),
         ("optimizer.final_lr", 0 <= optimizer.final_lr < math.inf, "0 or more"),
-        ("optimizer.clip", 0 <= optimizer.clip < math.inf, "0 (off) or more"),
+        ("optimizer.clip", 0 <= optimizer.clip < math.inf, "more than 0, or 0 for no clipping"),
     ]
     return [(f"{key}.{name}", valid, expected) for name, valid, expected in rules]
 
@@ -222,6 +222,6 @@ def data_rules(data: DataConfig) -> list[Rule]:
     return [
         ("data.max_bad", 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("data.max_length", 2 <= data.max_length <= LONGEST_ROW, f"2 to {LONGEST_ROW:,}"),
-        ("data.max_samples", data.max_samples >= 0, "0 (all) or more"),
-        ("data.held_out_tokens", data.held_out_tokens >= 0, "0 (all) or more"),
+        ("data.max_samples", data.max_samples >= 0, "1 or more, or 0 for all"),
+        ("data.held_out_tokens", data.held_out_tokens >= 0, "1 or more, or 0 for all"),
     ]

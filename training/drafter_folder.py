@@ -43,8 +43,8 @@ def write_model(
 ) -> None:
     """Write weights (safetensors), configuration, generation settings and the tokenizer's files.
 
-    draft_tokens: draft length of transformers' assisted generation, which is then constant. Raises
-    UserError if a write fails.
+    The model is converted to `dtype` in place. draft_tokens: the constant draft length of
+    transformers' assisted generation; None: its default. Raises UserError if a write fails.
     """
     stored = model.to(dtype)
     stored.config.dtype = dtype
@@ -64,7 +64,7 @@ def write_untrained(
 ) -> None:
     """Write a folder like `write_model`, with weights of zero in a sparse file.
 
-    model: on the meta device.
+    model: a model on the meta device. Raises UserError if a write fails.
     """
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -82,7 +82,7 @@ def write_untrained(
 
 
 def keeps_folder(folder: Path, was_dry: bool) -> bool:
-    """Return True and print a note if `folder` holds a trained model; delete a dry run's folder."""
+    """Delete `folder` if a dry run wrote it; return True and print a note if it still exists."""
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -154,7 +154,7 @@ def origin_of(
 ) -> Provenance:
     """Return the provenance of a trained drafter, with the figures of its best checkpoint.
 
-    measured: further held-out figures.
+    measured: further held-out figures, by name. Raises UserError if no held-out score was finite.
     """
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
@@ -170,7 +170,7 @@ def origin_of(
 
 
 def close_run(run: Run, origin: Provenance, progress: Progress) -> None:
-    """Write the manifest of a finished training, with the card's figures, best step and time."""
+    """Write the manifest of a finished run, with the card's figures, the best step and the time."""
     took = {
         "best_step": progress.best_step,
         "training_seconds": round(progress.seconds, 1),
@@ -184,7 +184,8 @@ def write_card(
 ) -> None:
     """Write drafter_card.json, and README.md as `readme` renders the card.
 
-    about: fields of this kind of drafter, such as parameters and shape.
+    about: fields for this kind of drafter, such as parameters and shape. readme: returns the README
+    for a card.
     """
     card = {
         "name": origin.name,
@@ -211,7 +212,7 @@ def training_on_card(card: dict[str, Any]) -> str:
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:
-    """Return a README paragraph about a missing tokenizer, or an empty text."""
+    """Return a README paragraph about a missing tokenizer; "" if the folder has one."""
     if card["tokenizer"]:
         return ""
     return (

@@ -45,9 +45,10 @@ class StagedFields(HeldOutFields, Protocol):
 
 
 def check_stages(config: StagedFields) -> None:
-    """Raise UserError for an experiment whose later stages would fail.
+    """Raise UserError if later stages of an experiment would fail.
 
-    Benchmark prompts may be missing, or the target's tokenizer may lack a chat template.
+    The benchmark prompts must exist, and the target's tokenizer must have a chat template if one is
+    needed. Nothing is checked in a dry run or without the target's folder.
     """
     if config.dry_run or not target_is_here(config.target):
         return
@@ -64,9 +65,10 @@ def check_stages(config: StagedFields) -> None:
 
 
 def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -> list[Sample]:
-    """Return the target's answers to the held-out prompts as samples with supervised answers.
+    """Decode the target's answers to the held-out prompts; return samples of prompt and answer.
 
-    Prompts without room for an answer are left out. Raises UserError if none is left.
+    Only the answers are supervised. Prompts without room for an answer are left out. Raises
+    UserError if none is left.
     """
     prompts = _fitting_prompts(tokenizer, config)
     target = load_answering_target(target_folder, config)
@@ -86,12 +88,15 @@ def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -
 
 
 def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
-    """Return the ids of the first held_out.max_prompts prompts that leave room for an answer."""
+    """Return the ids of the first held_out.max_prompts prompts that leave room for an answer.
+
+    Raises UserError if no prompt does.
+    """
     chosen, template = config.held_out, config.data.template
     if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
         print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions). Give prompts "
-            f"that are typical of your target with held_out.prompts=FILE"
+            f"warning: held-out prompts are {chosen.prompts} (Python functions). Set "
+            f"held_out.prompts=FILE to prompts that are typical of your target"
         )
     keys = ("held_out.render", "data.template")
     as_text = choose_rendering(tokenizer, chosen.render, template, keys) == "text"

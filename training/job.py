@@ -1,4 +1,4 @@
-"""Parts of training jobs that jobs/protocol.py lacks: the frozen target and the recorded loop."""
+"""Additions of training jobs to jobs/protocol.py: the frozen target and the recorded loop."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,10 @@ class TargetJob(Job[Config]):
     """A job on a frozen target, whose dry run needs only the target's published configuration."""
 
     def __init__(self, config: Any) -> None:
-        """Store a configuration that has the fields `target` and `data`."""
+        """Store the job's configuration, which has `target` and `data`, and read the target's.
+
+        Raises UserError if the target's folder is missing (except in a dry run) or invalid.
+        """
         super().__init__(config)
         self.target = target_config(config.target)
         self.target_folder = find_target_folder(config.target, config.dry_run)
@@ -40,7 +43,7 @@ def fit_recorded(
     parallel: Parallel,
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
-    """Train `model` with `training.loop.fit`, and record metrics on the main rank."""
+    """Train `model` with `training.loop.fit`, record metrics on rank 0, and return the progress."""
     is_main = parallel.is_main
     with track_run(run.folder, config, run.inputs) if is_main else nullcontext() as tracker:
         return fit(

@@ -1,8 +1,9 @@
 """The training loop, in reading order: rows of a step -> loss -> update -> evaluate -> save.
 
 A step is a pure function of (weights, optimizer state, step number, recorded progress). Its rows
-come from (seed, step), so k steps, a stop and n - k steps equal n steps bit for bit on one CPU
-process; under a bound in seconds this needs the same clock readings.
+follow from the seed, the step number and, in a mixture, the recorded shares. Therefore k steps, a
+stop and n - k steps equal n steps bit for bit on one CPU process; under a bound in seconds only if
+the clock reads the same.
 """
 
 import math
@@ -38,16 +39,16 @@ from training.timer import Timer
 class Objective(Protocol):
     """The module that a job trains; a call returns sums over the batch's supervised tokens."""
 
-    # names of the second value's entries, such as accuracy or acceptance
+    # names of the metrics that a call returns, such as accuracy or acceptance
     metric_names: tuple[str, ...]
-    # rates of the trained parameters that differ from the rest, by name
+    # learning rates of single trained parameters, by parameter name
     rates: Mapping[str, Rate]
 
     def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss in nats, sums of the metrics [len(metric_names)])."""
 
     def begin(self, step: int, place: Place) -> None:
-        """Prepare an optimizer step (from 0) for values that follow a schedule."""
+        """Set the values that follow a schedule for step `step` (from 0), at `place` in the run."""
 
 
 class Recorder(Protocol):
@@ -72,11 +73,12 @@ def fit(
 ) -> Progress:
     """Train `trained`, the part of `module` that is saved, and leave it at its best checkpoint.
 
+    Resumes from the newest complete checkpoint under `folder`/checkpoints and returns the progress.
     module: an Objective. evaluate: returns held-out figures of the current weights, with `score`
-    (larger is better), which selects the best checkpoint. clock: seconds, used only for
-    config.max_seconds. Resumes from the newest complete checkpoint under `folder`/checkpoints.
-    Raises Interrupted, and UserError for a loss that is not finite or a time limit without room for
-    a step.
+    (larger is better), which selects the best checkpoint. clock: returns seconds, and is read only
+    under config.max_seconds. Raises Interrupted once the step in which SIGINT or SIGTERM arrived is
+    saved. Raises UserError if a loss or gradient is not finite, if the time limit has no room for a
+    step, or if the checkpoints belong to another model or the best one is damaged.
     """
     root, limits = folder / "checkpoints", bounds_of(config, data)
     training = _begin(root, module, trained, data, config, parallel)
@@ -130,7 +132,7 @@ def fit(
 
 @dataclass
 class Training:
-    """Parts of one training, whose steps change the weights, the optimizer and `progress`."""
+    """State and settings of one run; a step changes weights, optimizer and `progress`."""
 
     # the objective as the ranks run it
     module: Any
@@ -184,7 +186,8 @@ class Training:
     def _backward(self, rows: list[list[int]]) -> tuple[Tensor, int]:
         """Compute the gradient of one step, divided by the global count of supervised tokens.
 
-        Returns ([loss, *metrics] on the device, tokens), both over all ranks.
+        Returns ([loss, *metrics] per supervised token, on the device; number of tokens), both over
+        all ranks.
         """
         data, parallel = self.data, self.parallel
         count = max(1, data.supervised_in(rows))
@@ -193,7 +196,7 @@ class Training:
         forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
         for number, part in enumerate(forwards):
             # Gradients of bfloat16 weights accumulate in float32 masters, so ranks exchange them
-            # after every forward; others are exchanged once a step.
+            # after every forward; others are exchanged once per step.
             last = self.optimizer.has_copies or number == len(forwards) - 1
             with parallel.exchange(self.module, last):
                 batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
@@ -228,7 +231,10 @@ class Training:
         return held_out | changes
 
     def save(self) -> None:
-        """Write the complete state in one format, which every kind of parallelism can resume."""
+        """Write a checkpoint that every kind of parallelism can resume, and delete old ones.
+
+        All ranks must call it.
+        """
         progress, parallel = self.progress, self.parallel
         states = self.optimizer.state(keep=parallel.is_main)
         with parallel.gathered_weights():
@@ -253,7 +259,7 @@ def _begin(
     config: LoopConfig,
     parallel: Parallel,
 ) -> Training:
-    """Prepare the training for the ranks, from its newest complete checkpoint if there is one."""
+    """Prepare a run on this rank, from the newest complete checkpoint if there is one."""
     if config.activation_checkpointing:
         checkpoint_activations(trained)
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
@@ -276,13 +282,14 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
         best = checkpoint.load(root / f"step_{progress.best_step:06d}")
     except UserError as error:
         raise UserError(
-            f"{error}. It was the best one, which this run exports. Delete {root} to train again"
+            f"cannot export the best weights of the run: {error}. To train again, delete all of "
+            f"{root}"
         ) from error
     checkpoint.load_weights(trained, best)
 
 
 def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
-    """Return why the run ended before its bound in steps, or an empty text."""
+    """Return the end of a message on why a run ended before its bound in steps; else ""."""
     if not progress.reached(limits):
         of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
         return f"{of}: {data.ended}"
@@ -292,9 +299,9 @@ def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
 
 
 def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
-    """Format held-out figures, without the score and the figures by domain.
+    """Format held-out figures, without the score and figures of a domain or depth (NAME/...).
 
-    most: largest number of figures.
+    most: the largest number of figures to show; None: all.
     """
     keys = [key for key in figures if key not in ("step", "score") and "/" not in key]
     return "  ".join(f"{key} {figures[key]:.3f}" for key in keys[:most])

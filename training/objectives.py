@@ -63,9 +63,10 @@ class Distillation(StaticObjective):
         temperature: float = 1.0,
         states: "TeacherStates | None" = None,
     ) -> None:
-        """Store the student, and the teacher with a cache of its states.
+        """Store the models.
 
-        states: a cache that several students share; None: no cache.
+        temperature: divides the logits of both. states: a cache of the teacher's states that
+        several students share; None: no cache.
         """
         super().__init__()
         self.student = student
@@ -73,7 +74,7 @@ class Distillation(StaticObjective):
         self._states = states or TeacherStates(teacher, 0)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (sum of KL(teacher || student) in nats, sum of min(p, q) [1])."""
+        """Return sums over supervised tokens: KL(teacher || student) in nats, and min(p, q) [1]."""
         teacher_NG = self._states(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
         return chunked_forward_kl(
@@ -88,10 +89,10 @@ class Distillation(StaticObjective):
 class TeacherStates:
     """Cache of the frozen teacher's hidden states at supervised positions, limited in bytes.
 
-    Rows are packed once and return in every epoch and for every student. The teacher's forward
-    takes most of a small student's step, and the cache saves it. With a cache the teacher reads one
-    row at a time, so that states do not depend on the other rows of a batch and a resumed run
-    equals an uninterrupted one bit for bit.
+    Rows are packed once and recur in every epoch and for every student. The teacher's forward takes
+    most of a small student's step, and the cache saves it. With a cache the teacher reads one row
+    at a time, so that a row's states do not depend on its batch and a resumed run equals an
+    uninterrupted one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:

@@ -59,9 +59,10 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def make_adamw(
     named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
 ) -> torch.optim.AdamW:
-    """Return torch's AdamW, with weight decay for matrices at the common rate only.
+    """Return torch's AdamW, which decays only the matrices that train at the common rate.
 
-    Each group holds `scale`, the multiplier of its learning rate.
+    named: (name, parameter) pairs. rates: learning rates of single parameters, by name. Every
+    parameter group holds `scale`, the multiplier of its learning rate.
     """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
@@ -82,9 +83,9 @@ class MasterAdamW:
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None
     ) -> None:
-        """Create the masters.
+        """Create the masters and their optimizer.
 
-        rates: learning rates of single parameters by name; these parameters are not decayed.
+        rates: learning rates of single parameters, by name; these parameters are not decayed.
         """
         self.config = config
         named = trained_parameters(model)
@@ -106,7 +107,7 @@ class MasterAdamW:
         return bool(self._copies)
 
     def collect(self) -> None:
-        """Add the gradients of one backward pass to those of the masters."""
+        """Move the gradients of one backward pass to the masters, which sum them over passes."""
         for master, parameter in self._copies:
             if parameter.grad is None:
                 continue
@@ -117,7 +118,7 @@ class MasterAdamW:
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """Update at learning rate `lr`, with the gradients as `clip` left them."""
+        """Update the weights at learning rate `lr` from the gradients, then delete these."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.optimizer.step()
@@ -138,7 +139,7 @@ class MasterAdamW:
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Clip the gradients by their global norm and return the norm before clipping.
 
-        norm: the norm to clip by, if it covers more than these gradients.
+        norm: a global norm that also covers other gradients; None: the norm of these.
         """
         norm = self.norm() if norm is None else norm
         nn.utils.clip_grads_with_norm_(
@@ -149,7 +150,7 @@ class MasterAdamW:
     def state(self, keep: bool = True) -> dict[str, Tensor]:
         """Return all state that the next step depends on, as unsharded named tensors.
 
-        All ranks must call it; those without `keep` receive nothing.
+        All ranks must call it; those without `keep` receive an empty dict.
         """
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
@@ -188,7 +189,8 @@ class SplitOptimizer:
     ) -> None:
         """Store both optimizers.
 
-        add: the sum over the `size` ranks, whose losses are scaled by `size` (Parallel.backward).
+        add: returns the sum of a tensor over the `size` ranks. As losses are scaled by `size`
+        (Parallel.backward), the sum is divided by it.
         """
         self.sharded, self.unsharded = sharded, unsharded
         self._add, self._size = add, size
@@ -230,7 +232,7 @@ def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
     """Return the learning rate of step `step` (from 0).
 
     It rises linearly to lr over `warmup_steps`, then follows a cosine to lr x final_lr. progress:
-    completed share of the run after the warm-up, 0 to 1. The cosine starts at the end of the
+    the completed share (0 to 1) of the run after its warm-up. The cosine starts at the end of the
     warm-up, as in the published recipes (Composer's for Sheared-LLaMA, transformers' for
     ReDrafter). A run shorter than its warm-up ends while the rate rises.
     """

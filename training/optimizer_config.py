@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class OptimizerConfig:
-    """torch's AdamW and its schedule."""
+    """Settings of torch's AdamW and of the learning-rate schedule."""
 
     # peak learning rate
     lr: float = 1e-3

@@ -10,7 +10,7 @@ from training.data.packing import PackedData
 
 
 def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
-    """Return the bounds of a configuration; without any, one pass over the data."""
+    """Return the bounds that a configuration sets; if it sets none, one pass over the data."""
     steps = float(loop.max_steps or math.inf)
     if epochs := resolve_max_epochs(loop):
         steps = min(steps, max(1, math.ceil(epochs * data.steps_per_epoch)))
@@ -25,7 +25,7 @@ def resolve_max_epochs(loop: LoopConfig) -> float:
 
 
 class TokenPlan(NamedTuple):
-    """Estimated size of a run in a dry run, which reads no data."""
+    """Estimated size of a training run, made by a dry run without reading data."""
 
     tokens: int  # 0: unknown until the data is read
     words: str
@@ -34,9 +34,10 @@ class TokenPlan(NamedTuple):
 def plan_tokens(
     loop: LoopConfig, flops_a_token: float, tflops: float, pass_tokens: int = 0
 ) -> TokenPlan:
-    """Estimate the tokens of a run at an assumed speed.
+    """Estimate the number of tokens that a run will train on.
 
-    pass_tokens: tokens of one pass over the data; 0: not known.
+    tflops: the assumed speed, which turns loop.max_seconds into tokens. pass_tokens: tokens of one
+    pass over the data; 0: unknown.
     """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
     epochs = resolve_max_epochs(loop)
@@ -54,7 +55,7 @@ def plan_tokens(
 
 
 def print_work(what: str, flops: float, tflops: float) -> None:
-    """Print FLOPs and the hours they take at an assumed speed."""
+    """Print `what`, its FLOPs and the hours that they take at the assumed speed `tflops`."""
     seconds = flops / tflops / 1e12
     print(f"{what}, {operations(flops)}, {hours(seconds)} at {tflops:g} TFLOP/s (assumed_tflops)")
 
@@ -62,21 +63,21 @@ def print_work(what: str, flops: float, tflops: float) -> None:
 def print_plan(
     loop: LoopConfig, flops_a_token: float, tflops: float, key: str, pass_tokens: int = 0
 ) -> float:
-    """Print the plan of a run. Returns its FLOPs; 0 if the number of tokens depends on the data.
+    """Print the plan of a run and return its FLOPs; 0 if the number of tokens is unknown.
 
-    key: the option that fixes the number of tokens. pass_tokens: see `plan_tokens`.
+    key: the option that sets the number of tokens. tflops, pass_tokens: see `plan_tokens`.
     """
     plan = plan_tokens(loop, flops_a_token, tflops, pass_tokens)
     flops = float(flops_a_token * plan.tokens)
     if plan.tokens:
         print_work(f"plan: {plan.words}", flops, tflops)
     else:
-        print(f"plan: {plan.words}; their tokens are known when the data is read (or give {key})")
+        print(f"plan: {plan.words}; set {key} to estimate the cost without reading the data")
     return flops
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:
-    """Describe the run, such as `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
+    """Describe a run, such as `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
     bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
     words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
     steps, about = bounds.steps, ""

@@ -11,9 +11,9 @@ PACE_WEIGHT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
-    """Clock readings that are added to `progress`.
+    """Clock of a run, which adds its readings to `progress`.
 
-    Rank 0's clock counts on all ranks. It is read only under a bound in seconds.
+    All ranks use rank 0's clock. It is read only if the run has a bound in seconds.
     """
 
     def __init__(
@@ -25,14 +25,14 @@ class Timer:
 
     @property
     def bounds(self) -> Bounds:
-        """Return the run's bounds, less the time of the evaluation at its end."""
+        """Return the run's bounds, with the seconds of the last evaluation reserved at the end."""
         limits = self._limits
         return replace(limits, seconds=limits.seconds - self._progress.look_seconds)
 
     def time_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Time an evaluation before the first step.
+        """Evaluate before the first step to measure the time, if the run has a bound in seconds.
 
-        Raises UserError if it leaves no time for steps.
+        Does nothing in a resumed run. Raises UserError if the bound leaves no time for a step.
         """
         if not self._limits.has_seconds or self._progress.step:
             return
@@ -41,18 +41,21 @@ class Timer:
             raise UserError(
                 f"loop.max_seconds is {self._limits.seconds:g}, but a held-out evaluation alone "
                 f"takes {self._progress.look_seconds:.1f} s, and there is one before the first "
-                f"step and one after the last. Give more seconds, or fewer held-out prompts"
+                f"step and one after the last. Raise loop.max_seconds, or hold out less text"
             )
 
     def run_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return held-out figures that are equal on every rank, and record the time they took."""
+        """Evaluate the weights, record the time and return rank 0's figures on every rank."""
         with self._parallel.gathered_weights():
             figures: dict[str, float] = self._parallel.broadcast(evaluate())
         self._progress.look_seconds = self._count()
         return figures
 
     def count_step(self) -> None:
-        """Add the time since the last reading, checkpoints included, to the last step."""
+        """Add the seconds since the last reading, update the pace and check for a further step.
+
+        A checkpoint's seconds count towards the step after it.
+        """
         seconds, progress = self._count(), self._progress
         before = progress.pace or seconds
         progress.pace = PACE_WEIGHT * seconds + (1 - PACE_WEIGHT) * before

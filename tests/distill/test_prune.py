@@ -428,7 +428,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
             ["data.max_length=99999"],
             r"data\.max_length is 99999, .*context of .* is \d+ tokens.*Lower data\.max_length",
         ),
-        (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
+        (["data=text"], r"the train split is empty: set data\.chats=\[CHATS"),
         (
             ["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"],
             "too little calibration text",

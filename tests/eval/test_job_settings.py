@@ -155,5 +155,5 @@ def test_unreadable_prompt_files_are_refused(
 
     monkeypatch.setattr(Path, "open", denied)  # root may read everything
     for read in (read_prompts, read_chats):
-        with pytest.raises(UserError, match=r"mixed.jsonl: cannot be read .Permission denied."):
+        with pytest.raises(UserError, match=r"mixed.jsonl cannot be read .Permission denied."):
             read(mixed)

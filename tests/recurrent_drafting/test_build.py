@@ -143,5 +143,5 @@ def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_
     save_head(tiny.head(dtype=torch.float32), tmp_path)
     sizes = {"hidden_size": H, "vocab_size": V}
     other = AutoConfig.for_model("llama", num_attention_heads=1, **(sizes | {name: size}))
-    with pytest.raises(UserError, match=f"has {name} {sizes[name]}, but the target {size}"):
+    with pytest.raises(UserError, match=f"has {name} {sizes[name]}, but the target has {size}"):
         shape_of(KIND, HeadTrainConfig(head=HeadShapeConfig(path=str(tmp_path))), other)

@@ -307,7 +307,7 @@ def test_tables_are_read_like_lines(tmp_path: Path, kind: str) -> None:
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "chats.parquet"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match=r"chats\.parquet: not a readable table"):
+    with pytest.raises(UserError, match=r"chats\.parquet is not a readable table"):
         read_chats(broken)
 
 

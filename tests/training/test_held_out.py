@@ -72,9 +72,9 @@ def test_control_targets_with_a_template_receive_rendered_prompts(
         (
             {},
             {"benchmark_render": "chat"},
-            "benchmark_render=text leaves them .* data.template=vicuna",
+            "benchmark_render=text to leave prompts .* data.template=vicuna",
         ),
-        ({}, {"held_out": HeldOutConfig(render="chat")}, "held_out.render=text leaves them"),
+        ({}, {"held_out": HeldOutConfig(render="chat")}, "held_out.render=text to leave prompts"),
         (
             {},
             {"benchmark_render": "plain"},

@@ -209,7 +209,7 @@ def test_fixed_shares_are_not_updated():
 def test_a_domain_too_small_for_one_step_is_refused():
     with pytest.raises(
         UserError,
-        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to it",
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 needs \d+ .*Add text to this",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
@@ -230,10 +230,10 @@ def test_an_empty_state_is_the_start():
         ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each and a sum above 0"),
         ({"code": {"share": -0.1}}, "expected 0 or more each"),
         ({"code": {"share": math.nan}}, "expected 0 or more each"),
-        ({"prose": {"texts": []}}, "data.domains.prose is empty. Give it chats or texts"),
+        ({"prose": {"texts": []}}, "data.domains.prose is empty. Set its chats or texts"),
         (
             {"mixing": "loss", "maths": {"reference": 0.0}},
-            "data.domains.maths.reference is 0, but data.mixing=loss needs",
+            "data.domains.maths.reference is 0, expected a number above 0",
         ),
         (
             {"mixing": "loss", "maths": {"held_out_texts": []}},
@@ -241,11 +241,11 @@ def test_an_empty_state_is_the_start():
         ),
         (
             {"code": {"reference_acceptance": 1.5}},
-            "data.domains.code.reference_acceptance is 1.5, expected 0 ",
+            "data.domains.code.reference_acceptance is 1.5, expected a rate",
         ),
         (
             {"floor_share": 0.34},
-            "data.floor_share is 0.34, expected from 0 to 0.3333, equal parts of 3 domains",
+            "data.floor_share is 0.34, expected from 0 to 0.3333, the equal share of 3 domains",
         ),
         ({"mixing_rate": 0.0}, "data.mixing_rate is 0.0, expected more than 0"),
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),

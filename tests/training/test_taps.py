@@ -103,5 +103,5 @@ def test_continuations_do_not_depend_on_taps(final: bool):
 
 
 def test_a_layer_outside_the_target_is_refused():
-    with pytest.raises(UserError, match="reads the target at layer 3, expected 0 .* to 2"):
+    with pytest.raises(UserError, match="reads layer 3 of the target, expected .* from 0, .* to 2"):
         TargetStates(tiny.target(), taps=(0, 3))

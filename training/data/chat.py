@@ -49,8 +49,9 @@ def render_chat(
 ) -> Rendered:
     """Render `messages` ({"role", "content"}) with the tokenizer's chat template or a named one.
 
-    Raises UserError for a chat without an answer. Errors name the turn if the template refuses its
-    role or order, or if the tokens of an answer cannot be located.
+    Raises UserError for a chat without an answer, an unknown `template`, or a slow tokenizer. The
+    error names the turn if the template rejects its role or order, or if the tokens of an answer
+    cannot be located.
     """
     messages = list(messages)
     source = template_source(tokenizer, template)
@@ -69,7 +70,10 @@ def render_chat(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
 ) -> list[int]:
-    """Return the ids of `messages` followed by the generation prompt, for a target to continue."""
+    """Return the ids of `messages` followed by the generation prompt, for a target to continue.
+
+    Raises UserError for an unknown `template`, and for messages that the template rejects.
+    """
     messages = list(messages)
     text = _render(tokenizer, template_source(tokenizer, template), messages, prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -85,10 +89,11 @@ def render_next(
 ) -> list[int]:
     """Return the ids of a prompt whose last message but one is the answer of the previous turn.
 
-    prompt, answer: ids of the previous turn as they were decoded. A model may write a text with
-    other tokens than its tokenizer, and caches hold the model's. These ids are therefore kept, and
-    the new ones follow. If the rendered text does not show where they end (a template that trims
-    the answer, a tokenizer without offsets), all of it is tokenized again.
+    prompt, answer: ids of the previous turn as they were decoded. A model may spell the same string
+    with other tokens than its tokenizer, and caches hold the model's tokens. These ids are
+    therefore kept, and those of the new turn follow. If the answer's end cannot be found in the
+    rendered chat (a template that trims answers, a tokenizer without offsets), the whole chat is
+    tokenized again.
     """
     messages, source = list(messages), template_source(tokenizer, template)
     text = _render(tokenizer, source, messages, prompt=True)
@@ -127,8 +132,9 @@ def choose_rendering(
     """Return the form in which a target receives prompts: `chat` or `text`.
 
     render: chat, text or auto. auto is chat if the tokenizer has a chat template or `template`
-    names one of ours, else text, with a note. keys: the configuration's keys of `render` and
-    `template`. Raises UserError for an unknown form, and for chat without a template.
+    names one of ours, else text. keys: the configuration's keys of `render` and `template`, for
+    messages. show: print a note if auto chooses text. Raises UserError for an unknown `render` or
+    `template`, and for chat without a template.
     """
     check_choice(keys[0], render, RENDERINGS)
     if render == "text":
@@ -140,8 +146,8 @@ def choose_rendering(
     if render == "chat":
         raise UserError(
             f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts with. "
-            f"{keys[0]}=text leaves them unchanged (base models), {ours} uses one of ours (chat "
-            f"models)"
+            f"Set {keys[0]}=text to leave prompts unchanged (base models), or {ours} to use one of "
+            f"our templates (chat models)"
         )
     if show:
         print(
@@ -152,7 +158,7 @@ def choose_rendering(
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a plain text to continue, with a BOS if the tokenizer adds one."""
+    """Return the ids of plain text for a target to continue; the tokenizer may add a BOS."""
     # not verbose: prompts longer than the context are only counted, so a warning would mislead
     return list(tokenizer(text, verbose=False)["input_ids"])
 
@@ -165,7 +171,7 @@ def template_names() -> tuple[str, ...]:
 def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return the Jinja source of the named template.
 
-    Raises UserError for an unknown name, and for a tokenizer without its own template.
+    Raises UserError for an unknown name, and for `auto` if the tokenizer has no template.
     """
     if template in TEMPLATES:
         return TEMPLATES[template]
@@ -198,7 +204,10 @@ def _check(messages: list[Message], source: str) -> None:
 
 
 def _choose_family(source: str, reason: str) -> str:
-    """Return the name of our template that replaces one in which answers cannot be located."""
+    """Return the name of our template of the same family, to replace `source`, and print a note.
+
+    reason: why answers cannot be located with `source`. Raises UserError for an unknown family.
+    """
     family = find_family(source)
     if family is None:
         raise UserError(
@@ -225,7 +234,7 @@ def _render(
     *,
     prompt: bool = False,
 ) -> str:
-    """Render to text. Raises UserError with the first turn that the template rejects."""
+    """Render messages as text. Raises UserError naming the first turn that the template rejects."""
     try:
         return render(tokenizer, messages, source, add_generation_prompt=prompt)
     except TemplateError as error:
@@ -234,7 +243,7 @@ def _render(
                 render(tokenizer, messages[:count], source, add_generation_prompt=prompt)
             except TemplateError as first:
                 raise UserError(
-                    f"turn {count} ({message['role']}): the chat template rejects it: {first}"
+                    f"the chat template rejects turn {count} ({message['role']}): {first}"
                 ) from error
         raise UserError(f"the chat template rejects the chat: {error}") from error
 
@@ -253,7 +262,10 @@ def _insert_sentinels(source: str) -> str:
 def _locate_by_marks(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
-    """Return the text and the spans inside the template's generation marks, one per answer."""
+    """Return the text and the spans inside the template's generation marks, one per answer.
+
+    Raises UserError unless the template marks as many spans as the chat has answers.
+    """
     pieces = re.split(
         f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _insert_sentinels(source), messages)
     )
@@ -268,8 +280,9 @@ def _locate_by_marks(
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != answers or len(ends) != answers:
         raise UserError(
-            f"the chat template marks {len(starts)} answers, but the chat has {answers}. It drops "
-            f"turns or marks others"
+            f"the chat template marks {len(starts)} answers, but the chat has {answers}. Correct "
+            f"the template's {{% generation %}} marks, or choose one of ours (data.template=...): "
+            f"{', '.join(TEMPLATES)}"
         )
     return text, list(zip(starts, ends, strict=True))
 
@@ -277,7 +290,10 @@ def _locate_by_marks(
 def _locate_by_prefixes(
     tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
 ) -> tuple[str, list[Span]]:
-    """Return the text and, for each answer, the span that it adds to the generation prompt."""
+    """Return the text and, for each answer, the span that it adds to the generation prompt.
+
+    Raises _NoPrefixError naming the turn whose generation prompt or end is not a prefix.
+    """
     text = _render(tokenizer, source, messages)
     spans = []
     for index, message in enumerate(messages):
@@ -311,12 +327,13 @@ def _tokenize(
     """Tokenize once and supervise the tokens whose characters lie in a span.
 
     A token that begins before a span is supervised if only its white space lies outside (" Hello"
-    after a prompt that ends in a blank), not if it mixes text of prompt and answer.
+    after a prompt that ends in a blank), not if it mixes text of prompt and answer. Raises
+    UserError for a slow tokenizer, and for an answer without a supervised token.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets. Save it with "
-            f"a tokenizer.json"
+            f"{tokenizer.name_or_path}: a slow tokenizer has no character offsets, by which "
+            f"answers are located. Save a fast one (tokenizer.json) to the folder"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets: list[Span] = encoded["offset_mapping"]
@@ -332,7 +349,7 @@ def _tokenize(
             token += 1
         if not any(mask[first:token]):
             raise UserError(
-                f"turn {turn} (assistant) has no separate token, as the tokenizer merges it with "
-                f"the prompt"
+                f"turn {turn} (assistant) has no token of its own, as the tokenizer merges its "
+                f"text with the prompt's"
             )
     return Rendered(list(encoded["input_ids"]), mask)

@@ -68,13 +68,13 @@ class Function:
 
 
 def split_of(module: str) -> Split:
-    """Return a module's split, by the first 32 bits of its name's SHA-256, modulo 100."""
+    """Return the split of a module, chosen from the SHA-256 of its dotted name."""
     number = int.from_bytes(hashlib.sha256(module.encode()).digest()[:4], "big")
     return "held_out" if number % 100 < HELD_OUT_PERCENT else "train"
 
 
 def documents(split: Split) -> list[str]:
-    """Return the sources of the modules of `split`, sorted by name."""
+    """Return the source text of every module of `split`, sorted by the modules' names."""
     return [module.text for module in _modules(split)]
 
 
@@ -94,9 +94,10 @@ def functions(split: Split) -> tuple[Function, ...]:
 
 
 def chats(split: Split) -> list[Messages]:
-    """Return every function of `split` as a chat.
+    """Return the functions of `split` as chats.
 
-    In every tenth module or class, up to 3 functions make one chat of several turns.
+    A chat holds one function, or up to 3 in every tenth module or class. Each function is a request
+    and an answer.
     """
     conversations: list[list[Function]] = []
     for function in functions(split):
@@ -186,7 +187,10 @@ def _definitions(
 def _cut(
     module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> Function | None:
-    """Cut a function out of its lines; return None if it shares a line or is not usable."""
+    """Cut a function out of its module's lines.
+
+    Returns None if its header and body share a line, or if it is not usable.
+    """
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
     # the line before the first statement; comments between them belong to the body
@@ -208,9 +212,9 @@ def _cut(
 
 
 def _is_usable(function: Function) -> bool:
-    """Return whether a function is short enough and still Python after the cut.
+    """Return whether a function is short enough and still valid Python after the cut.
 
-    A string at column 0 keeps the body from being dedented.
+    It is not valid if a string at column 0 prevented the body from being dedented.
     """
     if len(function.body) > MAX_BODY_CHARACTERS or len(function.request) > MAX_REQUEST_CHARACTERS:
         return False

@@ -17,7 +17,7 @@ def print_note(text: str) -> None:
 
 @dataclass
 class Counts:
-    """Counts of records, by reason where they were skipped or cut."""
+    """Number of used records, and places of skipped and of cut records by reason."""
 
     used: int = 0
     # reason -> places ("file:line") of the skipped records
@@ -47,16 +47,17 @@ class Counts:
         return line
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Print a note about skipped and cut records.
+        """Print a note about skipped and cut records, if there are any.
 
-        Raises UserError if more than the share `max_bad` was skipped.
+        what: the kind of record. expected: the valid form of a record. Raises UserError if more
+        than the share `max_bad` of the records was skipped.
         """
         if self.skipped > max_bad * self.read:
             # Jobs without training have no such key.
-            remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
+            remedy = "" if what == "prompts" else ", or raise data.max_bad"
             raise UserError(
-                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}. "
-                f"Fix or remove these lines"
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad. Fix or "
+                f"remove the skipped {what}{remedy}"
             )
         if self.skipped or self.cut:
             print_note(self.line(what))

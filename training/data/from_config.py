@@ -21,9 +21,10 @@ _STDLIB = "embedded:stdlib"
 def training_data(
     tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
 ) -> PackedData:
-    """Return the train split in packed rows, loop.tokens_per_step tokens a step.
+    """Return the train split in packed rows, loop.tokens_per_step tokens per optimizer step.
 
-    Domains, if any, are mixed.
+    Domains, if any, are mixed. show: print counts and warnings. Raises UserError for an empty
+    split, unreadable data, or a step that holds no row.
     """
     made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
     if show and isinstance(made, MixedData):
@@ -32,11 +33,11 @@ def training_data(
 
 
 def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
-    """Return the samples of the train split by domain; without domains, under an empty name."""
+    """Return the samples of the train split by domain; without domains, under the name ""."""
     if show and (shared := trained_and_held_out(data)):
         print(
-            f"warning: {', '.join(shared)} is both trained on and held out, so figures measured on "
-            f"it do not generalize to other text. Hold out another file"
+            f"warning: both trained on and held out: {', '.join(shared)}. Figures measured there "
+            f"do not generalize to other text. Hold out another file"
         )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
@@ -48,17 +49,25 @@ def row_data(
 ) -> PackedData:
     """Pack the samples of `training_texts` into rows of data.max_length tokens.
 
-    Domains, if any, are mixed by their shares.
+    Domains, if any, are mixed according to their shares. Raises UserError, which names the key
+    of the data, if no token is supervised.
     """
     if data.domains:
         return MixedData(texts, data, rows_per_step, seed)
-    return PackedData(texts[""], data.max_length, rows_per_step, seed)
+    try:
+        return PackedData(texts[""], data.max_length, rows_per_step, seed)
+    except UserError as error:
+        raise UserError(f"data: {error}") from error
 
 
 def held_out_domains(
     tokenizer: Any, data: DataConfig, show: bool = True
 ) -> dict[str, list[Sample]]:
-    """Return about data.held_out_tokens held-out tokens of every domain, as samples."""
+    """Return about data.held_out_tokens held-out tokens of every domain, as samples by domain.
+
+    A domain without held-out text is left out. Raises UserError if none of a domain's tokens is
+    supervised.
+    """
     found = {}
     for name, domain in data.domains.items():
         if not (domain.held_out_chats or domain.held_out_texts):
@@ -78,9 +87,9 @@ def held_out_domains(
 def held_out_samples(
     tokenizer: Any, data: DataConfig, show: bool = True
 ) -> dict[str, list[Sample]]:
-    """Return the held-out samples by domain; without domains under an empty name.
+    """Return the held-out samples by domain; without domains, under the name "".
 
-    Raises UserError if there are none.
+    Raises UserError if there is no held-out text.
     """
     if not data.domains:
         return {"": read_samples(tokenizer, data, "held_out", show)}
@@ -100,7 +109,7 @@ def _domain_samples(
 
 
 def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
-    """Return every n-th sample, so that about `tokens` tokens remain; 0: all samples."""
+    """Return every n-th sample, so that about `tokens` tokens remain; all samples if it is 0."""
     total = sum(len(sample.ids) for sample in samples)
     return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
 
@@ -129,18 +138,21 @@ def sources(data: DataConfig) -> list[str]:
 
 
 def trained_and_held_out(data: DataConfig) -> list[str]:
-    """Return the paths in both splits, without the standard library, which separates its splits."""
+    """Return the paths that both splits name.
+
+    `embedded:stdlib` is left out, as its splits are disjoint.
+    """
     held_out = {path for one in each_data(data) for path in one.held_out_chats + one.held_out_texts}
     return [path for path in dict.fromkeys(sources(data)) if path in held_out - {_STDLIB}]
 
 
 def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
-    """Return the number of rows of an optimizer step. Raises UserError if a step holds none."""
+    """Return the number of rows per optimizer step. Raises UserError if it is 0."""
     rows_per_step = loop.tokens_per_step // data.max_length
     if rows_per_step == 0:
         raise UserError(
             f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length "
-            f"({data.max_length}) tokens. Raise it, or lower data.max_length"
+            f"({data.max_length}) tokens. Raise loop.tokens_per_step or lower data.max_length"
         )
     return rows_per_step
 
@@ -227,6 +239,6 @@ def read_samples(
             f"zero supervised tokens in {found:,} texts and chats of {key}. The line above gives "
             f"the reasons. Check data.max_length, the chat template and data.train_on"
             if found
-            else f"give {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
+            else f"set {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )
     )

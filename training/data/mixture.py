@@ -1,6 +1,6 @@
 """Dynamic batch loading: rows sampled from named domains by shares that follow held-out figures.
 
-A drafter is judged by its worst domain, and the best mixture changes during a training. Shares
+A drafter is judged by its worst domain, and the best mixture changes as training goes on. Shares
 change at evaluations only. They follow the gap to reference losses (Sheared-LLaMA, arXiv
 2310.06694, section 2.2 and appendix A, algorithm 1) or the gap in held-out acceptance. The latter
 is our method: acceptance is a drafter's purpose and needs no reference model.
@@ -41,8 +41,8 @@ class MixedData(PackedData):
     ) -> None:
         """Pack the samples of each domain; `config` holds shares, references and rules.
 
-        Raises UserError for a domain without supervised tokens, and under when_exhausted=stop for
-        one that is too small for the first step.
+        Raises UserError for a domain without supervised tokens, and with
+        data.when_exhausted=stop for one that is too small for the first step.
         """
         self.config = config
         self.domains = {
@@ -57,13 +57,13 @@ class MixedData(PackedData):
         self.load({})
         if self.ended:
             raise UserError(
-                f"{self.ended}. Add text to it, or lower its share or loop.tokens_per_step"
+                f"{self.ended}. Add text to this domain, or lower its share or loop.tokens_per_step"
             )
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """Return the rows of the next step and advance by it.
+        """Return the rows of step `step`, which must be the next one, and advance by one step.
 
-        step: its number. Raises ValueError if steps are not requested in order, once each.
+        Raises ValueError if steps are not requested in order, once each.
         """
         if step != self.step:
             raise ValueError(
@@ -77,7 +77,7 @@ class MixedData(PackedData):
         return rows
 
     def state(self) -> dict[str, Any]:
-        """Return the next step's number, and by domain the share, rows used and average gap."""
+        """Return the next step's number and, by domain, the share, rows used and average gap."""
         return {
             "step": self.step,
             "shares": dict(self.shares),
@@ -86,7 +86,7 @@ class MixedData(PackedData):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; an empty state is the start, with configured shares."""
+        """Restore what `state` returned; an empty dict restores the start of a run."""
         given = {name: self.config.domains[name].share for name in self.domains}
         usual = {name: share / sum(given.values()) for name, share in given.items()}
         self.step: int = state.get("step", 0)
@@ -96,7 +96,7 @@ class MixedData(PackedData):
 
     @property
     def ended(self) -> str:
-        """Return why the next step lacks rows under when_exhausted=stop, or an empty text."""
+        """Return why the next step lacks rows; "" if it does not or data.when_exhausted=wrap."""
         if self.config.when_exhausted == "wrap":
             return ""
         for name, wanted in Counter(self._sample_domains()).items():
@@ -110,9 +110,10 @@ class MixedData(PackedData):
         return ""
 
     def adapt(self, figures: dict[str, float]) -> dict[str, float]:
-        """Update the shares by `loss/NAME` or `acceptance/NAME`; return share/NAME and rows/NAME.
+        """Update the shares from the figures `loss/NAME` or `acceptance/NAME` of all domains.
 
         Figures that are not finite leave the shares unchanged, as the loop reports the error.
+        Returns `share/NAME` and `rows/NAME` (rows used so far) of every domain.
         """
         if self.config.mixing != "fixed":
             self._update_shares(
@@ -130,7 +131,7 @@ class MixedData(PackedData):
         return f"mixture ({self.config.mixing}): {', '.join(parts)}"
 
     def _update_shares(self, measured: Mapping[str, float]) -> None:
-        """Update the shares by the domains' held-out losses or acceptance, if all are finite."""
+        """Update the shares from the domains' losses or acceptance rates, if all are finite."""
         config = self.config
         if not all(map(math.isfinite, measured.values())):
             return
@@ -172,7 +173,10 @@ def loss_gaps(
 def acceptance_gaps(
     acceptance: Mapping[str, float], references: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return max(0, reference - acceptance) by domain; a reference of 0 means the best domain's."""
+    """Return max(0, reference - acceptance) by domain.
+
+    A reference of 0 stands for the best domain's acceptance rate.
+    """
     best = max(acceptance.values())
     return {
         name: max(0.0, (references[name] or best) - alpha) for name, alpha in acceptance.items()
@@ -186,7 +190,10 @@ def update_shares(
     uniform: float,
     floor: float,
 ) -> dict[str, float]:
-    """Return the normalised share x exp(rate x gap), mixed with `uniform` / domains and floored."""
+    """Return the new shares: share x exp(rate x gap), normalised, mixed and raised to a floor.
+
+    uniform: weight of the uniform mixture that is added. floor: smallest share of a domain.
+    """
     most = max(gaps.values())  # subtracted from every exponent, where it cancels, to avoid overflow
     grown = {name: share * math.exp(rate * (gaps[name] - most)) for name, share in shares.items()}
     total = sum(grown.values())
@@ -199,7 +206,7 @@ def update_shares(
 def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float]:
     """Raise shares below `floor` to it and rescale the others, keeping the sum of 1.
 
-    floor: at most 1 / domains.
+    A floor of 1 / domains or more returns equal shares.
     """
     if floor * len(shares) >= 1:
         return dict.fromkeys(shares, 1 / len(shares))
@@ -215,7 +222,7 @@ def raise_to_floor(shares: Mapping[str, float], floor: float) -> dict[str, float
 
 
 def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
-    """Raise UserError with the key of an invalid setting of a mixture.
+    """Raise UserError naming the first invalid setting of a mixture.
 
     measured: the values of data.mixing whose figures the job measures.
     """
@@ -224,8 +231,8 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
     if not data.domains:
         if data.mixing != "fixed":
             raise UserError(
-                f"data.mixing is {data.mixing}, but data.domains is empty. Give the domains and "
-                f"their texts"
+                f"data.mixing is {data.mixing}, but data.domains is empty. Define the domains, or "
+                f"set data.mixing=fixed"
             )
         return
     if data.mixing not in ("fixed", *measured):
@@ -250,7 +257,7 @@ def _check_numbers(data: DataConfig) -> None:
             f"the shares of data.domains are {shares}, expected 0 or more each and a sum above 0"
         )
     most = 1 / len(shares)
-    equal = f"from 0 to {most:.4g}, equal parts of {len(shares)} domains"
+    equal = f"from 0 to {most:.4g}, the equal share of {len(shares)} domains"
     rules = [
         ("mixing_rate", data.mixing_rate > 0, "more than 0"),
         ("mixing_smoothing", 0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
@@ -265,21 +272,21 @@ def _check_numbers(data: DataConfig) -> None:
 def _check_domain(name: str, data: DataConfig) -> None:
     domain, key = data.domains[name], f"data.domains.{name}"
     if not (domain.chats or domain.texts):
-        raise UserError(f"{key} is empty. Give it chats or texts, or remove the domain")
+        raise UserError(f"{key} is empty. Set its chats or texts, or remove the domain")
     if data.mixing != "fixed" and not (domain.held_out_chats or domain.held_out_texts):
         raise UserError(
             f"{key} has no held-out text, which data.mixing={data.mixing} needs to update its "
-            f"share. Give held_out_chats or held_out_texts"
+            f"share. Set {key}.held_out_chats or {key}.held_out_texts"
         )
     if data.mixing == "loss" and domain.reference <= 0:
         raise UserError(
-            f"{key}.reference is {domain.reference:g}, but data.mixing=loss needs the held-out "
-            f"loss, in nats per token, that the domain should reach"
+            f"{key}.reference is {domain.reference:g}, expected a number above 0: the held-out "
+            f"loss, in nats per token, that the domain should reach (data.mixing=loss)"
         )
     if not 0 <= domain.reference_acceptance <= 1:
         raise UserError(
-            f"{key}.reference_acceptance is {domain.reference_acceptance:g}, expected 0 (not "
-            f"given) to 1"
+            f"{key}.reference_acceptance is {domain.reference_acceptance:g}, expected a rate from "
+            f"0 to 1, where 0 stands for the best domain's acceptance"
         )
 
 

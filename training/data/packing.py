@@ -4,7 +4,7 @@ Padding is the largest waste in drafter training, as chats differ tenfold in len
 waste only the space that no document fits into. Attention stays inside a document
 (training/models/attention.py), so packed and separate documents give equal losses and gradients.
 
-Shapes: R rows, T tokens a row, N supervised tokens.
+Shapes: R rows, T tokens per row, N supervised tokens.
 """
 
 import bisect
@@ -64,7 +64,7 @@ class PackedBatch:
     def at_supervised(self, values_RTx: Tensor) -> Tensor:
         """Return the values [N, ...] of [R, T, ...] where the next token is supervised.
 
-        Indexing with a mask would wait for the device.
+        The indices are integers, as indexing with a mask would wait for the device.
         """
         return values_RTx.flatten(0, 1)[self.places_N]
 
@@ -135,7 +135,7 @@ def collate(
     capacity: int,
     device: str | torch.device = "cpu",
 ) -> PackedBatch:
-    """Return the rows as a batch on the device, sent in one asynchronous copy."""
+    """Return rows of sample indices as a batch on the device, sent in one asynchronous copy."""
     ids, positions, documents, following, supervised = np.zeros(
         (5, len(rows), capacity), dtype=np.int64
     )
@@ -172,7 +172,11 @@ class PackedData:
         seed: int,
         rows: list[list[int]] | None = None,
     ) -> None:
-        """Pack the samples best fit, or use `rows` as they are."""
+        """Pack the samples best fit, or use `rows` of sample indices as they are.
+
+        capacity: tokens per row. Raises UserError if no token is supervised, or for a sample longer
+        than a row. The caller adds the configuration's key.
+        """
         self.samples = samples
         self.capacity = capacity
         self.rows_per_step = rows_per_step
@@ -183,8 +187,8 @@ class PackedData:
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
             raise UserError(
-                f"zero supervised tokens in {len(samples)} samples. Check the chat template and "
-                f"data.train_on, as no answer is left to learn from"
+                f"zero supervised tokens in {len(samples)} samples, so there is nothing to learn "
+                f"from. Check the chat template and data.train_on"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
@@ -222,10 +226,10 @@ class PackedData:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned: nothing here."""
 
     def adapt(self, figures: dict[str, float]) -> dict[str, float]:
-        """Adapt to the held-out figures of an evaluation and return values to log; none here."""
+        """Adapt the data to held-out figures and return values to log; here nothing is adapted."""
         return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
@@ -239,7 +243,10 @@ class PackedData:
 def micro_batches(
     rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int
 ) -> Iterator[list[Sequence[int]]]:
-    """Yield this rank's rows of a step by forward; all ranks get equally many forwards."""
+    """Yield this rank's rows of a step, at most `rows_per_micro_batch` for each forward.
+
+    Every rank gets the same number of forwards; the last one may have no rows on some ranks.
+    """
     mine = list(rows[rank::world_size])
     most = math.ceil(len(rows) / world_size)
     forwards = math.ceil(most / rows_per_micro_batch)

@@ -6,7 +6,7 @@ array or one object per line. Texts: `.jsonl` with "text", `.txt`, `.py` and `.m
 them. Prompts: `{"id", "category", "turns": [...]}`, or as benchmarks are published: `{"prompt"}`
 (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and texts may also be
 tables with the same columns (Parquet, Arrow, saved datasets). A bad record is skipped, counted and
-named in a note on stderr; a file with too many is refused.
+named in a note on stderr; too many are an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,11 +64,11 @@ class Prompt:
 
 
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
-    """Read ShareGPT, messages or Alpaca files, or folders of them.
+    """Read ShareGPT, messages or Alpaca files, or folders of them, and count their records.
 
-    Answers before a chat's first request are removed and counted. ShareGPT's long chats were split
-    anywhere, and no chat template begins with an answer. Raises UserError for a missing or empty
-    file, a broken JSON array, or more bad records than the share `max_bad`.
+    Answers before a chat's first request are removed and counted: long chats of ShareGPT were split
+    at arbitrary turns, and no chat template begins with an answer. Raises UserError for a missing
+    or empty file, a broken JSON array, or if more than the share `max_bad` of the records is bad.
     """
     expected = "ShareGPT objects (conversations) or objects with messages"
     files = find_files(paths, (".json", ".jsonl", *TABLES))
@@ -84,9 +84,10 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts of any format; a chat's are its system and first user turns.
+    """Read evaluation prompts of any format.
 
-    Raises UserError as `read_chats` does.
+    A chat becomes one prompt: its system turn, if any, and its first user turn. Raises UserError
+    under the conditions of `read_chats`.
     """
     expected = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
     prompts, counts = _read(find_files(paths, (".jsonl", ".json")), _parse_prompt, expected)
@@ -97,7 +98,8 @@ def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
 def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
     """Read plain documents: "text" of each record (.jsonl, tables), or .txt, .py, .md files.
 
-    Folders are searched. Raises UserError as `read_chats` does.
+    Folders are searched. Also returns the counts of the records. Raises UserError under the
+    conditions of `read_chats`.
     """
     expected = 'UTF-8 text, or objects with "text"'
     files = find_files(paths, (".jsonl", *TEXT_FILES, *TABLES))
@@ -115,7 +117,8 @@ def render_chats(
 ) -> tuple[list[Rendered], Counts]:
     """Render every chat; skip and count those that the template rejects.
 
-    Raises UserError above the share `max_bad`, and for a tokenizer without a template.
+    Raises UserError if it rejects more than the share `max_bad`, and for a tokenizer without a
+    template.
     """
     if chats:
         template_source(tokenizer, template)
@@ -133,7 +136,11 @@ def render_chats(
 def _read(
     files: Sequence[Any], parse: Callable[[dict[str, Any], str], Parsed], expected: str
 ) -> tuple[list[Parsed], Counts]:
-    """Parse every record of `files`; `parse` receives an object and its place."""
+    """Parse every record of `files` and count the records.
+
+    parse: receives an object and its place ("file:line"), and raises BadRecordError to skip it.
+    Raises UserError for a file without records. expected: the valid records, for that error.
+    """
     counts, found = Counts(), []
     for file in files:
         before = counts.read
@@ -150,12 +157,12 @@ def _read(
             except RecursionError:
                 counts.skip(TOO_DEEP, place)
         if counts.read == before:
-            raise UserError(f"{file}: no records; expected {expected}")
+            raise UserError(f"{file} holds no records; expected {expected}")
     return found, counts
 
 
 def _parse_chat(record: dict[str, Any], place: str) -> Chat:
-    """Return the chat in a record of any format."""
+    """Return the chat in a record of any format. Raises BadRecordError for an invalid one."""
     if "instruction" in record:
         record = {**record, "conversations": _alpaca_turns(record)}
     key = "conversations" if "conversations" in record else "messages"
@@ -207,7 +214,7 @@ def _parse_prompt(record: dict[str, Any], place: str) -> Prompt:
 
 
 def _first_request(chat: Chat) -> str:
-    """Return the system turn, if any, and the first user turn of a chat as one text."""
+    """Return the system turn, if any, and the first user turn of a chat as one string."""
     roles = [message["role"] for message in chat.messages]
     if "user" not in roles:
         raise BadRecordError("no human turn")
@@ -225,7 +232,7 @@ def _parse_text(record: dict[str, Any], place: str) -> str:
 
 
 def _check_text(text: str) -> str:
-    """Return a text unchanged. Raises BadRecordError for an unpaired surrogate."""
+    """Return `text` unchanged. Raises BadRecordError for an unpaired surrogate."""
     if lone_surrogate(text) is not None:
         raise BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")
     return text

@@ -21,13 +21,14 @@ Paths = str | Path | Sequence[str | Path]
 
 
 class BadRecordError(Exception):
-    """Reason for skipping a record, by which skipped records are counted."""
+    """Reason for skipping a record; skipped records are counted by reason."""
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files at `paths`, and those inside folders sorted by name.
 
-    Raises UserError for a missing, empty or unknown kind of file, and for a folder without data.
+    Raises UserError for a missing or empty file, a file of another suffix, a folder without files
+    of these suffixes, and if there are no paths.
     """
     kinds = ", ".join(suffixes)
     files: list[Path] = []
@@ -39,10 +40,10 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         elif path.is_dir():
             found = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
             if not found:
-                raise UserError(f"{path}: the folder holds no {kinds} file")
+                raise UserError(f"{path}: the folder holds no {kinds} files")
             files += sorted(found)
         elif not path.is_file():
-            raise UserError(f"{path}: is neither a file nor a folder; expected {kinds}")
+            raise UserError(f"{path} is neither a file nor a folder; expected {kinds}")
         elif path.suffix not in suffixes:
             raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {kinds}")
         elif path.stat().st_size == 0:
@@ -57,8 +58,8 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield ("file:line", decoded value or BadRecordError) for every record.
 
-    A text file is one record {"text": its content}. Raises UserError for an unreadable file and a
-    broken JSON array.
+    A text file is one record {"text": its content}. Raises UserError for an unreadable file or
+    table, and for a broken JSON array.
     """
     if file.is_dir() or file.suffix in TABLES:
         yield from _read_table(file)
@@ -67,7 +68,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         stream = file.open("rb")
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read ({error.strerror}). Check its permissions"
+            f"{file} cannot be read ({error.strerror}). Check its permissions"
         ) from error
     with stream:
         if file.suffix in TEXT_FILES:
@@ -87,12 +88,15 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Return whether `datasets.Dataset.save_to_disk` wrote a folder."""
+    """Return whether `path` is a folder that `datasets.Dataset.save_to_disk` wrote."""
     return (path / "dataset_info.json").is_file()
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:row", columns as a dict) for every row from 1."""
+    """Yield ("file:row", columns as a dict) for every row from 1.
+
+    Raises UserError for an unreadable table.
+    """
     from datasets import Dataset, exceptions, load_from_disk
 
     try:
@@ -104,7 +108,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             table = Dataset.from_file(str(path))
     except (OSError, ValueError, exceptions.DatasetGenerationError) as error:
         raise UserError(
-            f"{path}: not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
+            f"{path} is not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
         ) from error
     for number, row in enumerate(table, 1):
         yield f"{path}:{number}", dict(row)
@@ -120,7 +124,10 @@ def _decode(line: bytes) -> Any:
 
 
 def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array with their first line, numbered if several share it."""
+    """Yield ("file:line", element) for every element of a JSON array.
+
+    Elements that share a line are numbered. Raises UserError for a broken array.
+    """
     try:
         text = content.decode("utf-8-sig")
         place = text.index("[") + 1
@@ -142,12 +149,12 @@ def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             place = end
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
+            f"{file} is not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}). "
-            f"Fix the file, or write one object per line (.jsonl), where bad ones can be skipped"
+            f"Fix the file, or write one object per line (.jsonl), so that bad ones can be skipped"
         ) from error
 
 

@@ -56,9 +56,10 @@ def chat_samples(
     train_on: str,
     max_bad: float = MAX_BAD,
 ) -> tuple[list[Sample], Account]:
-    """Render chats and cut them at `max_length` tokens; drop chats without an answer before it.
+    """Render chats and cut them off after `max_length` tokens.
 
-    train_on: `answers` or `all`. Raises UserError if the template rejects more than the share
+    Chats without a supervised token before the cut are dropped. train_on: which tokens are
+    supervised, `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.
     """
     check_choice("data.train_on", train_on, ("answers", "all"))
@@ -80,9 +81,9 @@ def chat_samples(
 def text_samples(
     tokenizer: Any, documents: Sequence[str], max_length: int
 ) -> tuple[list[Sample], Account]:
-    """Tokenize plain documents and split them at `max_length` tokens.
+    """Tokenize plain documents and split them into samples of at most `max_length` tokens.
 
-    The tokenizer may add a BOS to each document.
+    The tokenizer may add a BOS to each document. Documents of fewer than two tokens are dropped.
     """
     samples: list[Sample] = []
     account = Account()

@@ -1,15 +1,15 @@
 """Greedy continuations by the target at every position of a text, as labels for distillation.
 
-Cheng et al. 2024 (arXiv 2403.09919) continue each text greedily by the target at every position of
-the answers, and train the head on these tokens instead of the text's. In training the head then
-reads and predicts the same kind of text as while drafting: the first token after h is the target's
-choice. The published code does not do this.
+Cheng et al. 2024 (arXiv 2403.09919) let the target continue each text greedily from every position
+of the answers, and train the head on the resulting tokens instead of the text's. In training the
+head then reads and predicts the same kind of text as in drafting: the first token after h is the
+target's choice. The published code does not do this.
 
 All positions of a row continue together, one token per forward. Each attends to the text up to its
 position and to its continuation.
 
-Shapes: C channels of all layers that are read, H hidden size, K tokens of each, M positions, T
-tokens of a row.
+Shapes: C channels of all layers that are read, H hidden size, K tokens of a continuation, M
+positions, T tokens of the row.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ def continue_greedily(
 ) -> tuple[Tensor, Tensor]:
     """Return the target's states [M, C] at positions of a row, and its greedy continuations [M, K].
 
-    target: a Hugging Face causal LM built with packed attention. layers: those whose states are
-    returned. count: K.
+    target: a Hugging Face causal LM built with packed attention. row: a batch of one row. count: K.
+    layers: the layers whose states are returned.
     """
     cache, lm_head_VH = DynamicCache(), target.get_output_embeddings().weight
 

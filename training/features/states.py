@@ -1,4 +1,4 @@
-"""Features that heads read of the frozen target: its embedding, lm_head, states and continuations.
+"""Features of the frozen target for heads: embedding, lm_head, hidden states, continuations.
 
 The target is the same in every epoch, so its states may be stored (training/features/stores.py).
 With a store the target reads one row at a time, so a row's states do not depend on other rows and a
@@ -33,10 +33,10 @@ class ReadPositions(Protocol):
 
 
 def layers_read(taps: Layers, num_layers: int, final: bool) -> Layers:
-    """Return the layers to read of a target with `num_layers` decoder layers.
+    """Return the layers whose states are read from a target with `num_layers` decoder layers.
 
-    Without taps it is the last layer. final: add the state after the final norm, from which the
-    target's distribution follows.
+    Without taps, only the state after the final norm is read. final: read this state in any case,
+    as the target's distribution follows from it. Raises UserError for a tap outside the target.
     """
     check_layers(taps, num_layers)
     layers = taps or (num_layers,)
@@ -65,7 +65,7 @@ class TargetStates:
 
     @property
     def lm_head(self) -> Tensor:
-        """The output weights [V, H]."""
+        """Return the target's output weights [V, H]."""
         weight = self.target.get_output_embeddings().weight
         assert isinstance(weight, Tensor)
         return weight.detach()
@@ -75,9 +75,9 @@ class TargetStates:
         return self._embedding_VH.shape[0]
 
     def move_to(self, device: torch.device) -> None:
-        """Use the embedding on the target's device.
+        """Provide the embedding on `device`, once the target has been placed there.
 
-        For a sharded target, a complete copy is kept there.
+        A sharded target's embedding is kept as a full copy.
         """
         weight = self.target.get_input_embeddings().weight
         self._embedding_VH = (
@@ -89,7 +89,7 @@ class TargetStates:
         return F.embedding(ids, self._embedding_VH)
 
     def select_taps(self, states_PC: Tensor) -> Tensor:
-        """Return the channels that the head reads, [P, C]."""
+        """Return the channels of the tapped layers, which the head reads, [P, taps H]."""
         return states_PC[:, : self._taps * self._hidden_size]
 
     def select_final(self, states_PC: Tensor) -> Tensor:
@@ -99,12 +99,15 @@ class TargetStates:
 
     @torch.no_grad()
     def read(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
-        """Compute the hidden states at where.kept_P, [P, C], with a forward."""
+        """Compute the hidden states at where.kept_P, [P, C], in one forward without the store."""
         return self._forward(batch).flatten(0, 1)[where.kept_P]
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
-        """Return the hidden states of training data, [P, C], and store them if there is a store."""
+        """Return the hidden states at where.kept_P, [P, C], from the store if there is one.
+
+        States that the store lacks are computed and stored.
+        """
         if self.store is None:
             return self.read(batch, where)
         return torch.cat([row.states_PC for row in self._rows(batch, where, 0)])
@@ -113,9 +116,9 @@ class TargetStates:
     def continue_greedily(
         self, batch: PackedBatch, where: ReadPositions, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states at where.kept_P and the target's `count` next tokens [P, K].
+        """Return the states [P, C] at where.kept_P and greedy continuations [P, K] by the target.
 
-        Both are stored if there is a store.
+        count: K. Both come from the store if there is one; what it lacks is computed and stored.
         """
         rows = self._rows(batch, where, count)
         tokens = [row.tokens_PK for row in rows if row.tokens_PK is not None]

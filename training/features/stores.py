@@ -37,7 +37,7 @@ class RowStates:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that are stored."""
+        """Return the tensors that a store keeps."""
         return [self.states_PC] + ([] if self.tokens_PK is None else [self.tokens_PK])
 
     @property
@@ -58,7 +58,7 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Rows on their device, up to a number of bytes; later ones are recomputed."""
+    """Store on the rows' own device, up to `limit_bytes`; rows beyond it are recomputed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.free_bytes = limit_bytes
@@ -75,7 +75,7 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """The selection of positions in a store, and their contents."""
+    """Rules that select the positions in a store, and the content of a position."""
 
     heads: int
     # includes the positions at which the target predicts
@@ -88,24 +88,25 @@ class StoreLayout:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one position."""
+        """Return the bytes per position."""
         return self.channels * self.dtype.itemsize + self.tokens * torch.int64.itemsize
 
 
 class DiskStore:
-    """All rows of a data set in preallocated files: states, tokens, and a checksum of each row.
+    """Store of all rows of a data set in preallocated files: states, tokens and checksums by row.
 
     Ranks share the folder, and all create the same files. A row with a wrong checksum, left by a
-    run that was killed while writing, is recomputed. Writing a row waits for the device, in the
-    first epoch only.
+    run that was killed while writing, is recomputed. Rows are written in the first epoch; every
+    write waits for the device.
     """
 
     def __init__(
         self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: StoreLayout
     ) -> None:
-        """Create or open the files. counts: number of positions of each row.
+        """Create or open the files in `folder`.
 
-        Raises UserError if the disk is too small, and for files of another layout.
+        counts: the number of positions of each row. Raises UserError if the disk is too small, and
+        for files of another layout.
         """
         self._numbers = {key: number for number, key in enumerate(rows)}
         widths = {folder / "states.bin": (layout.channels, layout.dtype)}
@@ -141,7 +142,7 @@ class DiskStore:
 
 
 class _RowFile:
-    """One array per row, [P, width], in a mapped file."""
+    """Memory-mapped file of one array [P, width] per row."""
 
     def __init__(self, path: Path, counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
@@ -174,10 +175,11 @@ def states_on_disk(
     count: Callable[[np.ndarray], int],
     show: bool,
 ) -> DiskStore:
-    """Return the store of a target and its training data under `root`. Raises UserError.
+    """Return the store under `root` for a target and its training data, and allocate its files.
 
-    Its size is printed before the space is allocated. count: returns the number of stored positions
-    of a document, given its mask.
+    target_hash: the hash of the target's folder. count: returns the number of stored positions of a
+    document, given its mask. show: print the size before it is allocated. Raises UserError if the
+    disk is too small, and for files of another layout.
     """
     keys = sorted(tuple(row) for row in data.rows)
     of_sample = [count(sample.mask) for sample in data.samples]
@@ -204,7 +206,7 @@ def states_on_disk(
 
 
 def _check_layout(path: Path, size: int) -> None:
-    """Raise UserError for a file larger than the states; a smaller one is being created."""
+    """Raise UserError if the file is larger than `size`; a smaller one is still being created."""
     found = path.stat().st_size if path.exists() else 0
     if found > max(1, size):
         raise UserError(
@@ -215,7 +217,7 @@ def _check_layout(path: Path, size: int) -> None:
 
 
 def _allocate(folder: Path, sizes: Mapping[Path, int]) -> None:
-    """Allocate files of these sizes and keep their contents.
+    """Allocate files of these sizes in bytes; existing content is kept.
 
     Raises UserError if the disk is too small.
     """

@@ -19,7 +19,7 @@ Layers = tuple[int, ...]
 
 
 def read_layers(target: Any, layers: Layers, forward: Callable[[], Tensor]) -> Tensor:
-    """Run `forward` and return the states at these layers, [R, T, len(layers) H].
+    """Run `forward` and return the states at these layers, [R, T, len(layers) x H].
 
     target: a Hugging Face causal LM. forward: returns the states after the final norm.
     """
@@ -51,6 +51,6 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
     wrong = [layer for layer in layers if not 0 <= layer <= num_layers]
     if wrong:
         raise UserError(
-            f"the head reads the target at layer {wrong[0]}, expected 0 (the embedding) to "
-            f"{num_layers} (after the final norm). Use a head trained for this target."
+            f"the head reads layer {wrong[0]} of the target, expected a layer from 0, the "
+            f"embedding, to {num_layers}, the final norm. Use a head trained for this target."
         )

@@ -14,9 +14,10 @@ from training.heads.kind import HeadKind
 
 
 def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
-    """Return the `HeadShape` of a job's head for a target. Raises UserError.
+    """Return the `HeadShape` of the head that a job trains.
 
-    target: its Hugging Face configuration.
+    target: the target's Hugging Face configuration. Raises UserError if the folder in head.path
+    holds no head of this kind, or one for other sizes than the target's.
     """
     if not config.head.path:
         return kind.shape(config, target)
@@ -34,10 +35,11 @@ def build_head(
     samples: Sequence[Sample],
     show: bool,
 ) -> Any:
-    """Return the head in float32.
+    """Return the head that training starts from, in float32.
 
-    lm_head_VH: the target's output weights. samples: texts whose answers are counted for the draft
-    vocabulary. show: print its share of them.
+    lm_head_VH: the target's output weights. samples: training samples, whose supervised tokens are
+    counted to choose the draft vocabulary. show: print the share of these tokens that it covers.
+    Raises UserError if the folder in head.path holds no head of this kind.
     """
     if options.path:
         return kind.load(resolve(options.path)).requires_grad_(True).train()

@@ -18,11 +18,11 @@ class FolderLayout(Protocol):
     """Layout of a head's folder: keys of config.json and names of tensors."""
 
     def config(self, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the values of config.json for a head."""
+        """Return the values of config.json for a head of this shape, stored in this dtype."""
         ...
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the file of a tensor of the head's state dict."""
+        """Return the name that the file gives to the tensor `name` of the head's state dict."""
         ...
 
     def extensions(self, shape: Any) -> list[str]:
@@ -31,14 +31,17 @@ class FolderLayout(Protocol):
 
 
 def config_text(layout: FolderLayout, shape: Any, dtype: torch.dtype) -> str:
-    """Return config.json of a head as text."""
+    """Return the content of a head's config.json."""
     return json.dumps(layout.config(shape, dtype), indent=2, sort_keys=True) + "\n"
 
 
 def save_head(
     layout: FolderLayout, shape: Any, head: Any, folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write config.json and model.safetensors. Raises UserError if a write fails."""
+    """Write a head's config.json and model.safetensors to `folder`.
+
+    dtype: the dtype in which floating-point tensors are stored. Raises UserError if a write fails.
+    """
     state = {
         layout.stored_name(name): tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
@@ -60,10 +63,11 @@ def load_weights(
     file: Path,
     described: str,
 ) -> None:
-    """Load the tensors `stored` in a file into an empty head.
+    """Load the tensors `stored`, read from `file`, into an empty head.
 
-    stored_name: see `FolderLayout`. described: the head of config.json in words. Raises UserError
-    naming every tensor that is missing, unknown, of another shape, or not finite.
+    stored_name: see `FolderLayout`. described: the head that config.json describes, in words.
+    Raises UserError naming every tensor that is missing, unknown or of another shape, and for
+    tensors that are not finite.
     """
     wanted = {stored_name(name): (name, tensor) for name, tensor in head.state_dict().items()}
     wrong = [f"{name} is missing" for name in wanted if name not in stored]
@@ -85,10 +89,13 @@ def load_weights(
 
 
 def check_size(file: Path, key: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise UserError unless a value of config.json is a whole number from `least` to `most`."""
+    """Raise UserError unless a value of config.json is a whole number from `least` to `most`.
+
+    most: None sets no upper limit.
+    """
     if type(value) is int and least <= value <= (
         value if most is None else most
-    ):  # True is no size
+    ):  # True is not a size
         return
     expected = f"of {least} or more" if most is None else f"from {least} to {most}"
     raise UserError(
@@ -98,12 +105,15 @@ def check_size(file: Path, key: str, value: Any, least: int, most: int | None = 
 
 
 def check_sizes(folder: Path, shape: Any, target: Any) -> None:
-    """Raise UserError for a head of other sizes than the target's Hugging Face configuration."""
+    """Raise UserError if a head's hidden size or vocabulary differs from the target's.
+
+    folder: the head's folder, for the error. target: the target's Hugging Face configuration.
+    """
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(shape, name), getattr(target, name)
         if ours != theirs:
             raise UserError(
-                f"{folder}: the head has {name} {ours}, but the target {theirs}. A head reads the "
-                f"hidden states and the embedding of the target that it was trained for. Use that "
-                f"target, or train a head for this one."
+                f"{folder}: the head has {name} {ours}, but the target has {theirs}. A head reads "
+                f"the hidden states and the embedding of the target that it was trained for. Use "
+                f"that target, or train a head for this one."
             )

@@ -19,9 +19,9 @@ class HeadOptions:
 
 
 def describe_overridden(options: HeadOptions, shape: Any) -> str:
-    """Describe the options that the head in head.path overrides; empty if there are none.
+    """Describe the options that the head in head.path overrides; return "" if there are none.
 
-    shape: that of the head.
+    shape: the `HeadShape` of that head.
     """
     defaults = vars(type(options)())
     overridden = [
@@ -51,7 +51,7 @@ class StatesConfig:
 
 @dataclass
 class HeadJobConfig(TrainingJobConfig):
-    """Training of a head for the frozen target; each kind has a type of `head`."""
+    """Configuration of a job that trains a head; each kind has its own type of `head`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadOptions = field(default_factory=HeadOptions)

@@ -1,9 +1,9 @@
 """Draft vocabularies: the subset of the target's tokens that a head drafts from.
 
-A head's logits follow the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
-which rise. A draft vocabulary restricts only q, so decoding stays exact.
+A head's logits follow the order of `ids_V`, the rising ids of the drafted tokens in the target's
+vocabulary. A draft vocabulary restricts only q, so decoding stays exact.
 
-Shapes: V drafted vocabulary, T the target's.
+Shapes: V drafted vocabulary, T the target's vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from training.data.packing import Sample
 def choose_tokens(
     samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, show: bool
 ) -> Tensor:
-    """Return the ids [V] that are supervised most often, rising; ties go to smaller ids.
+    """Return the ids [V] of the most frequent supervised tokens, rising; ties go to smaller ids.
 
-    show: print their share of the training answers' tokens.
+    show: print their share of the supervised tokens.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for sample in samples:
@@ -47,7 +47,7 @@ def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
 def spread(values: Tensor, ids_V: Tensor | None, vocab_size: int, others: float) -> Tensor:
     """Spread values (..., V) to the target's vocabulary (..., T); other tokens get `others`.
 
-    ids_V: None for a head that drafts from all tokens.
+    ids_V: the drafted tokens; None: all tokens, whose values are returned unchanged.
     """
     if ids_V is None:
         return values
@@ -55,7 +55,10 @@ def spread(values: Tensor, ids_V: Tensor | None, vocab_size: int, others: float)
 
 
 def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
-    """Raise UserError for an invalid draft vocabulary; name: its tensor's name in the file."""
+    """Raise UserError unless `ids_V` are rising token ids (int64) below `vocab_size`.
+
+    file, name: the file and the tensor's name in it, for the error.
+    """
     if (
         ids_V.dtype != torch.long
         or bool((ids_V.diff() <= 0).any())

@@ -1,7 +1,8 @@
 """Base of drafters that read the target's last hidden state, as the recurrent and Medusa heads do.
 
-The state is that of the token before the tip. The prefill computes it, and every round's forward
-the next one. A prompt of one token has no such token, so its first round drafts from zeros.
+The state belongs to the token before the tip. The prefill computes the first state, and every
+round's forward computes the next. A prompt of one token has no token before its tip, so its first
+round drafts from zeros.
 
 Shapes: B rows, N tokens, C = H hidden size.
 """
@@ -29,9 +30,10 @@ def load_to_draft(
     dtype: str,
     device: str,
 ) -> Head:
-    """Return the head in memory, or load that of the folder. Raises UserError.
+    """Return `head`, or load the head in `folder` if `head` is None.
 
-    dtype, device: for a head that is loaded.
+    dtype, device: the dtype and device of a loaded head. Raises UserError for an unknown dtype or
+    device and for a folder without a valid head, and ValueError if `head` and `folder` are None.
     """
     if head is not None:
         return head
@@ -49,7 +51,11 @@ class HeadDrafter:
     """Drafter whose only memory is the target's hidden state before the tip."""
 
     def __init__(self, name: str, shape: Any, weight: Tensor) -> None:
-        """shape: the head's, with hidden_size and vocab_size. weight: one of the head's weights."""
+        """Store the head's sizes, and its dtype and device.
+
+        name: the drafter's name in errors. shape: the head's `HeadShape`. weight: one of the head's
+        weights, which gives the dtype and the device.
+        """
         self.name, self._shape = name, shape
         self.device, self.dtype = weight.device, weight.dtype
         self._hidden_BH = torch.empty(0)
@@ -75,7 +81,10 @@ class HeadDrafter:
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
     ) -> None:
-        """Store the hidden state of each prompt's last token but one."""
+        """Store the hidden state of each prompt's last token but one.
+
+        It is zero without a prefill, and for a prompt of one token.
+        """
         size = self._shape.hidden_size
         self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
         if prefill_hidden_BNC is not None:
@@ -86,16 +95,16 @@ class HeadDrafter:
             self._hidden_BH = torch.where(has_state_B1, states_BH, self._hidden_BH)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Store the last of the hidden states that the target has just computed."""
+        """Store the last of the hidden states that the target has just computed, if any."""
         if hidden_NC is not None:
             self._hidden_BH = self.convert(hidden_NC[-1:])
 
     def convert(self, states: Tensor) -> Tensor:
-        """Return states of the target in the head's dtype, on its device."""
+        """Return the target's states in the head's dtype and on the head's device."""
         return states.to(self.device, self.dtype)
 
     def observe(self, observation: Observation) -> None:
-        """Store the hidden state of the last accepted token."""
+        """Store the hidden state of each row's last accepted token; if there is none, the tip's."""
         outcome = observation.outcome
         last_B = outcome.accepted_B  # of a chain
         if outcome.paths_B is not None:

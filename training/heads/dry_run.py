@@ -41,7 +41,8 @@ def dry_run(
 ) -> float:
     """Print the cost of training, write the untrained head to `folder` and return the FLOPs.
 
-    A trained head is kept. was_dry: the folder was written by a dry run and is replaced.
+    The FLOPs are 0 if the number of tokens is unknown. A trained head in `folder` is kept. was_dry:
+    a dry run wrote the folder, which is replaced.
     """
     print_missing(config.target)
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
@@ -66,7 +67,7 @@ def dry_run(
 
 
 def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -> None:
-    """Print the parameters of target and head, part by part."""
+    """Print the target's number of parameters, and the head's by part."""
     print(
         f"target: {millions(parameter_counts(target)['all'])} parameters, "
         f"{target.num_hidden_layers} layers, frozen"
@@ -79,7 +80,7 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -
 
 
 def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
-    """Return the layout of a store of the target's states."""
+    """Return the layout of the store of states that a job needs."""
     loss, taps = config.loss, kind.taps(shape)
     layers = layers_read(taps, target.num_hidden_layers, uses_teacher(loss))
     return StoreLayout(
@@ -93,7 +94,7 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
 
 
 def target_flops(config: HeadJobConfig, target: Any) -> float:
-    """Return the target's FLOPs per token of the data; lm_head counts where the loss needs it."""
+    """Return the target's FLOPs per token of the data, with the lm_head if the loss needs it."""
     lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
     # heads that predict the same token share the target's distribution
     judges, continued = uses_teacher(config.loss), num_continued_tokens(config.loss)
@@ -105,13 +106,16 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
 def print_cost(
     config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
 ) -> float:
-    """Print FLOPs and hours, and return the FLOPs; 0 if the number of tokens is unknown."""
+    """Print FLOPs, hours and the size of a disk store, and return the FLOPs.
+
+    The FLOPs are 0 if the number of tokens is unknown.
+    """
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
     share = f"{config.assumed_supervised:.0%}"
     print(
-        f"cost: {token / 1e6:,.0f} MFLOP a token: target {teacher / 1e6:,.0f}, head "
+        f"cost: {token / 1e6:,.0f} MFLOP per token: target {teacher / 1e6:,.0f}, head "
         f"{draft / 1e6:,.0f} at each of the {share} that are supervised "
         f"({config.loss.predict_n_tokens} predictions)"
     )
@@ -133,7 +137,7 @@ def print_cost(
 
 
 def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
-    """Return the bytes of the stored states of one pass over the data."""
+    """Return the bytes of the stored states of one pass over the data; 0 if its size is unknown."""
     loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
@@ -146,9 +150,9 @@ def print_memory(
     layout: StoreLayout,
     vocabulary: int,
 ) -> None:
-    """Print an estimate of a rank's memory in megabytes, by part.
+    """Print estimates of a rank's memory by part, of the memory while answering, and of the disk.
 
-    The loss counts by its largest chunk. vocabulary: number of drafted tokens.
+    The loss is counted with its largest chunk. vocabulary: the number of drafted tokens.
     """
     loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
     frozen, ranks = parameter_counts(target), max(1, config.parallel.processes)
@@ -189,6 +193,6 @@ def print_memory(
     held = {name: plan[kind] for name, kind in (("target", "frozen"), ("head", "weights"))}
     print(answering_line(held | answering_bytes(target, config)))
     print(
-        f"disk: {counted.parameters * (width + 12) / 1e6:,.0f} MB a checkpoint, "
-        f"{counted.parameters * 4 / 1e6:,.0f} MB the head"
+        f"disk: {counted.parameters * (width + 12) / 1e6:,.0f} MB per checkpoint, "
+        f"{counted.parameters * 4 / 1e6:,.0f} MB for the head"
     )

@@ -32,7 +32,7 @@ Evaluation = Callable[[], dict[str, float]]
 
 
 def combine(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return one evaluation with the figures of several."""
+    """Return an evaluation that runs all of these and merges their figures; later ones prevail."""
     return lambda: {name: figure for each in evaluations for name, figure in each().items()}
 
 
@@ -80,8 +80,9 @@ class GreedyChain:
     ) -> None:
         """Prepare the batches.
 
-        answers: prompts with the target's answers, of which only the latter are supervised.
-        max_new_tokens: the limit at which an answer was cut off.
+        answers: samples of a prompt with the target's answer, which alone is supervised.
+        draft_tokens: length of the chain. max_new_tokens: the limit at which answers were cut off.
+        max_length: tokens per packed row.
         """
         self.kind, self.head, self.states, self.answers = kind, head, states, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
@@ -123,7 +124,10 @@ class GreedyChain:
     def _matches(
         self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
-        """Return the number of correct tokens of a draft at each possible tip of a round."""
+        """Return [F]: the number of correct drafted tokens after each possible tip of a round.
+
+        alone: tips that are the only token of their prompt, and draft from zeros.
+        """
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
         tips_M = torch.cat(
             (where.kept_P[where.drafts_M] + 1, devices.tensor(alone, batch.device, torch.long))
@@ -152,9 +156,9 @@ def walk(
 ) -> tuple[int, int, int, int]:
     """Return (rounds, emitted, accepted, tested) of decoding one answer, counted as in decoding.
 
-    See decoding.rounds.batch. All tokens come from rounds. matches_T: correct tokens of a draft
-    after each token of the prompt (`prompt` tokens) and answer. limit: longest text possible; a
-    round leaves its last token to the target.
+    Rounds emit every token of the answer, as in decoding.rounds.batch. matches_T: number of correct
+    drafted tokens after each token of prompt and answer. prompt: tokens of the prompt. limit:
+    largest number of tokens of prompt and answer; no round drafts the last of them.
     """
     rounds = emitted = accepted = tested = 0
     tip, last = prompt - 1, len(matches_T) - 1
@@ -220,7 +224,7 @@ class HeadAccuracy:
         }
 
     def _right(self, logits_CV: Tensor, labels_C: Tensor, head_C: Tensor) -> Tensor:
-        """Return the correct predictions of a chunk by head and number of guesses, [K, k]."""
+        """Return the numbers of correct predictions in a chunk by head and guesses, [K, k]."""
         best_Ck = logits_CV.topk(self.top_k, dim=-1).indices
         if self.head.token_ids_V is not None:
             best_Ck = self.head.token_ids_V[best_Ck]

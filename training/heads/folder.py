@@ -21,9 +21,9 @@ from training.heads.kind import HeadKind
 
 
 def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
-    """Write weights in float32, as published, and the tokenizer files.
+    """Write a head's weights in float32, its config.json and the target's tokenizer files.
 
-    Prints the extensions of the published layout. Raises UserError if a write fails.
+    Prints a note for each extension of the published layout. Raises UserError if a write fails.
     """
     save_head(kind.layout, shape, head, folder)
     copy_tokenizer(target_folder, folder)
@@ -37,7 +37,8 @@ def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folde
 def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Path) -> None:
     """Write a folder like `write_head`, with weights of zero in a sparse file.
 
-    shape: without a draft vocabulary, which is counted from the data.
+    shape: must have no draft vocabulary, which only the data can determine. Raises UserError if a
+    write fails.
     """
     with torch.device("meta"):
         state = kind.empty(shape).state_dict()

@@ -22,7 +22,7 @@ from training.heads.predicting import PredictingHead
 
 
 class HeadShape(Protocol):
-    """The fields of a head's shape that training reads."""
+    """Fields of a head's shape that training reads."""
 
     vocab_size: int  # of the target
     hidden_size: int  # H
@@ -30,52 +30,61 @@ class HeadShape(Protocol):
 
     @property
     def num_drafted(self) -> int:
-        """The number V of drafted tokens."""
+        """Return V, the size of the drafted vocabulary."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftingSetup:
-    """The drafting that measures a finished head."""
+    """Description of the drafting that measures a finished head."""
 
     words: str  # "with 8 beams"
-    figure: str  # the name of its block efficiency on the card
+    figure: str  # name of the measured block efficiency on the card
     options: dict[str, float] = field(default_factory=dict)  # further values for the card
 
 
 @dataclass(frozen=True)
 class ReadmeParts:
-    """The parts of a README that depend on the kind of head."""
+    """Parts of a README that depend on the kind of head."""
 
     tag: str  # tag on the Hugging Face Hub
     title: str  # "A recurrent drafter head (ReDrafter, arXiv 2403.09919)"
     form: str  # the head's shape, in words
-    reads: str  # features of the target that it reads
-    layout: str  # of a folder without extensions
+    reads: str  # features of the target that the head reads
+    layout: str  # files of a folder without extensions
     launch: Sequence[str]  # commands that use the folder as HEAD
     remarks: str
 
 
 class HeadKind(PredictingHead, Protocol):
-    """A kind of trained head."""
+    """What training needs of one kind of head: shape, weights, predictions, drafter and README."""
 
-    name: str  # in conf/head
-    config: type[HeadJobConfig]  # of its job; `head` holds its options
+    name: str  # name of its file in conf/head
+    config: type[HeadJobConfig]  # configuration of its job; `head` holds its options
     reads_tokens: bool  # predictions depend on the tokens drafted before them
     # number of likeliest tokens whose accuracies the drafter uses; 0: none
     ranks: int = 0
     layout: FolderLayout
 
     def shape(self, config: Any, target: Any) -> Any:
-        """Return the `HeadShape` of a new head. target: its Hugging Face configuration."""
+        """Return the `HeadShape` of a new head for a target.
+
+        config: an instance of `self.config`. target: the target's Hugging Face configuration.
+        """
         ...
 
     def read_shape(self, folder: Path) -> Any:
-        """Return the `HeadShape` of a head folder. Raises UserError."""
+        """Return the `HeadShape` of a head folder.
+
+        Raises UserError if the folder holds no valid head of this kind.
+        """
         ...
 
     def load(self, folder: Path) -> nn.Module:
-        """Load the head of a folder in float32. Raises UserError."""
+        """Load the head of a folder in float32.
+
+        Raises UserError if the folder holds no valid head of this kind.
+        """
         ...
 
     def taps(self, shape: Any) -> Layers:
@@ -83,11 +92,11 @@ class HeadKind(PredictingHead, Protocol):
         return ()
 
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
-        """Return rules for this kind's keys: key -> (whether it is valid, the expected values)."""
+        """Return rules for this kind's keys: key -> (validity of its value, expected values)."""
         return {}
 
     def empty(self, shape: Any) -> nn.Module:
-        """Return a head of this shape on the current device, with any weights."""
+        """Return a head of this shape on the current device, with arbitrary weights."""
         ...
 
     def initialize(self, head: Any, options: Any, lm_head_VH: Tensor) -> None:
@@ -98,7 +107,7 @@ class HeadKind(PredictingHead, Protocol):
         ...
 
     def part_of(self, name: str, shape: Any) -> str:
-        """Return the part under which a parameter is counted: `output`, `blocks`."""
+        """Return the part of the head that a parameter belongs to, such as `output` or `blocks`."""
         ...
 
     def describe(self, shape: Any) -> str:
@@ -106,15 +115,18 @@ class HeadKind(PredictingHead, Protocol):
         ...
 
     def measured(self, shape: Any, figures: Mapping[str, Any]) -> Any:
-        """Return the shape with those figures of the best checkpoint that the drafter needs."""
+        """Return the shape, with the best checkpoint's held-out figures that drafting needs."""
         return shape
 
     def drafter(self, head: Any, shape: Any, config: Any, sampled: bool) -> Drafter:
-        """Return a drafter that measures the finished head. sampled: the temperature is above 0."""
+        """Return the drafter that measures the finished head.
+
+        sampled: whether the held-out temperature is above 0.
+        """
         ...
 
     def drafting(self, config: Any) -> DraftingSetup:
-        """Return a description of that drafter's drafting."""
+        """Return the description of the drafting that measures the finished head."""
         ...
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

@@ -29,13 +29,13 @@ LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
 
 
 def uses_teacher(loss: HeadLossConfig) -> bool:
-    """Return True if a loss needs the target's distribution for every prediction."""
+    """Return whether the loss needs the target's distribution for every prediction."""
     return loss.name not in ("cross_entropy", CONTINUATIONS)
 
 
 def num_continued_tokens(loss: HeadLossConfig) -> int:
-    """Return the length of the target's continuations that a loss needs; 0 for none.
+    """Return the number of tokens of the continuations that the loss needs; 0: it needs none.
 
-    Their first token is the target's choice, which no head predicts.
+    The first token of a continuation is the target's own choice, which no head predicts.
     """
     return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0

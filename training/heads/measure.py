@@ -21,7 +21,7 @@ from training.losses.chunked import Outputs
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """Parameters, FLOPs and memory of a head."""
+    """Sizes of a head in parameters, FLOPs and bytes."""
 
     parts: dict[str, int]  # parameters by part, the largest first
     flops: float  # of the forward pass over one draft
@@ -35,7 +35,7 @@ class HeadStatistics:
 
 
 def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadStatistics:
-    """Count a head's parameters, FLOPs and memory with a draft of `heads` predictions."""
+    """Count a head's parameters, FLOPs and memory from one draft of `heads` predictions."""
     with torch.device("meta"):
         head = kind.empty(shape).to(dtype)
         embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
@@ -69,7 +69,7 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
 
 @contextmanager
 def _count_saved_bytes(head: nn.Module) -> Iterator[dict[int, int]]:
-    """Count the bytes that autograd saves in the context, without the head's parameters."""
+    """Yield a dict that collects the bytes that autograd saves, except the head's parameters."""
     known = {parameter.untyped_storage()._cdata for parameter in head.parameters()}
     kept: dict[int, int] = {}
     alive = []  # keeps storages alive, so that their ids are not reused
@@ -86,7 +86,7 @@ def _count_saved_bytes(head: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _one_draft(heads: int) -> Positions:
-    """Return one draft with all its predictions, as shapes only."""
+    """Return the positions of one draft with all its predictions, on the meta device."""
 
     def indices(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.long, device="meta")

@@ -53,7 +53,7 @@ class HeadObjective(StaticObjective):
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum over heads of weight x loss in nats, sums by head [2 K]).
 
-        The sums are those of correct tokens or acceptance, then of the loss.
+        The first K sums count correct tokens or acceptance, the others add up the unweighted loss.
         """
         loss, states = self.loss, self.states
         weights = self.kind.outputs(self.head, states)
@@ -76,7 +76,7 @@ class HeadObjective(StaticObjective):
     def _reference(
         self, states_PC: Tensor, where: Positions
     ) -> tuple[RowLoss, Callable[[int, int], Any]]:
-        """Return the loss of a row, and a function from a range of rows to their reference."""
+        """Return the row loss, and a function from (start, end) to the reference of these rows."""
         if not uses_teacher(self.loss):
             labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
             rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows

@@ -2,7 +2,7 @@
 
 Head i (from 0) of the draft that begins at position t reads the target's hidden state h_t and the
 tokens at t + 1 .. t + 1 + i, and predicts the token at t + 2 + i. It is trained if that token is
-supervised and all of them are in one document of the row; nothing else passes through the head. The
+supervised and all of them are in one document of the row; the head runs at no other positions. The
 indices are computed on the host and transferred in one asynchronous copy.
 
 Shapes: K heads, M drafts (positions at which at least one head predicts), N predictions of all
@@ -65,12 +65,12 @@ def positions(
     *,
     grouped: bool = False,
 ) -> Positions:
-    """Return the indices of a batch.
+    """Return the positions and labels of all predictions of `heads` heads in a batch.
 
     uses_teacher: include the hidden states from which the target predicts. own_tokens: share of the
-    drafts that continue from the head's tokens; they change in every step, but are the same for any
-    number of ranks. grouped: in every chunk of the loss the predictions of one head are contiguous,
-    for heads with separate output layers.
+    drafts that continue from the head's own tokens; which ones depends on `step`, but not on the
+    number of ranks. grouped: make the predictions of one head contiguous in every chunk of the
+    loss, for heads with separate output layers.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
@@ -131,7 +131,7 @@ def check_predictions(samples: Sequence[Sample], heads: int) -> None:
     """Raise UserError if no supervised token can be predicted by a head."""
     if not any(sample.mask[2:].any() for sample in samples):
         raise UserError(
-            f"zero supervised positions for {heads} heads in {len(samples)} samples. The first "
-            f"token that a head can predict is a text's third, and none from there on is "
-            f"supervised. Check the chat template and data.train_on"
+            f"zero supervised positions for {heads} heads in {len(samples)} samples. A head can "
+            f"predict tokens from the third of a sample on, and none of these is supervised. Check "
+            f"the chat template and data.train_on"
         )

@@ -1,4 +1,4 @@
-"""Interface of a head's predictions to its objective and evaluation, free of Hydra packages.
+"""Interface between a head's predictions and its objective and evaluation, without Hydra.
 
 Shapes: M drafts, N predictions of all depths, P positions, K drafted tokens, C channels of the
 states that a head reads, E features, V drafted vocabulary.
@@ -17,7 +17,7 @@ from training.heads.positions import Positions
 
 @dataclass(frozen=True)
 class DraftStarts:
-    """Starts of drafts: the tips, and the target's states before them."""
+    """Starts of drafts: the tips, and the target's states of the tokens before them."""
 
     tokens_M: Tensor  # ids of the tips
     states_MC: Tensor  # the target's state of the token before each tip, or zeros
@@ -33,7 +33,7 @@ class PredictingHead(Protocol):
     label: str  # prefix of a depth's figures: `{label}0_loss`
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
-        """Return the output layer [V, E] that all depths share, or one per depth."""
+        """Return the output layers [V, E]: a single one that all depths share, or one per depth."""
         ...
 
     def features(
@@ -51,5 +51,5 @@ class PredictingHead(Protocol):
         ...
 
     def draft(self, head: Any, states: TargetStates, tips: DraftStarts, count: int) -> Tensor:
-        """Return the head's greedy chain of `count` tokens after every start, ids [M, K]."""
+        """Return the ids [M, K] of the head's greedy chain of `count` = K tokens after each tip."""
         ...

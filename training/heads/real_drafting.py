@@ -24,11 +24,12 @@ def block_efficiency(
     tokenizer: Any,
     answers: Sequence[Sample],
 ) -> float:
-    """Return the tokens per target forward over all held-out prompts.
+    """Decode all held-out prompts with a drafter and return the tokens per target forward.
 
-    The bonus token is included, prefill excluded. Prompts are decoded as the target answered them
-    (training.held_out): greedily, or sampled with token verification. make_drafter: returns the
-    drafter on the target's device. answers: samples of those answers, which contain the prompts.
+    The bonus token is included and prefill excluded. Prompts are decoded with the settings of the
+    target's answers (training.held_out): greedily, or sampled with token verification. folder: the
+    target's folder. make_drafter: returns the drafter on the target's device. answers: the target's
+    answers, as samples that begin with their prompts.
     """
     held_out = config.held_out
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]

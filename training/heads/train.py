@@ -56,7 +56,7 @@ CACHES = ("none", "memory", "disk")
 
 
 class HeadJob(TargetJob[HeadJobConfig]):
-    """A run that trains one head for one target and writes a head folder."""
+    """Job that trains one head for one target and writes a head folder."""
 
     artefact = "drafter"
 
@@ -97,7 +97,10 @@ def train_head(config: HeadJobConfig, kind: HeadKind) -> Path:
 
 
 def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
-    """Raise UserError for values that would fail or mislead only after the models are loaded."""
+    """Raise UserError for values that would otherwise fail only after the models are loaded.
+
+    target: the target's Hugging Face configuration.
+    """
     check_target(config.target, config.parallel)
     check_mixture(config.data, ())
     check_layers(kind.taps(shape), target.num_hidden_layers)
@@ -108,7 +111,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
         {
             "loss.predict_n_tokens": (
                 2 <= heads <= config.data.max_length - 2,
-                "2 or more, and two less than data.max_length",
+                "2 or more, and at most data.max_length less 2",
             ),
             "loss.decay": (config.loss.decay > 0, "more than 0"),
             "loss.temperature": (
@@ -134,20 +137,20 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
                 RULES["temperature"].fits(config.held_out.temperature),
                 RULES["temperature"].expected,
             ),
-            "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
+            "assumed_tokens": (config.assumed_tokens >= 0, "1 or more, or 0 if unknown"),
             "assumed_supervised": (
                 0 < config.assumed_supervised <= 1,
-                "a share of more than 0, at most 1",
+                "a share above 0 and at most 1",
             ),
         },
     )
 
 
 def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
-    """Return the rules for the loss and the store: key -> (whether valid, the expected values).
+    """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
-    All ranks run a sharded target together, so none can skip its forward, as a store does, or
-    continue texts row by row.
+    All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
+    continue its texts row by row.
     """
     losses: Sequence[str] = LOSSES
     caches: Sequence[str] = CACHES
@@ -178,7 +181,7 @@ def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
 
 
 def train(job: HeadJob, run: Run) -> None:
-    """Train, measure and export the head on one rank."""
+    """Train the head as one rank of the job; rank 0 then measures and exports it."""
     config, kind, shape, target_folder = job.config, job.kind, job.shape, job.target_folder
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -218,9 +221,10 @@ def train(job: HeadJob, run: Run) -> None:
 
 
 def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store | None:
-    """Return the store for the target's states that states.cache selects.
+    """Return the store for the target's states that states.cache selects; None: no store.
 
-    target: its Hugging Face configuration.
+    target: the target's Hugging Face configuration. show: print the size of files. Raises UserError
+    if they do not fit on the disk.
     """
     settings = job.config.states
     if settings.cache == "none":
@@ -244,11 +248,11 @@ def make_evaluation(
     parallel: Parallel,
     answers: Sequence[Sample],
 ) -> Evaluation:
-    """Return the evaluation between steps: a chain on the target's answers, and heads' accuracies.
+    """Return the held-out evaluation: a chain on the target's answers, and accuracies by head.
 
-    The accuracies need held-out chats, or a kind of head that uses them. On greedy answers the
-    chain's block efficiency is that of real decoding, so it selects the checkpoint; trees are
-    measured once, at the end.
+    Accuracies are measured if there is held-out data, or if the drafter uses them. On greedy
+    answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint;
+    trees are measured once, at the end.
     """
     config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
     length, longest = config.data.max_length, config.held_out.max_new_tokens
@@ -268,7 +272,7 @@ def make_evaluation(
 
 
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
-    """Print model, data and plan before the first step."""
+    """Print the sizes of target, head and data, and the plan, before the first step."""
     config, kind, shape = job.config, job.kind, job.shape
     counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
     describe(kind, shape, target.config, counted)
@@ -285,7 +289,7 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
 def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float) -> None:
     """Export the best weights with their card and complete the manifest.
 
-    drafted: block efficiency of real drafting.
+    drafted: the block efficiency measured by real drafting.
     """
     config, kind, shape = job.config, job.kind, job.shape
     write_head(kind, head, shape, job.target_folder, run.artefact)

@@ -25,9 +25,10 @@ RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 
 
 def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows' cross-entropy -log q(label), its gradient and whether the argmax is correct.
+    """Return each row's cross-entropy -log q(label), its gradient and its metric.
 
-    d/dlogits = q - onehot(label).
+    The gradient with respect to the logits is q - onehot(label). Metric: 1 if the argmax is the
+    label, else 0.
     """
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
     loss_C = -log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
@@ -42,7 +43,7 @@ def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Ten
 def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return KL(p || q) = sum p (log p - log q) of teacher p and student q, and its gradient q - p.
 
-    Metric: sum of min(p, q), the probability that speculative sampling accepts a token drawn from q
+    Metric: sum of min(p, q), the chance that speculative sampling accepts a token sampled from q
     (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
     """
     log_p_CV = F.log_softmax(teacher_logits_CV, dim=-1)
@@ -55,7 +56,7 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
 
 
 def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
-    """Return the row loss of logits / temperature, not rescaled."""
+    """Return `rows` of logits / temperature, without a factor temperature^2 on the loss."""
     if temperature == 1.0:
         return rows
 
@@ -73,15 +74,16 @@ def widen(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Output layers of the rows: one that all share, or several.
+    """Output layers of the rows: one that all rows share, or several.
 
-    With several, the rows of one layer must be contiguous in every chunk. Their layers are on the
-    host, so nothing waits for the device, and the logits of all layers are never in memory at once.
+    With several, the rows of one layer must be contiguous in every chunk. The layer of each row is
+    known on the host, so nothing waits for the device, and a row's logits are computed for its own
+    layer only.
     """
 
     # [V, H] each
     weights: Sequence[Tensor]
-    # layer of each row; None: all rows go through the first
+    # index of each row's layer; None: the first layer for all rows
     layers_N: np.ndarray | None = None
 
     def spans(self, start: int, end: int) -> list[tuple[int, slice]]:
@@ -175,7 +177,7 @@ def chunked_forward_kl(
     """Return (sum of KL(teacher || student) in nats, sum of sum_v min(p, q) [1]) over all rows.
 
     The teacher's logits are computed chunk by chunk from its hidden states, without gradient.
-    `temperature` divides the logits of both; the loss is not rescaled.
+    temperature: divides the logits of both; the loss has no factor temperature^2.
     """
 
     def teacher_logits(start: int, end: int) -> Tensor:

@@ -4,7 +4,7 @@ The predictions are rows of one chunked loss (training/losses/chunked.py), so an
 gradient is accumulated once and no [heads, tokens, vocabulary] tensor exists, whether heads share a
 layer or have one each. Sums by head stay on the device.
 
-Shapes: N predictions of all heads, C of a chunk, K heads, E features, V drafted vocabulary.
+Shapes: N predictions of all heads, C rows of a chunk, K heads, E features, V drafted vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, cross_
 
 
 def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows' cross-entropy, where label -1 is a token outside the draft vocabulary.
+    """Return `cross_entropy_rows`, but with label -1 for tokens outside the draft vocabulary.
 
-    Such a row has no loss and counts as a wrong prediction.
+    A row with label -1 has no loss and no gradient, and counts as a wrong prediction.
     """
     known_C = (labels_C >= 0).to(logits_CV.dtype)
     loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
@@ -39,8 +39,8 @@ def chunked_by_head(
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of decay^head x loss over predictions, sums by head [2 K]).
 
-    The sums are those of the row loss's metric, then of the unweighted loss. against(start, end):
-    the rows' reference, as `rows` takes it. Gradients reach features and output layers.
+    The first K sums add up the row loss's metric, the others the unweighted loss. against: returns
+    the reference of rows [start, end) for `rows`. Gradients reach features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
@@ -63,7 +63,7 @@ def chunked_by_head(
 
 @torch.no_grad()
 def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Return the index of the largest logit of every row [N]."""
+    """Return the index [N] of every row's largest logit."""
     starts = range(0, len(features_NE), chunk)
     parts = [
         F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts

@@ -1,12 +1,12 @@
 """Losses against a teacher's distribution p, row by row: forward KL and losses on acceptance.
 
-Speculative sampling accepts a token drawn from q with probability alpha = sum_v min(p_v, q_v) = 1 -
-TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log alpha,
-or KL that gives way to TV as alpha grows. All have closed gradients, so they run in chunks
-(training/losses/chunked.py).
+Speculative sampling accepts a token sampled from q with probability alpha = sum_v min(p_v, q_v) =
+1 - TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log
+alpha, or KL that gives way to TV as alpha grows. All have gradients in closed form, so they run in
+chunks (training/losses/chunked.py).
 
 If q covers a shortlist of the vocabulary, p holds its true probabilities there, which sum to less
-than 1: tokens outside can never be accepted, and a row is weighted by its mass on the shortlist.
+than 1: tokens outside can never be accepted, and KL weights a row by its mass on the shortlist.
 
 Several rows may share one distribution (all heads that predict a token do), which is computed once.
 
@@ -90,9 +90,10 @@ class Teacher:
         temperature: float = 1.0,
         shortlist_V: Tensor | None = None,
     ) -> None:
-        """Store hidden states and weights.
+        """Store the teacher's hidden states and output weights.
 
-        shortlist_V: ids that q covers, rising; None: the full vocabulary.
+        temperature: divides the teacher's logits. shortlist_V: the rising ids that q covers; None:
+        the full vocabulary.
         """
         self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
         self.temperature, self.shortlist_V = temperature, shortlist_V
@@ -107,9 +108,10 @@ class Teacher:
         return TeacherRows(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
     def shared(self, targets_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
-        """Return a function of (start, end) that gives each row the distribution at its position.
+        """Return a function from rows [start, end) to the distributions at their positions.
 
-        targets_N: position of each row. places: the same on the host, rising from chunk to chunk.
+        targets_N: the position of each row. places: the same on the host. All positions between the
+        first and the last of a chunk are computed, so rows of a chunk should have close positions.
         """
 
         def rows(start: int, end: int) -> TeacherRows:

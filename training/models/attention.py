@@ -19,9 +19,10 @@ _PLAIN_MAX_TOKENS = 1024
 
 
 def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [R, 1, T, T]: 0 up to each token within its document, else -inf.
+    """Return the additive mask [R, 1, T, T] of causal attention within documents.
 
-    A position outside documents attends to itself, as an empty row has no softmax.
+    It is 0 from a token to itself and to earlier tokens of its document, else -inf. A position
+    outside of documents attends to itself, as a softmax over no position is undefined.
     """
     rows, length = documents_RT.shape
     same = documents_RT[:, :, None] == documents_RT[:, None, :]
@@ -38,7 +39,7 @@ def plain_attention(
 ) -> Tensor:
     """Compute softmax(q k^T scaling + bias) v step by step.
 
-    It is the eager twin of the fused kernel, and the faster path for short rows on a CPU.
+    It equals the fused kernel up to rounding. `packed_attention` uses it where it is faster.
     """
     scores_RQTT = torch.matmul(q_RQTD * scaling, k_RQTD.transpose(-1, -2)) + bias
     return torch.matmul(torch.softmax(scores_RQTT, dim=-1), v_RQTD)
@@ -54,9 +55,10 @@ def packed_attention(
     attention_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface: [R, Q, T, D] in, [R, T, Q, D] out.
+    """Return attention [R, T, Q, D] in the form of transformers' attention interface.
 
-    attention_bias: the mask of `document_mask`.
+    query: [R, Q, T, D]. key, value: [R, K, T, D]. attention_bias: the mask of `document_mask`.
+    scaling: factor of the scores, by default D^-0.5. Raises ValueError without attention_bias.
     """
     if attention_bias is None:
         raise ValueError(

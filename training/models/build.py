@@ -38,7 +38,7 @@ DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a configuration's name."""
+    """Return the torch dtype of this name. Raises UserError for an unknown name."""
     check_choice("dtype", name, tuple(DTYPES))
     return DTYPES[name]
 
@@ -78,7 +78,7 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
     """Read the configuration of a language model's folder.
 
     trust_remote_code: run Python of the folder, for model types defined there. Raises UserError for
-    a head's folder and for a model type unknown to transformers.
+    invalid values, a head's folder, and a model type unknown to transformers.
     """
     values = read_config(folder)
     kind = values["model_type"]
@@ -115,7 +115,7 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """Load a causal LM with packed attention from a model folder (safetensors only).
 
-    Raises UserError for a folder without a language model.
+    Raises UserError if the folder holds no language model, or a damaged one.
     """
     known_config(folder)
     check_model(folder)
@@ -140,17 +140,18 @@ def target_is_here(target: TargetConfig) -> bool:
 
 
 def target_config(target: TargetConfig) -> PretrainedConfig:
-    """Return the configuration of the target's folder, or in a dry run its published one.
+    """Return the configuration in the target's folder; without the folder, the published one.
 
-    Raises UserError, with the names of published targets, if there is neither.
+    Raises UserError, with the names of published targets, if there is neither, and for an invalid
+    configuration.
     """
     if target_is_here(target):
         return known_config(resolve(target.path), target.trust_remote_code)
     if not target.config:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give a "
-            f"model folder, or for a dry run a target whose published configuration is known: "
-            f"target={' | '.join(published_targets())}"
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set "
+            f"target.path to a model folder, or for a dry run choose a target with a published "
+            f"configuration: target={' | '.join(published_targets())}"
         )
     values = dict(target.config)
     kind = values.pop("model_type", None)
@@ -169,8 +170,8 @@ def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
         return resolve(target.path)
     if not dry_run:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Give the "
-            f"target's folder, or download it from the Hub: "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set it to "
+            f"the target's folder, or download the target from the Hub: "
             f"hf download OWNER/NAME --local-dir {target.path}"
         )
     return Path(target.path).expanduser()
@@ -185,7 +186,7 @@ def published_targets() -> list[str]:
 
 
 def describe_missing_target(target: TargetConfig) -> str:
-    """Describe what a dry run lacks without the target's folder; return an empty text with it."""
+    """Describe what a dry run lacks without the target's folder; return "" if the folder exists."""
     if target_is_here(target):
         return ""
     config = target.config
@@ -206,8 +207,9 @@ def print_missing(target: TargetConfig) -> None:
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     """Raise UserError for a target that a training job cannot load.
 
-    Its dtype or backend may be unknown, or it may need Python of its folder. Spreading it over GPUs
-    needs a kind of parallelism that shards weights, and then applies to the held-out answers.
+    It is refused for an unknown dtype or backend, and if it needs Python of its folder.
+    target.parallel, which applies to the held-out answers, is refused unless parallel.kind shards
+    weights.
     """
     dtype_of(target.dtype)
     refuse_own_code(target)
@@ -217,7 +219,7 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
 
 
 def refuse_own_code(target: TargetConfig) -> None:
-    """Raise UserError for a target that needs Python of its folder."""
+    """Raise UserError if target.trust_remote_code is true: training runs no Python of a folder."""
     if target.trust_remote_code:
         raise UserError(
             "target.trust_remote_code is true, expected false, as this job runs only known model "
@@ -227,7 +229,10 @@ def refuse_own_code(target: TargetConfig) -> None:
 
 
 def check_context(target: TargetConfig, data: DataConfig, config: Any) -> None:
-    """Raise UserError if a row is longer than the context of the target with this configuration."""
+    """Raise UserError if data.max_length exceeds the target's context.
+
+    config: the target's Hugging Face configuration.
+    """
     context = target.max_length or getattr(config, "max_position_embeddings", None)
     if context is not None and data.max_length > context:
         raise UserError(

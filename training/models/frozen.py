@@ -26,7 +26,10 @@ _ROPE = "model.rotary_emb."
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
-    """Load a folder's causal LM with packed attention, frozen, in full or sharded over ranks."""
+    """Load a folder's causal LM with packed attention, frozen, in full or sharded over ranks.
+
+    Raises UserError if the folder holds no language model, or a damaged one.
+    """
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
@@ -53,7 +56,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
 
 
 def _find_mismatch(model: Any, files: dict[str, Path]) -> str:
-    """Return why the model cannot be filled tensor by tensor from the files, or an empty text."""
+    """Return why the model cannot be filled tensor by tensor from the files; "" if it can."""
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
         return f"none of the target's files holds '{lacking[0]}'"
@@ -63,7 +66,10 @@ def _find_mismatch(model: Any, files: dict[str, Path]) -> str:
 
 @torch.no_grad()
 def _read_weights(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
-    """Fill every parameter, or this rank's rows. Raises UserError for a tensor of another shape."""
+    """Fill every parameter, or this rank's rows of it, from the files.
+
+    Raises UserError for a tensor of another shape.
+    """
     tied = model.config.tie_word_embeddings
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():

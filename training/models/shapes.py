@@ -14,7 +14,7 @@ WIDTHS = (
 
 
 def target_widths(target: Any) -> dict[str, int]:
-    """Return the widths of a configuration; head_dim defaults to hidden_size / heads."""
+    """Return the WIDTHS of a configuration, with transformers' defaults for absent ones."""
     fields = target.to_dict()
     heads = fields["num_attention_heads"]
     filled = {
@@ -58,7 +58,7 @@ def layers_of(config: Any) -> str:
 
 
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:
-    """Return the bytes of weights that one decoding step reads: the layers and the head."""
+    """Return the bytes of weights that one decoding step reads: the layers and the lm_head."""
     counts = parameter_counts(config)
     return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
 
@@ -71,5 +71,5 @@ def cache_bytes_per_token(config: Any, itemsize: int) -> int:
 
 
 def forward_flops(config: Any) -> float:
-    """Return the FLOPs of a forward over one token: two per weight of the layers and the head."""
+    """Return the FLOPs of a forward over one token: two per weight of the layers and lm_head."""
     return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)

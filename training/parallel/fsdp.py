@@ -28,7 +28,7 @@ class ShardedModel:
         """Store the caller's model and its sharded copy `live`.
 
         read: gathers a parameter of `live` into new memory; all ranks must call it. Parameters that
-        both models share (`copy_objective`, unsharded) are always present.
+        the two models share (see `unsharded` of `copy_objective`) are always present.
         """
         self._trained, self._live, self._read = trained, live, read
         self._names = {name for name, _ in live.named_parameters()}
@@ -91,7 +91,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not decoder_layers(model) or not owners:
         raise UserError(
             f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers "
-            f"to recompute. Set it to false"
+            f"to recompute. Set loop.activation_checkpointing=false"
         )
     owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -107,7 +107,7 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
     if scalars:
         raise UserError(
             f"parallel.kind is fsdp, which cannot shard the scalar parameter '{scalars[0]}'. Use "
-            f"parallel=ddp, or a zero kind"
+            f"parallel=ddp, zero1, zero2 or zero3"
         )
     narrow = next(module.parameters()).dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
@@ -154,12 +154,12 @@ class GatheredState(Mapping[str, Tensor]):
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in full, which all ranks must call, and others unchanged."""
+    """Return a sharded tensor in full and any other unchanged. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a parameter that FSDP shards in full, in new memory. All ranks must call it."""
+    """Return a full copy of a parameter that FSDP shards. All ranks must call it."""
     return gather_tensor(parameter.detach())
 
 

@@ -35,13 +35,13 @@ def bytes_per_rank(
     trained_outside_layers: int = 0,
     frozen_outside_layers: int = 0,
 ) -> dict[str, float]:
-    """Return the bytes of one rank as weights, gradients, optimizer, frozen, buffers and total.
+    """Return the bytes of a rank: weights, gradients, optimizer, frozen, buffers and total.
 
-    `frozen` is the target. dtype: float32, or bfloat16 with float32 masters.
+    `frozen` is the target's share. dtype: float32, or bfloat16 with float32 masters.
     trained_outside_layers: trained parameters that zero3 and fsdp gather from a step's forward to
     its backward (embedding, lm_head). frozen_outside_layers: parameters of the target that every
     rank holds in full (lm_head). The decoder layer gathered while it runs is not counted. Raises
-    UserError for unknown kinds and dtypes.
+    UserError for an unknown kind or dtype.
     """
     check_choice("parallel.kind", kind, KINDS)
     check_choice("dtype", dtype, tuple(_WIDTHS))
@@ -73,9 +73,9 @@ def bytes_per_rank(
 def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
     """Return the bytes of one GPU of rank 0 while the target answers the held-out prompts.
 
-    `second copy`: decoding loads the target again in target.dtype, in full or spread over GPUs by
-    target.parallel. `keys and values up to`: for one batch of prompts of data.max_length tokens
-    each. target: its Hugging Face configuration.
+    `second copy`: the target, which decoding loads again in target.dtype, in full or spread over
+    GPUs by target.parallel. `keys and values up to`: the cache of one batch of prompts of
+    data.max_length tokens each. target: the target's Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or devices.count_gpus() or 1) if asked.parallel != "none" else 1
@@ -88,7 +88,7 @@ def answering_bytes(target: Any, config: HeldOutFields) -> dict[str, float]:
 
 
 def answering_line(held: Mapping[str, float]) -> str:
-    """Describe the memory of rank 0 during the answers; held: bytes by part."""
+    """Describe the memory of rank 0 while the target answers, from the bytes held by each part."""
     parts = ", ".join(f"{name} {size(count)}" for name, count in held.items())
     return (
         f"memory of rank 0 while the target answers the held-out prompts: "
@@ -97,7 +97,11 @@ def answering_line(held: Mapping[str, float]) -> str:
 
 
 def loss_bytes(rows: float, vocabulary: int, output_parameters: int, width: int) -> float:
-    """Return the bytes of a chunked loss: logits of the largest chunk, and output gradients."""
+    """Return the bytes of a chunked loss: logits of the largest chunk, and output gradients.
+
+    rows: number of predictions. width: bytes per weight of the output layers, whose gradients are
+    kept in float32 and in their dtype.
+    """
     return min(CHUNK, rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
 
 

@@ -30,7 +30,7 @@ THREAD_EXIT_SECONDS = 0.1  # see Parallel.close
 
 
 class Parallel:
-    """One worker of a job, and its operations that involve the others."""
+    """One rank of a job, and the operations in which all its ranks take part."""
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
         self.kind = config.kind
@@ -43,9 +43,9 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree. WORLD_SIZE is {self.world_size}, but accelerate has "
+                f"WORLD_SIZE is {self.world_size}, but accelerate has "
                 f"{self.accelerator.num_processes} processes. Start the job without a launcher's "
-                f"environment variables, or with equal numbers"
+                f"environment variables, or make the two numbers equal"
             )
         self._inner: nn.Module | None = None
         self._sharded: fsdp.ShardedModel | None = None
@@ -69,7 +69,7 @@ class Parallel:
         return accelerator
 
     def _choose_card(self, device: str) -> None:
-        """Make `cuda:N` the current GPU. Raises UserError among ranks, which have a GPU each."""
+        """Make `cuda:N` the current GPU. Raises UserError if there are several ranks."""
         if ":" not in device:
             return
         if self.world_size > 1:
@@ -84,12 +84,12 @@ class Parallel:
 
     @property
     def shards_state(self) -> bool:
-        """Return whether ranks shard any state of the training."""
+        """Return whether ranks shard any of optimizer states, gradients and weights."""
         return self.stage > 0 or self.kind == "fsdp"
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether ranks shard weights, so that every forward communicates among all."""
+        """Return whether ranks shard weights, so that all must run every forward together."""
         return self.kind in ranks.SHARDED_WEIGHTS
 
     def place_frozen(self, model: Any) -> Any:
@@ -114,10 +114,10 @@ class Parallel:
     ) -> tuple[nn.Module, Optimizer]:
         """Return the objective to call in the loop, and its optimizer.
 
-        trained: the part of `module` that is saved; see `gathered_weights`. rates: parameters with
-        other learning rates. If ranks shard the training, the children of `trained` that hold these
-        parameters stay unsharded: they are small, clamped between steps, and read outside of their
-        forward.
+        trained: the part of `module` that is saved; see `gathered_weights`. rates: learning rates
+        of single parameters, by name. If ranks shard any state, the children of `trained` that hold
+        these parameters stay unsharded: they are small, clamped between steps, and read outside of
+        their forward.
         """
         module.to(self.device)
         if not self.shards_state:
@@ -149,10 +149,10 @@ class Parallel:
 
     @contextlib.contextmanager
     def gathered_weights(self, for_good: bool = False) -> Iterator[None]:
-        """Give the caller's model the current weights in full; all ranks must enter together.
+        """Fill the caller's model with the current weights; all ranks must enter together.
 
-        Under ZeRO and FSDP the model is empty outside, except after `for_good`, which ends the
-        training.
+        Under ZeRO and FSDP the model is empty outside of this context. for_good: end training and
+        leave the model filled.
         """
         if self._sharded is not None:
             self._sharded.fill()
@@ -166,9 +166,10 @@ class Parallel:
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
-        """Exchange gradients only in the last backward pass of a step under DDP and ZeRO-1.
+        """Exchange gradients over ranks in a backward pass of `module` inside this context.
 
-        Sharded gradients are exchanged in every pass.
+        last: False defers the exchange under DDP and ZeRO-1; sharded gradients (ZeRO-2, ZeRO-3,
+        FSDP) are exchanged in every pass.
         """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed and accelerate, which shards optimizer states (1), gradients (2), weights (3).
+"""ZeRO by DeepSpeed and accelerate: shards of optimizer states (1), gradients (2), weights (3).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
 optimizer is torch's AdamW, so DeepSpeed compiles none of its optimizers. Learning rate, divisor,
@@ -29,7 +29,7 @@ BUCKET = 50_000_000
 def plugin(stage: int, use_cpu: bool) -> Any:
     """Return accelerate's plugin for a ZeRO stage; `ZeroAdamW` completes its configuration.
 
-    Raises UserError if DeepSpeed cannot run.
+    Raises UserError if DeepSpeed is not installed, and for `use_cpu` if it would use a GPU.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
@@ -88,13 +88,14 @@ class ZeroAdamW:
     ) -> None:
         """Prepare DeepSpeed's engine for the objective `module`, which contains `trained`.
 
-        module: on its device. Raises UserError for weights of several dtypes.
+        The module must be on its device. Raises UserError for weights of several dtypes, or of one
+        other than float32 and bfloat16.
         """
         named = trained_parameters(trained)
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if len(dtypes) > 1:
             raise UserError(
-                f"a zero kind keeps all weights in one dtype, found "
+                f"parallel=zero1, zero2 and zero3 need all weights in one dtype, but these have "
                 f"{', '.join(map(str, sorted(dtypes, key=str)))}. Use parallel=ddp"
             )
         self.names, self.parameters = list(named), list(named.values())
@@ -146,7 +147,7 @@ class ZeroAdamW:
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Clip the gradients by their global norm and return the norm before clipping.
 
-        norm: the norm to clip by, if it covers more than these gradients.
+        norm: a global norm that also covers other gradients; None: the norm of these.
         """
         norm = self.norm() if norm is None else norm
         if self._clip > 0:
@@ -157,7 +158,7 @@ class ZeroAdamW:
         return norm
 
     def step(self, lr: float) -> None:
-        """Update at learning rate `lr`, with the gradients as `clip` left them."""
+        """Update the weights at learning rate `lr` from the gradients, then delete these."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.engine.step()
@@ -165,7 +166,7 @@ class ZeroAdamW:
     def state(self, keep: bool) -> dict[str, Tensor]:
         """Return all state that the next step depends on, unsharded, named as in MasterAdamW.
 
-        All ranks must call it; those without `keep` receive nothing.
+        All ranks must call it; those without `keep` receive an empty dict.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -208,7 +209,7 @@ class ZeroAdamW:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a parameter that DeepSpeed shards in full, in new memory. All ranks must call it."""
+    """Return a full copy of a parameter that DeepSpeed shards. All ranks must call it."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
@@ -220,12 +221,12 @@ def _complete(
 ) -> None:
     """Add the settings that depend on the model to DeepSpeed's configuration.
 
-    Raises UserError for a dtype that it does not support.
+    Raises UserError for a dtype other than float32 and bfloat16.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
-            f"a zero kind trains in float32 or bfloat16, but loop.dtype is "
-            f"{str(dtype).removeprefix('torch.')}"
+            f"loop.dtype is {str(dtype).removeprefix('torch.')}, but parallel=zero{stage} trains "
+            f"in float32 or bfloat16. Set loop.dtype to one of these, or use parallel=ddp"
         )
     settings["bf16"] = {"enabled": dtype == torch.bfloat16}
     if dtype == torch.bfloat16 and stage > 1:
