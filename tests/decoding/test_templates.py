@@ -221,3 +221,6 @@ def test_a_templates_rejection_is_reported() -> None:
         UserError, match="the chat template of 'tiny' rejects the messages: no chats today"
     ):
         encode(engine, CHAT)
+    tokenizer.chat_template = "{% for %}"
+    with pytest.raises(UserError, match="of 'tiny' is not valid Jinja: .* Correct the template"):
+        encode(engine, CHAT)

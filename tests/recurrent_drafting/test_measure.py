@@ -48,7 +48,7 @@ def test_parameters_by_part_equal_the_published_ones():
 
 
 @pytest.mark.parametrize("form", ["recurrent", "projected"])
-def test_kept_bytes_equal_a_real_backward_pass(form: str):
+def test_kept_bytes_are_of_the_size_of_a_real_backward_pass(form: str):
     """Check that autograd keeps over half of the estimated bytes per draft, and never more.
 
     It keeps less than estimated, because some drafts end before their last prediction. The weights

@@ -257,7 +257,7 @@ def micro_batch(objective: HeadObjective, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("given", LOSSES)
-def test_a_micro_batch_never_waits_and_is_copied_once(
+def test_a_micro_batch_never_waits_and_is_copied_with_its_positions(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Check that a micro-batch never waits for the device: rows and indices are copied once each.

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
@@ -46,6 +46,10 @@ def prompt_ids(
         )
     try:
         rendered = render(tokenizer, messages, add_generation_prompt=True)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the chat template of '{name}' is not valid Jinja: {error}. Correct the template."
+        ) from error
     except TemplateError as error:
         raise UserError(
             f"the chat template of '{name}' rejects the messages: {error}. Correct the messages."
