@@ -11,7 +11,7 @@ KINDS = {name: entry.trained for name, entry in DRAFTERS.items() if entry.traine
 
 
 def kind_of(name: str) -> HeadKind:
-    """Return the kind of head with a name. Raises UserError for an unknown name."""
+    """Return the kind of head called `name`. Raises UserError for an unknown name."""
     if name not in KINDS:
         raise UserError(f"head={name} is unknown, expected one of {', '.join(KINDS)}")
     return cast(HeadKind, imported(KINDS[name]))

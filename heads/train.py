@@ -24,15 +24,18 @@ DEFAULT_KIND = "recurrent"  # as in conf/heads_train.yaml
 
 
 def run(config: Any) -> Path:
-    """Train a head, write it to output_dir/drafter and return that folder."""
+    """Train a head, write it to output_dir/drafter and return that folder.
+
+    Raises UserError if `kind` was set without `head=`.
+    """
     kind = kind_of(config.kind)
     if not isinstance(config, kind.config):
-        raise UserError(f"kind={config.kind} is set only by head={config.kind}: leave it out")
+        raise UserError(f"kind={config.kind} is set only by head={config.kind}. Use head= alone.")
     return train_head(config, kind)
 
 
 def schema_of(name: str) -> type[HeadJobConfig]:
-    """Return the configuration class of the job for a kind of head."""
+    """Return the job's configuration class for the kind of head called `name`."""
     of_kind: Any = kind_of(name).config
 
     @dataclass
@@ -46,14 +49,14 @@ def schema_of(name: str) -> type[HeadJobConfig]:
 
 
 def schema_for(arguments: Sequence[str]) -> type[HeadJobConfig]:
-    """Return the configuration class of the job for a command line."""
+    """Return the job's configuration class for the arguments of a command line."""
     return schema_of(find_kind_name(arguments))
 
 
 def find_kind_name(arguments: Sequence[str]) -> str:
-    """Return the kind of head that a command line names, or the default.
+    """Return the name of the kind of head that a command line asks for, or the default name.
 
-    An unknown kind gives the default too; composing reports the error.
+    An unknown name gives the default too, since composing reports the error.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
     name = given.get("head") or _of_experiment(given.get("+experiment", "")) or DEFAULT_KIND
@@ -63,14 +66,14 @@ def find_kind_name(arguments: Sequence[str]) -> str:
 
 
 def _of_experiment(name: str) -> str:
-    """Return the kind in an experiment's defaults, or an empty text."""
+    """Return the name of the kind in an experiment's defaults, or an empty string."""
     defaults = _written(CONF / "experiment" / f"{name}.yaml").get("defaults", [])
     found = [one["override /head"] for one in defaults if "override /head" in one]
     return str(found[-1]) if found else ""
 
 
 def _written(file: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty if there is none, which others report."""
+    """Return the mapping in a YAML file; empty for an invalid file, which composing reports."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -1,7 +1,7 @@
 """Measured limits of the machine: the speed of plain memory reads and of a matrix product.
 
 The bytes and operations of a forward (decoding/costs/roofline.py) are compared with these limits.
-Only the fastest round of a measurement counts, since other processes slow the others.
+Each measurement reports its fastest round, since other processes can only slow a round down.
 """
 
 import time
@@ -31,10 +31,10 @@ class Limits:
 def measure_limits(
     size_bytes: int, dtype: torch.dtype, device: str, seconds: float = SECONDS
 ) -> Limits:
-    """Return the limits of a forward that reads `size_bytes` of weights, in about two seconds.
+    """Return the machine's limits for a forward that reads `size_bytes` of weights.
 
-    The reader reads the same number of bytes, so both find them in the processor's cache or
-    neither does.
+    The reader reads as many bytes, at most MOST_BYTES, so that both find them in the processor's
+    cache or neither does. seconds: time for each of three measurements (four on CUDA).
     """
     plain = readers(min(size_bytes, MOST_BYTES), dtype, device)
     reading = max(held * _best(action, device, seconds) for action, held in plain.values())
@@ -54,7 +54,10 @@ def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
 def readers(
     size_bytes: int, dtype: torch.dtype, device: str
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return actions by name that only read `size_bytes` of memory, with the bytes they move."""
+    """Return actions that read `size_bytes` of memory: name -> (action, bytes that it moves).
+
+    On CUDA one of them also writes what it reads.
+    """
     columns = 4096
     matrix = torch.ones(
         max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device
@@ -72,13 +75,13 @@ def readers(
 
 
 def product(dtype: torch.dtype, device: str, side: int) -> tuple[Callable[[], Any], int]:
-    """Return (a product of two square matrices, its number of operations)."""
+    """Return a product of two matrices of `side` x `side`, and its number of operations."""
     left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     return lambda: left @ right, 2 * side**3
 
 
 def per_second(action: Callable[[], Any], device: str, times: int) -> float:
-    """Return the calls per second of `times` calls, including the wait for the last."""
+    """Return the calls per second over `times` calls, including the wait for the last one."""
     devices.synchronize(torch.device(device))
     began = time.perf_counter()
     for _ in range(times):
@@ -88,5 +91,5 @@ def per_second(action: Callable[[], Any], device: str, times: int) -> float:
 
 
 def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
-    """Return the calls per second of the fastest of several rounds."""
+    """Return the calls per second of the fastest of `rounds` rounds of `times` calls."""
     return max(per_second(action, device, times) for _ in range(rounds))

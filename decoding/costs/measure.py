@@ -19,7 +19,7 @@ from decoding.schedules.by_name import WALL
 CHEAPEST = 0.25  # minimum cost of a draft step, as a share of its time when timed alone
 SPARED = 0.25  # maximum time that a round saves over its parts, in target steps
 EVERY = 16  # draft length up to which every width is timed
-DEEP = RoundCosts(0.01, (1.0,))  # costs by which a planner always drafts to its limit
+DEEP = RoundCosts(0.01, (1.0,))  # costs at which a planner always drafts to its limit
 LEAST_WINDOWS = 3  # minimum at which the median ignores one outlier
 
 Window = TypeVar("Window")
@@ -36,9 +36,10 @@ def bind_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractConte
 
 
 def widths_to_time(drafter: Drafter, deepest: int) -> list[int]:
-    """Return the numbers of new tokens at which to time the target for a drafter's decisions.
+    """Return the numbers of new tokens at which to time the target, in increasing order.
 
-    They are all widths of a chain of at most `EVERY` tokens, and some of longer or wider drafts.
+    They are all the widths that chains of at most `EVERY` draft tokens need, and some of longer
+    chains or wider trees. deepest: maximum draft length.
     """
     widest = max(deepest, drafter.width(deepest) if drafter.capabilities.needs_costs else 0) + 1
     sparse = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
@@ -60,13 +61,18 @@ def measure_costs(
     tokens: int = 32,
     seconds: float = math.inf,
 ) -> RoundCosts:
-    """Return the costs of a round under these settings, from several windows of time.
+    """Return the costs of a round under these settings, combined from several windows of time.
 
-    There are `windows` of them, or as many as `seconds` allow, but at least three, as the speed of
-    a machine changes from second to second. Each window times the parts (`repeats` of each, in
-    turn) and then serial generations of `tokens` tokens: at the full draft length, at one token and
-    without a draft. The rest of a round is the difference between its time and its parts
-    (`add_rest`). `combine_windows` combines the windows.
+    There are `windows` windows, since a machine's speed changes from second to second; if `seconds`
+    pass before, there are fewer, but at least three of them. Each window times the parts (`repeats`
+    of each, in turn) and then serial generations of `tokens` tokens: at the full draft length, at
+    one draft token (serial schedule only) and without drafts. The rest of a round is the
+    difference between its time and its parts (`add_rest`).
+
+    widths: numbers of new tokens at which the target is timed. context: committed tokens while the
+    parts are timed, by default the prompt's length. A drafter with a frontier planner is measured
+    at one node and at the planner's best frontier; the costs with the higher expected rate are
+    returned.
     """
     brief = replace(
         settings,
@@ -120,7 +126,7 @@ def measure_costs(
 
 
 def _collect(window: Callable[[], Window], most: int, seconds: float) -> list[Window]:
-    """Measure windows one after another, until there are `most` or the time is over."""
+    """Return `most` windows, or fewer but at least LEAST_WINDOWS if `seconds` pass before."""
     ends, found = time.perf_counter() + seconds, [window() for _ in range(min(most, LEAST_WINDOWS))]
     while len(found) < most and time.perf_counter() < ends:
         found.append(window())
@@ -134,13 +140,14 @@ def add_rest(
     shallow: Generation | None,
     plain: Generation,
 ) -> RoundCosts:
-    """Return the costs of the parts with the rest of the rounds of serial generations.
+    """Return the costs with the rest of a round, measured by serial generations.
 
-    The additional rest of `deep` rounds over `shallow` ones is charged to their additional steps.
-    Overlapped schedules have no shallow generation: part of the difference belongs to verification,
-    and overestimated draft steps would give chunks that are too short. A worker's draft step costs
-    its time in the deep generation by the worker's clock, sampling included; the messages belong to
-    the rest of a round.
+    deep, shallow, plain: generations at the full draft length, at one draft token and without
+    drafts. The rest of a deep round exceeds the rest of a shallow one; the difference is charged to
+    the additional draft steps. shallow is None for overlapped schedules: part of their difference
+    belongs to verification, and overestimated draft steps would make chunks too short. A worker's
+    draft step costs its time in the deep generation on the worker's clock, sampling included; the
+    messages belong to the rest of a round.
     """
     if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
@@ -157,27 +164,27 @@ def add_rest(
 
 
 def _steps(done: Generation) -> float:
-    """Return the mean number of draft steps a round."""
+    """Return the mean number of draft steps per round."""
     return done.draft_steps / done.rounds
 
 
 def _rest_ms(costs: RoundCosts, done: Generation) -> float:
-    """Return the mean milliseconds of a round beyond its parts."""
+    """Return the mean milliseconds per round that its parts do not account for."""
     verified = costs.target_ms(1 + round(done.verified / done.rounds))
     draft_ms = _steps(done) * costs.step_ms(done.draft_frontiers / max(1, done.draft_steps))
     return 1000 * done.decode_seconds / done.rounds - draft_ms - verified
 
 
 def combine_windows(windows: Sequence[RoundCosts]) -> RoundCosts:
-    """Combine the costs of several windows.
+    """Return the combined costs of several windows.
 
-    They are medians of ratios that do not depend on the machine's speed (c, V(n), the rest over
-    t_target(1)), times the median of t_target(1).
+    Each time is the median of its ratio to t_target(1), which does not depend on the machine's
+    speed in a window, times the median of t_target(1).
     """
     pace_ms = median(window.t_target_ms[0] for window in windows)
 
     def middle(*ms: float) -> float:
-        """Return the median over the windows of a time, at the median speed."""
+        """Return the median ratio of a time to t_target(1), times the median of t_target(1)."""
         pairs = zip(ms, windows, strict=True)
         return pace_ms * median(part / window.t_target_ms[0] for part, window in pairs)
 

@@ -1,10 +1,10 @@
-"""The speedup formula: tokens a round, the best draft length, and whether drafting can pay.
+"""The speedup formula: tokens per round, the best draft length, and whether drafting can pay.
 
-alpha_k is the acceptance rate at depth k: accepted over tested draft tokens, where the k-1 before
-them were accepted. gamma is the draft length, c is t_draft / t_target(1), and V(n) is t_target(n) /
-t_target(1). o is the rest of a round over t_target(1), and o_1 that of an autoregressive step. A
-round emits E(gamma) tokens and costs gamma c + V(gamma + 1) + o target steps; without a drafter a
-token costs 1 + o_1:
+alpha_k is the acceptance rate at depth k: accepted over tested draft tokens, given that the k - 1
+tokens before were accepted. gamma is the draft length, c is t_draft / t_target(1), and V(n) is
+t_target(n) / t_target(1). o is the rest of a round over t_target(1), and o_1 the rest of an
+autoregressive step over t_target(1). A round emits E(gamma) tokens and costs gamma c + V(gamma + 1)
++ o target steps; without a drafter a token costs 1 + o_1:
 
     speedup(gamma) = E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)
 
@@ -25,8 +25,8 @@ import numpy as np
 def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
     """Return P(the first k draft tokens are accepted) for k = 1 .. gamma.
 
-    A depth without a measured alpha takes that of the deepest measured one before it, as acceptance
-    is nearly flat in depth. Raises ValueError if no depth was measured.
+    A depth without a measured alpha takes the alpha of the nearest measured depth above it, as
+    acceptance is nearly flat in depth. Raises ValueError if depth 1 was not measured.
     """
     accepted, last, products = 1.0, None, []
     for depth in range(gamma):
@@ -39,10 +39,10 @@ def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
 
 
 def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
-    """Return E(gamma), the tokens a round emits, the bonus token included.
+    """Return E(gamma), the expected tokens per round, the bonus token included.
 
-    It is 1 + the sum over k <= gamma of alpha_1 ... alpha_k, for a single alpha (1 -
-    alpha^(gamma+1)) / (1 - alpha).
+    It is 1 plus the sum over k <= gamma of alpha_1 ... alpha_k. With the same alpha at all depths
+    this is (1 - alpha^(gamma + 1)) / (1 - alpha).
     """
     return 1.0 + sum(survival(alpha_D, gamma))
 
@@ -51,7 +51,7 @@ def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
 class Costs:
     """Measured costs of a round in units of t_target(1)."""
 
-    # c; for a drafter that proposes in one pass, its seconds a round over t_target(1)
+    # c; for a drafter that proposes in one pass, its seconds per round over t_target(1)
     cost_ratio: float
     V: Mapping[int, float]  # n -> t_target(n) / t_target(1), n new tokens
     overhead: float = 0.0  # o
@@ -66,9 +66,9 @@ class Costs:
     policy_lengths: bool = False  # a stopping policy chooses lengths, up to `deepest` alone
 
     def V_at(self, width: float) -> float:
-        """Return V, linear between measured widths.
+        """Return V(width), interpolated linearly between measured widths.
 
-        Raises ValueError outside of them, where V may jump.
+        Raises ValueError for a width outside the measured range, where V may jump.
         """
         widths = sorted(self.V)
         if not widths[0] <= width <= widths[-1]:
@@ -78,7 +78,7 @@ class Costs:
         return float(np.interp(width, widths, [self.V[n] for n in widths]))
 
     def draft(self, gamma: float) -> float:
-        """Return the cost of proposing gamma tokens."""
+        """Return the cost of drafting to length gamma."""
         return (
             self.cost_ratio if self.one_pass else _interpolate(self.steps, gamma) * self.cost_ratio
         )
@@ -88,12 +88,16 @@ class Costs:
         return self.V_at(1 + _interpolate(self.nodes, gamma))
 
     def round(self, gamma: float) -> float:
-        """Return gamma c + V(gamma + 1) + o."""
+        """Return the cost of a round, for a chain gamma c + V(gamma + 1) + o."""
         return self.draft(gamma) + self.verify(gamma) + self.overhead
 
     @property
     def gammas(self) -> list[int]:
-        """The draft lengths to consider."""
+        """The draft lengths to consider, from 1 on.
+
+        They end at `deepest` and at the widest timed forward. Under a stopping policy the longest
+        one alone is considered.
+        """
         longest = self.deepest or max(self.V) - 1
         if self.policy_lengths:
             return [longest]
@@ -102,9 +106,9 @@ class Costs:
 
 
 def _interpolate(by_gamma: Mapping[int, float], gamma: float) -> float:
-    """Return the value at gamma, or gamma itself where none was measured.
+    """Return the value at gamma, or gamma itself if no values were measured.
 
-    It interpolates from (0, 0) through the measured values, and is proportional beyond the last.
+    Values are interpolated linearly from (0, 0) on, and proportional to gamma beyond the last one.
     """
     if not by_gamma:
         return gamma
@@ -120,8 +124,8 @@ def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
 
     A pre-verify round emits one token and leads to post-verify with probability alpha. A post-
     verify round tests gamma tokens and stays in that phase if all are accepted. The stationary
-    share of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane and the
-    rest.
+    share of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane plus
+    the rest.
     """
     complete = alpha**gamma
     post = alpha / (1.0 + alpha - complete)
@@ -132,7 +136,10 @@ def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
 
 
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
-    """Return the predicted speedup of a chain, or of PEARL with overlapped costs."""
+    """Return the predicted speedup at draft length gamma.
+
+    With overlapped costs it is the speedup of PEARL, with alpha_1 at all depths.
+    """
     if costs.overlapped:
         tokens, cost = pearl_round(survival(alpha_D, 1)[0], gamma, costs)
     else:
@@ -141,7 +148,10 @@ def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs)
 
 
 def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:
-    """Return the best draft length and its predicted speedup. Of equals the shorter one wins."""
+    """Return the draft length with the largest predicted speedup, and this speedup.
+
+    Ties go to the shorter one.
+    """
     return max(
         ((gamma, predicted_speedup(alpha_D, gamma, costs)) for gamma in costs.gammas),
         key=lambda pair: (pair[1], -pair[0]),
@@ -149,9 +159,10 @@ def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, floa
 
 
 def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
-    """Return the alpha at all depths for which the predicted speedup is 1.
+    """Return the alpha, equal at all depths, at which the speedup without overlap is 1.
 
-    Returns None if alpha = 1 loses too. It bisects, as E increases with alpha.
+    Returns None if the speedup is below 1 even at alpha = 1. Bisection finds it, as E increases
+    with alpha.
     """
     cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
     if cost > gamma + 1.0:
@@ -164,10 +175,10 @@ def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
 
 
 def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
-    """Return the c at which a chain with this alpha at all depths reaches `speedup`.
+    """Return the largest c at which a chain with this alpha at all depths reaches `speedup`.
 
-    It solves the formula for c at the best gamma. The result is at most 0 if no drafter with this
-    alpha reaches the speedup. The c of `costs` is ignored.
+    It is the solution of the formula for c at the best gamma; the c of `costs` is ignored. The
+    result is at most 0 if no drafter with this alpha reaches the speedup.
     """
     budget = (1.0 + costs.baseline_overhead) / speedup
     return max(
@@ -181,13 +192,13 @@ class Verdict:
     """Whether drafting can pay, from measured alpha_k, V, c and o alone."""
 
     helps: bool
-    gamma: int  # the best draft length, also where it loses
+    gamma: int  # the best draft length, even if it loses
     speedup: float  # predicted at that gamma
     text: str
 
 
 def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
-    """Judge the best draft length: none helps if its predicted speedup is at most 1."""
+    """Return the verdict: drafting helps if the best draft length's predicted speedup exceeds 1."""
     gamma, speedup = best_gamma(alpha_D, costs)
     found = f"predicted {speedup:.2f}x"
     if not costs.policy_lengths:

@@ -1,8 +1,8 @@
 """The roofline of a forward: the bytes that it must read, and its floating-point operations.
 
-Batch-1 decoding reads every weight once a forward and the committed keys and values once a row; the
-operations grow with the number of new tokens. The larger of the two bounds V(n): while bytes are
-the bound, more tokens cost nothing.
+A forward reads every weight once, and the committed keys and values once per row; its operations
+grow with the number of new tokens. The time of a forward is at least the longer of the two: while
+reading takes longer, more tokens cost nothing.
 
 Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size, L layers.
 """
@@ -18,7 +18,7 @@ from decoding.models.native.weights import NativeConfig
 class ForwardBudget:
     """The bytes and operations of one forward."""
 
-    weight_bytes: int  # of all matrices, but only of the embeddings of the new tokens
+    weight_bytes: int  # all matrices, and the embeddings of the new tokens
     cache_bytes: int  # keys and values read
     operations: int  # a multiplication and an addition count as two
 
@@ -32,7 +32,7 @@ class ForwardBudget:
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
     def times(self, forwards: float) -> "ForwardBudget":
-        """Return the budget of `forwards` forwards, possibly a fraction."""
+        """Return the budget of `forwards` forwards, which may be a fraction."""
         return ForwardBudget(
             round(forwards * self.weight_bytes),
             round(forwards * self.cache_bytes),
@@ -51,7 +51,10 @@ class ForwardBudget:
 def round_budget(
     target: NativeConfig, drafter: NativeConfig | None, dtype: torch.dtype, gamma: int, context: int
 ) -> ForwardBudget:
-    """Return the budget of a chain's round: `gamma` draft steps and the target's forward."""
+    """Return the budget of a chain's round: `gamma` draft steps and the target's forward.
+
+    drafter: None for a draft that reads nothing. context: committed tokens.
+    """
     budget = forward_budget(target, dtype, gamma + 1, context)
     for step in range(gamma if drafter is not None else 0):
         assert drafter is not None
@@ -67,10 +70,10 @@ def forward_budget(
     batch_size: float = 1,
     skipped: tuple[int, int] = (0, 0),
 ) -> ForwardBudget:
-    """Return the budget of a forward over `new_tokens` a row after `context` committed tokens.
+    """Return the budget of a forward over `new_tokens` per row after `context` committed tokens.
 
-    Tokens and rows may be means over several forwards. skipped: numbers of skipped attention and
-    MLP sub-layers.
+    new_tokens and batch_size may be means over several forwards. skipped: numbers of skipped
+    attention and MLP sub-layers.
     """
     C, D = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * D, config.num_kv_heads * D

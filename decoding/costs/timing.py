@@ -27,18 +27,18 @@ STEP_ROOM = 64
 
 @dataclass(frozen=True)
 class Parts:
-    """Medians in milliseconds."""
+    """Median times of a round's parts, in milliseconds."""
 
-    t_draft_ms: float | None  # of the widest frontier; None without a drafter
-    t_target_ms: dict[int, float]  # by the number of new tokens
-    context: int  # committed tokens while timing
+    t_draft_ms: float | None  # a draft step at the widest frontier; None without a drafter
+    t_target_ms: dict[int, float]  # number of new tokens -> a target forward
+    context: int  # committed tokens per row while timing
     batch_size: int
-    # by frontier; empty if the frontier does not matter
+    # frontier -> a draft step; empty if only one frontier was timed
     t_draft_by_frontier_ms: dict[int, float] = field(default_factory=dict)
 
     @property
     def costs(self) -> RoundCosts:
-        """The costs for `stopping="cost_ratio"` and drafters, linear between timed widths.
+        """The costs for stopping policies and drafters, linear between timed widths.
 
         Isotonic regression keeps the time of a forward from decreasing with its tokens, and that
         of a draft step with its frontier. Otherwise the choice of lengths would follow the noise.
@@ -81,10 +81,11 @@ def time_parts(
     repeats: int = 30,
     warmup: int = 5,
 ) -> Parts:
-    """Time a draft step and target forwards over `widths` new tokens.
+    """Return the times of a draft step and of target forwards over `widths` new tokens per row.
 
-    context: the number of committed tokens, by default the prompt's length. The prompt is repeated
-    or truncated to this length in every row.
+    Width 1 is always timed. context: the number of committed tokens, by default the prompt's
+    length, limited by the target's. The prompt is repeated or truncated to this length in every
+    row. repeats, warmup: how often each part is timed, and how often it is run before.
     """
     with Claim(target, drafter) as claim:
         claim.take()
@@ -144,7 +145,7 @@ def _open(
 
 
 def _step_seconds(drafter: Drafter, frontier: int, device: torch.device) -> float:
-    """Return the mean seconds of several draft steps in a row.
+    """Return the mean seconds of a draft step, over several in a row if a step drafts a token.
 
     A worker times its steps itself, since messages belong to the rest of a round.
     """

@@ -1,1 +1,1 @@
-"""The drafters that need no training: chains, lookup, lookahead, trees."""
+"""Drafters without trained heads: chains, lookups, lookahead, trees."""

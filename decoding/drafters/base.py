@@ -6,7 +6,7 @@ from decoding.interfaces import Observation, RoundCosts, Target
 
 
 class StatelessDrafter:
-    """Defaults of a drafter of chains that ignores the target, its costs and its verdicts."""
+    """Default methods of a chain drafter that ignores the target, the costs and the outcomes."""
 
     num_layers = num_parameters = 0
 
@@ -15,10 +15,10 @@ class StatelessDrafter:
         return gamma
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Ignore the target and its costs."""
+        """Ignore the target and the costs."""
 
     def observe(self, observation: Observation) -> None:
         """Ignore the outcome of a round."""
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Keep everything, as no cache holds drafted tokens."""
+        """Do nothing, as no cache holds drafted tokens."""

@@ -1,4 +1,4 @@
-"""Creation of a drafter from a user's choice: its class, its options, and checks before loading."""
+"""Make a drafter from a user's choice: its class, its options, and checks before loading."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from decoding.values import quote
 
 @dataclass(frozen=True)
 class DrafterChoice:
-    """A drafter's class and options, before it is made."""
+    """The class and the options of a drafter to make."""
 
     kind: type
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class DrafterChoice:
 def options_of(kind: type) -> set[str] | None:
     """Return the option names of a class, and of its bases if it forwards keyword arguments.
 
-    None means that any name is accepted.
+    Returns None if the class accepts any name.
     """
     names: set[str] = set()
     for base in kind.__mro__:
@@ -61,9 +61,9 @@ def options_of(kind: type) -> set[str] | None:
 
 
 def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]) -> None:
-    """Raise UserError for the first unknown option, with the nearest known one.
+    """Raise UserError for the first given option that is unknown, naming the nearest known one.
 
-    `model`, a model in memory, is not an option.
+    where: the beginning of the message. `model`, a model in memory, is not an option.
     """
     choices = sorted(known - {"model"})
     for key in given:
@@ -78,10 +78,11 @@ def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]
 def with_target_settings(
     kind: type, given: Mapping[str, Any], *, backend: str, dtype: str, device: str, execution: str
 ) -> dict[str, Any]:
-    """Add the target's settings to the options of a drafter with a folder, as defaults.
+    """Return the options of a drafter with a folder, with the target's settings as defaults.
 
     With a native target the backend is None, since a drafter of another family runs on hf.
-    execution: empty keeps the drafter's default.
+    execution: empty keeps the drafter's default. A dtype of `auto` is replaced by the dtype that
+    suits the device.
     """
     shared: dict[str, Any] = {
         "backend": "hf" if backend == "hf" else None,
@@ -108,15 +109,16 @@ def check_folder(target_folder: str | Path, folder: str | Path) -> None:
 
 
 def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
-    """Return the class and options of a name, a folder or {"use": either, option: value}.
+    """Return the class and options of the drafter that a user asks for, without loading weights.
 
-    It loads no weights. Raises UserError for another value, and for an unknown or missing option.
+    asked: a name, a folder, or a mapping {"use": name or folder, option: value}. Raises UserError
+    for any other value, an unknown or missing option, and a folder without a valid config.json.
     """
     given = dict(asked) if isinstance(asked, Mapping) else {"use": asked}
     use = given.pop("use", None)
     if not isinstance(use, str | Path):
         raise UserError(
-            f"drafter is {quote(asked)}, expected a name, a folder or a mapping with `use`. Give, "
+            f"drafter is {quote(asked)}, expected a name, a folder or a mapping with `use`. Use, "
             f"for example, {{'use': 'ranked_tree', 'folder': FOLDER}}."
         )
     name = str(use)
@@ -130,13 +132,13 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     refuse_unknown(f"drafter '{use}'", kind, given, options_of(kind) or set())
     if entry.needs and not options.get(entry.needs):
         raise UserError(
-            f"drafter '{use}' has no {entry.needs}, which is required. Give a mapping, "
+            f"drafter '{use}' has no {entry.needs}, which is required. Use a mapping, "
             f"{{'use': '{name}', '{entry.needs}': ...}}."
         )
     if "folder" in options:
         if not isinstance(options["folder"], str | Path):
             raise UserError(
-                f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Give the "
+                f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Set the "
                 f"path of a model folder."
             )
         if not head_of(options["folder"]):
@@ -149,7 +151,7 @@ def make_drafter(
 ) -> Drafter:
     """Check a chosen drafter's folder and make the drafter.
 
-    Raises UserError for values that its class rejects.
+    Raises UserError if the folder does not fit the target, or the class rejects an option.
     """
     kind, options = choice.kind, choice.options
     if "folder" in options:

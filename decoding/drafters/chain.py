@@ -1,7 +1,7 @@
 """The chain drafter: a causal LM with the target's tokenizer drafts token by token.
 
-Its cache is rolled back by length alone. Unseen tokens, usually the tip and after a full acceptance
-also the last drafted token, are read in the first step of the next round.
+Its cache is rolled back by length alone. The first step of a round reads the unseen tokens: usually
+the tip, and after a full acceptance also the last drafted token.
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
@@ -51,12 +51,13 @@ class ChainDrafter(StatelessDrafter):
     ) -> None:
         """Load a model folder, or use a `model` in memory.
 
-        backend: None selects native for the families that it supports, and hf for others. The hf
-        backend replaces an execution that it lacks with eager. execution: see `load_target`.
+        backend: None selects native for the families that it supports, and hf for others, on which
+        an execution that hf lacks is replaced by eager. execution: see `load_target`. Raises
+        ValueError without a folder and a model, and UserError for a folder that cannot be loaded.
         """
         if model is None:
             if folder is None:
-                raise ValueError("ChainDrafter needs a folder or a model, found neither. Give one.")
+                raise ValueError("ChainDrafter needs a folder or a model, found neither. Pass one.")
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
                 if backend == "hf" and execution not in HF_EXECUTIONS:
@@ -76,13 +77,13 @@ class ChainDrafter(StatelessDrafter):
         self._capacity = 0
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Read all prompt tokens except the last."""
+        """Read all tokens of each prompt except the last."""
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
         prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Read the new tokens except the last."""
+        """Keep the first `kept` tokens, and read the prompt's other tokens except the last."""
         self.model.truncate([kept])
         prefill(self.model, [self._unread(prompt)[self.model.lengths_B[0] :]])
 
@@ -154,7 +155,7 @@ class ChainDrafter(StatelessDrafter):
         return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
 
     def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
-        """Commit tokens to the cache; return logits_BKV after each, padded on the right."""
+        """Commit tokens to the cache; return logits_BKV after each token, padded on the right."""
         width = max(len(tokens) for tokens in tokens_B)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
         tokens_BK = devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
@@ -178,7 +179,7 @@ class ChainDrafter(StatelessDrafter):
         self.model.select(rows)
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run one forward over one token a row without committing it."""
+        """Run one forward over one token per row without committing it."""
         self._time_forward(1)
 
     def _time_forward(self, nodes: int) -> None:
@@ -208,7 +209,7 @@ def _counts_after(
 def token_confidences(
     reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
 ) -> list[TokenConfidence] | list[None]:
-    """Return the inputs of stopping policies, by q or else by the model's softmax."""
+    """Return what stopping policies read, from q or, without q, from the softmax of the logits."""
     if reads == "nothing":
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV

@@ -29,7 +29,7 @@ Phrase = tuple[int, ...]
 
 
 class PhrasePool:
-    """Phrases that followed each token, newest last; at most `per_key` a token."""
+    """The phrases that followed each token, newest last; at most `per_key` per token."""
 
     def __init__(self, per_key: int) -> None:
         self.per_key = per_key
@@ -55,7 +55,7 @@ class PhrasePool:
         self._after.get(first, OrderedDict()).pop(phrase, None)
 
     def newest(self, first: int, count: int) -> list[Phrase]:
-        """Return the newest phrases that followed `first`, newest first."""
+        """Return at most `count` phrases that followed `first`, newest first."""
         return list(reversed(self._after.get(first, ())))[:count]
 
     def read(self, sequence: Sequence[int], start: int, length: int) -> None:
@@ -135,7 +135,7 @@ class Lookahead(StatelessDrafter):
         if ngram < 2 or columns < 1 or candidates < 1:
             raise UserError(
                 f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; "
-                f"expected at least 2, 1 and 1. Increase the one below its minimum."
+                f"expected at least 2, 1 and 1. Increase every value below its minimum."
             )
         self.ngram, self.columns, self.candidates = ngram, columns, candidates
         self.from_text, self.name = from_text, name
@@ -145,7 +145,7 @@ class Lookahead(StatelessDrafter):
         self._ends: list[list[int]] = []  # nodes of the last row of this round's windows
 
     def width(self, gamma: int) -> int:
-        """Return the number of tokens of the candidates, at most gamma each, and the window."""
+        """Return the number of nodes: candidates of at most gamma tokens each, and the window."""
         return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
@@ -156,7 +156,7 @@ class Lookahead(StatelessDrafter):
         self._ends = [[] for _ in prompts_B]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Start again, since pools and windows are made from the text."""
+        """Start with empty pools, and a window of the prompt's tokens."""
         self.open([prompt], None, len(prompt))
 
     def propose(
@@ -181,7 +181,7 @@ class Lookahead(StatelessDrafter):
         return proposal
 
     def observe(self, observation: Observation) -> None:
-        """Store the columns as phrases that end with the target's tokens."""
+        """Store each window's columns as phrases that end with the target's tokens."""
         (choices_BN,) = observation.readback or ([],)
         for row, ends in enumerate(self._ends):
             if ends:  # empty if the round had no window, since no row drafted
@@ -197,7 +197,7 @@ class Lookahead(StatelessDrafter):
         self._ends = [self._ends[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Look up the pools once; the target's forward includes the cost of the window."""
+        """Look up the pools and build the windows once, without the forward over the windows."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)
             window.add_to(TreeBuilder())

@@ -44,16 +44,17 @@ class DraftedRow:
 
     chain: list[int]  # nodes of the chain
     tokens: list[int]  # their tokens
-    suffixes: list[tuple[list[int], list[int], Phrase]]  # nodes and tokens of phrases, all tokens
+    # of each attached phrase: its nodes, their tokens, and the complete phrase
+    suffixes: list[tuple[list[int], list[int], Phrase]]
 
 
 class Ouroboros(ChainDrafter):
-    """A small model with phrases. Hydra: `_target_: decoding.drafters.ouroboros.Ouroboros`.
+    """A small model whose chains end with phrases from a pool.
 
-    ngram, columns, candidates: arguments of the lookahead inside the draft model
-    (decoding/drafters/lookahead.py). suffixes: number of attached phrases. An attached phrase
-    takes ngram - 1 tokens of the draft length, at most half of it. The other arguments are those
-    of ChainDrafter.
+    Hydra: `_target_: decoding.drafters.ouroboros.Ouroboros`. ngram, columns, candidates: arguments
+    of the lookahead inside the draft model (decoding/drafters/lookahead.py). suffixes: number of
+    attached phrases. An attached phrase takes ngram - 1 tokens of the draft length, at most half
+    of it. The other arguments are those of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree")
@@ -81,17 +82,17 @@ class Ouroboros(ChainDrafter):
         return self.inner.ngram - 1
 
     def width(self, gamma: int) -> int:
-        """Return the number of tokens of the chain and of the attached phrases."""
+        """Return the maximum number of nodes: the chain and the attached phrases."""
         return gamma + self.suffixes * min(self.phrase_length, gamma)
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Open the model with room for the window, and empty pools."""
+        """Read the prompts, with room for the window in the cache, and start with empty pools."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase_length))
         self.inner.open(prompts_B, None, capacity)
         self._drafted = [None] * len(prompts_B)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Resume the model, and refill the pools from the prompt."""
+        """Read the new tokens, and start with empty pools."""
         super().resume(prompt, kept, hidden_NC)
         self.inner.resume(prompt, kept, None)
         self._drafted = [None]
@@ -99,7 +100,7 @@ class Ouroboros(ChainDrafter):
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Draft a chain with phrases at its end for each row within this model's context."""
+        """Draft each row's chain with phrases; rows past this model's context get none."""
         depths_B = self._within_context(sequences_B, budgets_B)
         self._drafted = [None] * len(depths_B)
         if max(depths_B) == 0:
@@ -205,5 +206,5 @@ class Ouroboros(ChainDrafter):
         self._drafted = [self._drafted[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run one forward over a token, the window and a candidate without committing."""
+        """Run one forward over a token, the window and the candidates without committing."""
         self._time_forward(1 + self.inner.width(self.phrase_length))

@@ -30,7 +30,10 @@ class NgramIndex:
         self._indexed = 0  # n-grams that end before this position are in the index
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Return the position after the longest matching suffix's latest earlier occurrence."""
+        """Return the position after the latest earlier occurrence of the longest repeated suffix.
+
+        Returns None if no suffix of the indexed sizes occurred before.
+        """
         for end in range(max(self._indexed, 1), len(sequence)):
             for size in self.sizes:
                 if size <= end:
@@ -44,7 +47,7 @@ class NgramIndex:
 
 
 class Index(Protocol):
-    """An index of where the suffix of a growing sequence occurred before."""
+    """An index that finds where the suffix of a growing sequence occurred before."""
 
     def find(self, sequence: Sequence[int]) -> int | None: ...
 
@@ -67,9 +70,9 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
 
 
 class Lookup(StatelessDrafter):
-    """A drafter that copies the continuation of an earlier occurrence of the suffix.
+    """A drafter that copies what followed an earlier occurrence of a row's suffix.
 
-    make_index: creates the index that finds the suffix.
+    make_index: creates a row's index, which finds this occurrence.
     """
 
     capabilities = Capabilities(shape="chain", has_q=False, steps="round")
@@ -94,9 +97,10 @@ class Lookup(StatelessDrafter):
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Propose the continuation of each row's longest earlier suffix.
+        """Propose what followed each row's suffix at its earlier occurrence.
 
-        A match that reaches the end of the sequence is continued periodically.
+        A match that reaches the end of the sequence is continued periodically. Rows without a match
+        get none.
         """
         drafted_B = [
             cut(continuation(sequence, index.find(sequence), budget), policy)

@@ -1,4 +1,4 @@
-"""The table of drafters: name -> class, the heads that it loads, and options.
+"""The table of drafters: their names, classes, options, and the heads that they load.
 
 Classes are given by dotted names and imported when used, since some are in higher packages.
 """
@@ -24,7 +24,7 @@ class DrafterEntry:
     needs: str = ""  # name of the required option
     model_type: str = ""  # of the heads that it loads, in config.json
     mark: str = ""  # a key of config.json that identifies heads without a model_type
-    trained: str = ""  # dotted name of the head's training kind (training/heads/kind.py)
+    trained: str = ""  # dotted name of the HeadKind that trains such a head
     options: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the class
 
 
@@ -68,7 +68,10 @@ HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.mod
 
 
 def imported(dotted: str) -> Any:
-    """Import and return `package.module.name`; raise ImportError with a one-line message."""
+    """Import and return `package.module.name`.
+
+    Raises ImportError with a one-line message for any error of the import.
+    """
     module, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -77,7 +80,7 @@ def imported(dotted: str) -> Any:
 
 
 def head_of(folder: str | Path) -> str:
-    """Return the drafter's name for a head folder, or an empty string for other folders."""
+    """Return the name of the drafter that loads a head folder; empty for other folders."""
     file = Path(folder) / "config.json"
     values = read_json(file) if file.is_file() else {}
     marked = (name for name, entry in DRAFTERS.items() if entry.mark in values)
@@ -85,7 +88,7 @@ def head_of(folder: str | Path) -> str:
 
 
 def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
-    """Return the error for a value that is neither a folder nor a name, with the nearest name."""
+    """Return the error for a value that is neither a folder nor a name, naming the nearest name."""
     near = get_close_matches(use, names, n=1)
     return UserError(
         f"{where} {use!r} is neither a folder (looked in {Path.cwd()}) nor the name of a drafter "

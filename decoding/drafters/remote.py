@@ -1,9 +1,9 @@
 """A chain drafter in a separate process, so that it can draft while the target verifies.
 
-The worker holds the model and answers over a socket pair. It sends q as an array if the rule tests
-it, and no random numbers, since noise is a function of its key.
-With `draft_cores` the worker is bound to some processor cores and the target's process to the
-others (`separate_cores`), one thread a core, since processes that share cores slow each other down.
+The worker holds the model and answers over a pipe. It sends q as an array if the rule tests q, and
+no random numbers, since noise is a function of its key. With `draft_cores` the worker is bound to
+some processor cores and the target's process to the others (`separate_cores`), one thread per core,
+since processes that share cores slow each other down.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -33,8 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 class RemoteChain(StatelessDrafter):
     """A ChainDrafter in a worker process. Hydra: `_target_: decoding.drafters.remote.RemoteChain`.
 
-    draft_cores: processor cores of the worker, the last of this process's; 0 binds nothing. The
-    other arguments are those of ChainDrafter. The worker ends with this object or this process.
+    draft_cores: number of processor cores for the worker, the last ones of this process; 0 binds
+    nothing. The other arguments are those of ChainDrafter. The worker ends with this object or this
+    process. Raises UserError if no core is left for the target, or the worker cannot load the
+    folder.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
@@ -45,9 +47,8 @@ class RemoteChain(StatelessDrafter):
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if draft_cores and len(available) <= draft_cores:
             raise UserError(
-                f"draft_cores is {draft_cores}, which leaves none of this process's "
-                f"{len(available)} cores to the target. Give draft_cores=0 to share all cores, or "
-                f"run on more cores."
+                f"draft_cores is {draft_cores}, which leaves no core to the target: this process "
+                f"has {len(available)}. Use draft_cores=0 to share all cores, or run on more cores."
             )
         self.target_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
@@ -75,13 +76,13 @@ class RemoteChain(StatelessDrafter):
         self._chain_steps = 0
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Make the worker read all prompt tokens except the last."""
+        """Make the worker read all tokens of each prompt except the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
         self._chain_seconds, self._chain_steps = 0.0, 0
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Make the worker read the new tokens."""
+        """Make the worker keep the first `kept` tokens and read the others except the last."""
         self._drop_answer()
         self._call("resume", list(prompt), kept)
 
@@ -111,8 +112,8 @@ class RemoteChain(StatelessDrafter):
         The worker receives the policies and returns them updated. It also receives the repetition
         penalty, but not the caller's `allowed`, so it may draft tokens that `allowed` forbids.
 
-        least: ignore the policies; draft this number of tokens, then continue within the budgets
-        until `enough` is called.
+        least: the number of tokens after which the chain continues, within the budgets, until
+        `enough` is called; the policies are then ignored. None: the policies end the chain.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
@@ -127,7 +128,7 @@ class RemoteChain(StatelessDrafter):
         self._send(("enough", ()))  # has no answer
 
     def finish(self) -> Proposal:
-        """Return the chains that `begin` started."""
+        """Wait for the chains that `begin` started and return them; update the policies."""
         answer = self._receive()
         self._answer_due = False
         tokens, counts_B, steps, q, policies_B, self.worker_seconds = answer
@@ -148,21 +149,21 @@ class RemoteChain(StatelessDrafter):
         self._send(("select", (list(rows),)))
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run one forward in the worker over one token a row, with its messages."""
+        """Make the worker run one forward over one token per row, and wait for its answer."""
         self.time_steps(1)
 
     def time_steps(self, count: int) -> float:
-        """Return the seconds of several forwards by the worker's clock, excluding messages.
+        """Return the seconds of `count` forwards on the worker's clock, excluding messages.
 
-        A chain of any length needs one message.
+        Messages are excluded because a chain of any length needs only one.
         """
         return float(self._call("time_steps", count))
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Mean seconds of a drafted token since `open`, None if there was none.
+        """Mean seconds per draft step since `open`; None before the first step.
 
-        Measured by the worker's clock: sampling included, messages excluded.
+        Measured on the worker's clock: sampling included, messages excluded.
         """
         return self._chain_seconds / self._chain_steps if self._chain_steps else None
 
@@ -183,7 +184,7 @@ class RemoteChain(StatelessDrafter):
     def _ended(self) -> UserError:
         return UserError(
             f"the drafter's worker ended with status {self._process.wait()}; its output is above. "
-            f"Make the drafter again."
+            f"Create the drafter again."
         )
 
     def _receive(self) -> Any:
@@ -211,7 +212,8 @@ def separate_cores(drafter: RemoteChain, target: Target | None = None) -> Iterat
     """Bind this process to the cores that the worker does not use, one thread a core.
 
     The binding ends with the `with` block. The processes of a parallel target share these cores.
-    Raises UserError if there are fewer cores than processes.
+    Nothing is bound if the drafter has draft_cores=0. Raises UserError if a parallel target has
+    more processes than there are cores.
     """
     if not drafter.target_cores:
         yield

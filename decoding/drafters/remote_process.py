@@ -1,4 +1,4 @@
-"""The worker process of decoding/drafters/remote.py: it holds the model and answers requests.
+"""The worker process of decoding/drafters/remote.py, which holds the model and answers requests.
 
 Python runs this module by name; the package only imports the other end of the pipe.
 """
@@ -22,13 +22,13 @@ from decoding.stopping.base import Fixed
 
 
 class _UntilMessage(Fixed):
-    """A policy that drafts `least` tokens, then more until the other end sends a message."""
+    """A policy that drafts `least` tokens, and more until a message arrives."""
 
     def __init__(self, least: int, pipe: Connection) -> None:
         self._least, self._pipe = least, pipe
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
-        """Return whether the chain is too short or no message has arrived."""
+        """Return whether the chain is shorter than `least` or no message has arrived."""
         return depth < self._least or not self._pipe.poll()
 
 
@@ -40,7 +40,7 @@ class _Worker:
         self._choosers: dict[Any, TokenChooser] = {}
 
     def time_steps(self, count: int) -> float:
-        """Return the seconds of `count` forwards over one token."""
+        """Return the seconds of `count` forwards over one token per row."""
         began = perf_counter()
         for _ in range(count):
             self.drafter.time_step()
@@ -79,7 +79,7 @@ class _Worker:
 
 @torch.inference_mode()
 def serve(pipe: Connection) -> None:
-    """Answer requests until the other end closes."""
+    """Load the model that the first message names, and answer requests until the pipe closes."""
     folder, named, cores = pipe.recv()
     if cores:
         os.sched_setaffinity(0, cores)

@@ -32,10 +32,11 @@ FILE = "skips.json"
 
 
 class SelfSpeculation(ChainDrafter):
-    """The target with skipped sub-layers.
+    """A drafter that runs the target without some of its sub-layers.
 
     Hydra: `_target_: decoding.drafters.self_speculation.SelfSpeculation`. skips: a skips.json or
-    its folder. Without it, `attention` and `mlp` are the layers (from 0) with a skipped sub-layer.
+    its folder. Without it, attention and mlp are the numbers of the layers (from 0) whose attention
+    or MLP is skipped. Raises UserError for an invalid skips.json.
     """
 
     capabilities = Capabilities(shape="chain", has_q=True)
@@ -58,7 +59,8 @@ class SelfSpeculation(ChainDrafter):
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target.
 
-        Raises UserError for a backend other than native, and for layers that the target lacks.
+        Raises UserError for a backend other than native, for layers that the target lacks, and for
+        an empty set of sub-layers.
         """
         if not isinstance(target, NativeTarget):
             raise UserError(
@@ -70,11 +72,11 @@ class SelfSpeculation(ChainDrafter):
         if last >= target.num_layers:
             raise UserError(
                 f"drafter '{self.name}' skips layer {last}, but '{target.name}' has layers 0 to "
-                f"{target.num_layers - 1}. Use the skips that were found for this target."
+                f"{target.num_layers - 1}. Use skips that were searched for this target."
             )
         if len(self.skips) == 0:
             raise UserError(
-                f"drafter '{self.name}' skips nothing, expected at least one sub-layer. Give "
+                f"drafter '{self.name}' skips nothing, expected at least one sub-layer. Set "
                 f"attention or mlp layers, or search for them with distill.skip_search."
             )
         if target is not self._target:
@@ -125,13 +127,13 @@ def read_skips(path: str | Path) -> Skips:
         return Skips(tuple(int(i) for i in found["attention"]), tuple(int(i) for i in found["mlp"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f'{file} holds no skip set ({error}), expected {{"attention": [layers], "mlp": '
+            f'{file} is not a skip set ({error}), expected {{"attention": [layers], "mlp": '
             f"[layers]}}. Write it with distill.skip_search."
         ) from error
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
-    """Write a skip set, with the fields of `about`."""
+    """Write a skip set as JSON, with the additional fields `about`."""
     path.write_text(
         json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
         encoding="utf-8",

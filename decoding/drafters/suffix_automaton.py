@@ -1,6 +1,6 @@
-"""A suffix automaton over a growing sequence: its longest suffix that occurred before.
+"""A suffix automaton, which finds the longest suffix of a growing sequence that occurred before.
 
-It takes constant time a token and finds matches of any length. Source: Hu et al. 2024, "SAM
+It takes constant time per token and finds matches of any length. Source: Hu et al. 2024, "SAM
 Decoding" (arXiv 2411.10666); the automaton is that of Blumer et al. 1985, built online.
 """
 
@@ -26,9 +26,10 @@ class SuffixAutomaton:
         self._read = 0  # tokens in the index
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Return the position after the longest suffix's earlier occurrence.
+        """Return the position after the last earlier occurrence of the longest repeated suffix.
 
-        Returns None for a match below `min_match` tokens. `sequence` extends that of the last call.
+        Returns None for a match below `min_match` tokens. Each call's `sequence` must extend the
+        one of the call before.
         """
         for position in range(self._read, len(sequence)):
             self._match(sequence[position])

@@ -1,4 +1,4 @@
-"""Suffix lookup before any model drafter: a long match in the row's text replaces its draft.
+"""Suffix lookup before a model drafter: a long match in a row's text replaces the model's draft.
 
 If the last `min_match` or more tokens occurred before, what followed them is proposed and the
 model does not run; otherwise the model reads the tokens that it missed, and drafts its chain or
@@ -44,7 +44,7 @@ class LookupFirst:
 
     def __init__(self, drafter: Drafter, min_match: int = 6) -> None:
         if min_match < 1:
-            raise UserError(f"min_match is {min_match}, expected at least 1. Use 1 or more.")
+            raise UserError(f"min_match is {min_match}, expected 1 or more.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
         # the index cannot be rolled back
         self.capabilities = replace(drafter.capabilities, can_overlap=False)
@@ -61,7 +61,7 @@ class LookupFirst:
         return self.drafter.num_parameters
 
     def width(self, gamma: int) -> int:
-        """Return the larger of the drafter's width and a copied chain's."""
+        """Return the drafter's width or the length of a copied chain, whichever is larger."""
         return max(self.drafter.width(gamma), gamma)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
@@ -136,7 +136,7 @@ class ChainWithLookup(LookupFirst):
 def check_lookup_before(kind: type) -> None:
     """Raise UserError for a drafter class that lookup cannot precede.
 
-    Lookup needs a model that drafts while the target waits.
+    Lookup needs a drafter with a model that does not draft while the target verifies.
     """
     reasons: dict[tuple[type, ...], str] = {
         (Lookup, LookupFirst): "already looks up by itself",

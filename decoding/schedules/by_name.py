@@ -27,9 +27,9 @@ NON_LEARNING = ("fixed", "confidence")  # policies without state
 def default_stopping(capabilities: Capabilities, schedule: str) -> str:
     """Return the default stopping policy of a drafter.
 
-    It is `cost_ratio` for tokens that are sampled one by one from a known distribution. Otherwise
-    it is `fixed`: trees and lookups are proposed at once, and overlapped schedules choose the
-    length of their chunks.
+    It is `cost_ratio` for tokens that are sampled one by one from a known distribution, under the
+    serial schedule. Otherwise it is `fixed`: trees and lookups are proposed at once, and overlapped
+    schedules choose the length of their chunks.
     """
     return "cost_ratio" if token_by_token(capabilities) and schedule == "serial" else "fixed"
 
@@ -45,9 +45,9 @@ def token_by_token(capabilities: Capabilities) -> bool:
 
 
 def decides_by_cost(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
-    """Return whether the drafter, its policy or its schedule decides by measured costs.
+    """Return whether the drafter, its policy or its schedule needs measured costs.
 
-    stopping: None is the default policy.
+    stopping: name of the policy; None: the default one.
     """
     policy = stopping or default_stopping(capabilities, schedule)
     return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
@@ -61,9 +61,10 @@ def batch_type(
     costs: RoundCosts | None,
     num_rows: int,
 ) -> type[Batch]:
-    """Return the batch class of a schedule.
+    """Return the batch class of an overlapped schedule.
 
-    Raises UserError if the drafter, rule, policy, costs or number of rows do not fit it.
+    Raises UserError for an unknown schedule, and for a drafter, verification rule, stopping policy,
+    costs or number of rows that the schedule does not support.
     """
     if schedule not in SCHEDULES:
         raise UserError(
@@ -71,13 +72,13 @@ def batch_type(
         )
     if not drafter.capabilities.can_overlap:
         raise UserError(
-            f"schedule '{schedule}' needs a chain drafter that runs in parallel with the target, "
+            f"schedule '{schedule}' needs a chain drafter that can run while the target does, "
             f"found '{drafter.name}'. Use schedule=serial."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
         raise UserError(
-            f"schedule '{schedule}' needs a drafter in a separate process, found '{drafter.name}' "
-            f"in this one. Make it with decoding.drafters.remote.RemoteChain(folder)."
+            f"schedule '{schedule}' needs a drafter in a separate process, but '{drafter.name}' "
+            f"runs in this process. Use decoding.drafters.remote.RemoteChain(folder)."
         )
     if verify in ("block", "typical"):
         raise UserError(
@@ -91,7 +92,7 @@ def batch_type(
         )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(
-            f"schedule '{schedule}' needs measured costs, found None. Give "
+            f"schedule '{schedule}' needs measured costs, found None. Use "
             f"Settings(costs=time_parts(...).costs)."
         )
     if num_rows > 1 and SCHEDULES[schedule].one_row:

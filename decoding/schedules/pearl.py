@@ -1,17 +1,17 @@
-"""PEARL: draft the next chunk while the target verifies the last (Liu et al. 2025).
+"""PEARL: draft the next chunk while the target verifies the last one (Liu et al. 2025).
 
 Source: arXiv 2408.11850. A row is in one of two states. In *pre-verify* the drafter makes a chunk
 of gamma tokens while the target runs over the tip alone, which tests the chunk's first token; if it
 is accepted, the row assumes the other tokens. In *post-verify* the drafter makes the next chunk
 while the target tests the assumed tokens and the first of the new chunk. A rejection discards the
 new chunk; otherwise the chunk's first token replaces the bonus token. There are two ablations:
-without pre-verify a new chunk is assumed completely and tested in the next round; without post-
-verify nothing is drafted while assumed tokens are tested.
+without pre-verify, all tokens of a new chunk are assumed and tested in the next round; without
+post-verify, nothing is drafted while assumed tokens are tested.
 
 The clock is VIRTUAL: the two lanes (draft, target) run one after the other on the complete machine,
 and a round counts the longer lane plus the work that cannot overlap. Tokens and acceptance are
-real; the time is that of two such machines. On a GPU a round waits for the end of each lane, for
-its time, and once for the outcome and the new chunk's tokens.
+real; the time is what two such machines would take. On a GPU a round waits for the end of each
+lane, to time it, and once more for the outcome and the new chunk's tokens.
 
 Unlike the published code, this version is exact: no two tests or drafts share a uniform, every
 token is tested, and a stop token inside the span ends the row.
@@ -34,7 +34,7 @@ from decoding.sampling.readback import DeviceReadback
 
 @dataclass(slots=True)
 class Lane:
-    """The assumed tokens of a row: drafted after its tip and not tested yet."""
+    """The assumed tokens of a row, which were drafted after its tip and are not tested yet."""
 
     tokens: list[int] = field(default_factory=list)
     q_AV: Tensor | None = None
@@ -43,7 +43,7 @@ class Lane:
 
 @dataclass(slots=True)
 class LaneSeconds:
-    """Seconds of a round's two lanes, and of both together, at the same time or in turn."""
+    """Seconds of a round's two lanes, and of both together, measured or on the virtual clock."""
 
     draft: float
     target: float
@@ -58,7 +58,7 @@ class Pearl(Batch):
     chunk: int | None = None  # length of the next chunk; None: gamma
 
     def width(self) -> int:
-        """Return the maximum number of assumed tokens plus a full chunk."""
+        """Return the room for assumed tokens and a full chunk, in tokens."""
         return 2 * self.gamma + 1
 
     def open(self) -> None:
@@ -67,7 +67,7 @@ class Pearl(Batch):
         super().open()
 
     def _round(self) -> None:
-        """Run both lanes in turn, verify, and count the longer lane's seconds."""
+        """Run both lanes, verify, and charge the round's seconds to the rows."""
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
         chunk = chunk if chunk is not None and max(chunk.counts_B) else None
@@ -203,7 +203,7 @@ class Pearl(Batch):
         return q_BNV
 
     def _test(self, logits_BNV: Tensor, window: Proposal, readback: Readback) -> Outcome:
-        """Verify the window; pad the logits after its last token, which the rule does not use."""
+        """Verify the window; logits that the forward lacks are padded, as the rule ignores them."""
         missing = window.tokens_BN.shape[1] + 1 - logits_BNV.shape[1]
         if missing > 0:
             logits_BNV = torch.cat((logits_BNV, logits_BNV[:, -1:].expand(-1, missing, -1)), 1)
@@ -245,7 +245,7 @@ class Pearl(Batch):
         return self._emit(tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
 
     def _assume_whole(self, chunk: Proposal) -> None:
-        """Assume a new chunk without a test (no pre-verify); the next round tests all of it."""
+        """Assume all tokens of a new chunk (no pre-verify); the next round tests them."""
         (chunk_B,) = devices.read(chunk.tokens_BN)
         for b, (row, lane, count) in enumerate(zip(self.rows, self.lanes, chunk.counts_B)):
             lane.tokens = chunk_B[b][:count]
@@ -253,7 +253,7 @@ class Pearl(Batch):
             row.generation.drafted += count
 
     def _charge(self, rows: list[Row], steps: int, took: LaneSeconds, rest: float) -> None:
-        """Add a round's seconds to the rows' counts: its lanes, and the rest without overlap."""
+        """Add a round's seconds to the rows' statistics. rest: seconds outside the lanes."""
         for row in rows:
             generation = row.generation
             generation.decode_seconds += took.both + rest
@@ -269,7 +269,7 @@ class Pearl(Batch):
 
 
 class PearlWithoutPre(Pearl):
-    """The ablation without pre-verify: a new chunk is assumed completely."""
+    """The ablation without pre-verify: all tokens of a new chunk are assumed."""
 
     pre_verify = False
     one_row = True

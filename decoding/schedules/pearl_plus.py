@@ -1,9 +1,9 @@
-"""PEARL+: run each cycle on the schedule with the most expected tokens per millisecond.
+"""PEARL+: run each cycle with the schedule that has the most expected tokens per millisecond.
 
 PEARL (Liu et al. 2025, arXiv 2408.11850) spends a complete target forward on one token in
 pre-verify, and its chunks have a fixed length. It loses to serial decoding if the drafter is fast
-or inaccurate. Here every cycle, from one empty draft to the next, begins with a choice by closed
-forms of the request's acceptance rates and the measured costs:
+or inaccurate. Here every cycle, from one empty draft to the next, begins with a choice among three
+schedules, from closed forms in the request's acceptance rates and the measured costs:
 
 - serial: draft, then verify, without overlap;
 - pearl: pre-verify and post-verify;
@@ -33,7 +33,7 @@ LOWEST, HIGHEST = 0.01, 0.995
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance rates by the token before.
+    """Acceptance rates of a draft token, given the token before it.
 
     Acceptance is correlated, so a single rate would underestimate long chunks.
     """
@@ -54,7 +54,7 @@ class Choice:
 def serial_rate(
     chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float = 0.0, rest_ms: float = 0.0
 ) -> float:
-    """Return the tokens per millisecond of serial rounds, which do not overlap."""
+    """Return the expected tokens per millisecond of serial rounds. overlap, rest_ms: ignored."""
     tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
     return tokens / costs.round_ms(gamma, gamma)
 
@@ -62,10 +62,11 @@ def serial_rate(
 def pearl_rate(
     chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> float:
-    """Return the tokens per millisecond of PEARL's cycle.
+    """Return the expected tokens per millisecond of PEARL's cycle.
 
-    It has 1 / first pre-verify rounds of one token and 1 / (1 - next^gamma) post-verify rounds.
-    overlap: the hidden share of the shorter lane. rest_ms: the time of a round outside both lanes.
+    On average it has 1 / first pre-verify rounds of one token and 1 / (1 - next^gamma) post-verify
+    rounds. overlap: the hidden share of the shorter lane. rest_ms: milliseconds of a round outside
+    both lanes.
     """
     before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
     tokens = before + 1 / (1 - chance.next)
@@ -76,10 +77,10 @@ def pearl_rate(
 def eager_rate(
     chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> float:
-    """Return the tokens per millisecond of the eager cycle.
+    """Return the expected tokens per millisecond of the eager cycle.
 
     A chunk is drafted alone; a round tests it and the next chunk's first token; post-verify rounds
-    follow.
+    follow. overlap, rest_ms: see `pearl_rate`.
     """
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
@@ -111,9 +112,10 @@ RATES: dict[str, Callable[[Acceptance, int, RoundCosts, float, float], float]] =
 def choose(
     first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> dict[str, Choice]:
-    """Return the best draft length of each schedule at these acceptance rates.
+    """Return each schedule's best draft length, at most `longest`, with its rate.
 
-    Results are cached, so the arguments should be rounded.
+    first, next_: see `Acceptance`. overlap, rest_ms: see `pearl_rate`. Results are cached, so the
+    arguments should be rounded.
     """
     chance = Acceptance(*(min(max(rate, LOWEST), HIGHEST) for rate in (first, next_)))
     best = {}
@@ -125,12 +127,12 @@ def choose(
 
 
 def _coarse(share: float) -> float:
-    """Round a share to 1/40, which lets `choose` find it in its cache."""
+    """Round a share to a multiple of 1/40, so that `choose` finds it in its cache."""
     return round(40 * share) / 40
 
 
 class PearlPlus(Pearl):
-    """One row on the fastest schedule, with a virtual clock."""
+    """A batch of one row on the schedule with the highest expected rate, with a virtual clock."""
 
     one_row = True
     overlap = 1.0  # of the virtual clock
@@ -176,7 +178,7 @@ class PearlPlus(Pearl):
         super()._charge(rows, steps, took, rest + self._deciding)
 
     def _learn(self, accepted: int, tested: int) -> None:
-        """Update the acceptance rates by a round's tests."""
+        """Update the acceptance rates after a round's tests."""
         if not tested:
             return
         firsts = int(self._fresh)
@@ -194,7 +196,7 @@ class PearlPlus(Pearl):
         return self.overlap
 
     def _rest_ms(self) -> float:
-        """Return the time of a round outside both lanes."""
+        """Return the milliseconds of a round outside both lanes."""
         return max(0.0, self._costs.overhead_ms)
 
 
@@ -225,13 +227,13 @@ class PearlPlusWall(PearlPlus, PearlWall):
         return self._costs.target_ms(1) * _coarse(self._rest / self._verifying)
 
     def _set_length(self, gamma: int) -> None:
-        """Set the length of the next chunk, as a minimum while the target is busy."""
+        """Set the next chunk's length, or its minimum if it continues until the target is done."""
         overlaps = self.post_verify and (self.pre_verify or bool(self.lanes[0].tokens))
         continues = overlaps and self.chooser.rule in ("greedy", "coupled")
         self.chunk, self.least = (None, gamma) if continues else (gamma, None)
 
     def open(self) -> None:
-        """Open as PEARL does, and reset the measurements."""
+        """Open the batch as PEARL does, and reset the measurements."""
         # seconds during which both lanes ran, and seconds of the shorter lanes
         self._hidden = self._shorter = 0.0
         # of rounds with two lanes: seconds outside both, and in the target's lane

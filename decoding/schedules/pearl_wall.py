@@ -1,8 +1,8 @@
 """PEARL with the drafter in a worker process, on the wall clock.
 
-Tokens are those of decoding/schedules/pearl.py. The time includes what the lanes cost each other
-(memory bandwidth, cores, messages). `draft_seconds` of the worker, `target_seconds` and
-`lanes_seconds` of both give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
+The tokens are the same as with decoding/schedules/pearl.py. The time includes what the lanes cost
+each other (memory bandwidth, cores, messages). The worker's `draft_seconds`, `target_seconds` and
+the `lanes_seconds` of both give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
 
 Shapes: as in decoding/schedules/pearl.py.
 """
@@ -18,7 +18,7 @@ from decoding.schedules.pearl import LaneSeconds, Pearl
 
 
 class PearlWall(Pearl):
-    """The rows of a batch on PEARL's schedule, with the drafter in a worker."""
+    """The rows of a batch on PEARL's schedule, with the drafter in a worker process."""
 
     # tokens of a chunk after which the drafter continues until the target is done; None: the chunk
     # ends at its length
@@ -37,7 +37,7 @@ class PearlWall(Pearl):
         self._bound.close()
 
     def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, LaneSeconds]:
-        """Request the chunk, verify, then wait for the chunk."""
+        """Request a chunk, run the target meanwhile, and wait for the chunk."""
         assert isinstance(self.drafter, RemoteChain)
         began = perf_counter()
         request = self._request()
@@ -54,7 +54,7 @@ class PearlWall(Pearl):
 
 
 class PearlWallWithoutPre(PearlWall):
-    """The ablation without pre-verify: a new chunk is assumed completely."""
+    """The ablation without pre-verify: all tokens of a new chunk are assumed."""
 
     pre_verify = False
     one_row = True

@@ -1,1 +1,1 @@
-"""When a drafter stops: policies asked after every token, and the gain of one more."""
+"""Policies that end a draft, and planners that compare expected tokens with costs."""

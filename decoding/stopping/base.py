@@ -1,10 +1,10 @@
-"""The simplest stopping policy, and rules for all of them.
+"""The simplest stopping policy, and the rules that all policies follow.
 
 Each request has a policy, which is called after every sampled token. The token is kept and tested
-in any case: to drop it by its confidence would bias the output, since the test needs x ~ q given
-everything that earlier tests read (Leviathan et al. 2023). To stop after it does not. A policy's
-state belongs to its request, so a row's output depends neither on its neighbors nor on earlier
-requests.
+in any case: dropping it for its low confidence would bias the output, since the test needs x ~ q
+given everything that earlier tests read (Leviathan et al. 2023). Stopping after it does not. A
+policy's state belongs to its request, so a row's output depends neither on its neighbors nor on
+earlier requests.
 """
 
 import math
@@ -16,7 +16,7 @@ UNKNOWN = TokenConfidence(confidence=0.5, entropy=math.log(2))
 
 
 def cut(drafted: list[int], policy: "Stopping") -> list[int]:
-    """Return the first tokens of a copied continuation, up to where the policy stops."""
+    """Return the tokens of a copied continuation up to the one after which the policy stops."""
     for depth in range(1, len(drafted)):
         if not policy.more(depth, UNKNOWN):
             return drafted[:depth]
@@ -35,7 +35,7 @@ class Fixed:
         return budget
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
-        """Return true."""
+        """Return True."""
         return True
 
     def update(self, drafted: int, accepted: int) -> None:

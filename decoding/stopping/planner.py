@@ -12,7 +12,7 @@ on its neighbors nor on earlier requests. There are two kinds of decisions:
 
 A decision to test a token never depends on the token itself.
 
-Shapes: L levels, W nodes of a level.
+Shapes: L levels, W nodes of a level, M nodes of a tree.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class DecayedRate:
 
     @property
     def value(self) -> float:
-        """The estimate."""
+        """Estimated ratio, with the default prior."""
         return self.value_with(self.prior)
 
     def value_with(self, prior: float) -> float:
@@ -51,7 +51,7 @@ class DecayedRate:
         return (self.weight * prior + self._gained) / (self.weight + self._spent)
 
     def update(self, gained: float, spent: float) -> None:
-        """Add a round. Zeros bring the estimate closer to its prior."""
+        """Let the sums decay and add a round; two zeros bring the estimate closer to its prior."""
         self._gained = self._gained * DECAY + gained
         self._spent = self._spent * DECAY + spent
 
@@ -60,7 +60,7 @@ class Backoff:
     """Rule that pauses drafting while it does not pay.
 
     During a pause the estimates return to their priors; a single row resumes as soon as they
-    promise a gain. The rows of a batch resume in the same rounds, because the draft of one row
+    predict a gain. The rows of a batch resume in the same rounds, because the draft of one row
     lengthens the round of all.
     """
 
@@ -69,7 +69,10 @@ class Backoff:
         self._round, self._paused = -1, False
 
     def drafts(self, pays: bool) -> bool:
-        """Return whether the row drafts in the round that begins. Call it once a round."""
+        """Return whether the row drafts in this round; call it once per round, at its start.
+
+        pays: whether the estimates predict a gain from drafting.
+        """
         self._round += 1
         self._paused = not pays or (self._paused and self._round % self._every != 0)
         return not self._paused
@@ -79,7 +82,7 @@ def chance_of(probability: Chance) -> Chance:
     """Return the chance that a token is accepted, given its probability under the drafter.
 
     It is a prior, linear in the probability: 1 for a certain token, and half of PRIOR for an
-    improbable one. Estimates of the request correct it.
+    improbable one. The estimates of each request correct it.
     """
     return probability * (1 - PRIOR / 2) + PRIOR / 2
 
@@ -93,10 +96,10 @@ def sibling_chance(place: Chance) -> Chance:
 
 
 def best_prefix(chances: Iterable[float], round_ms: Callable[[int], float]) -> tuple[int, float]:
-    """Return the number of first nodes with the most expected tokens per millisecond, and the rate.
+    """Return how many of the first nodes give the most expected tokens per millisecond.
 
-    chances: each node's chance of acceptance. round_ms: the time of a round by the number of
-    verified nodes. Of equal rates the smaller number wins.
+    Also returns this rate. chances: each node's chance of acceptance. round_ms: returns the
+    milliseconds of a round with a number of verified nodes. Ties go to the smaller number.
     """
     tokens, best, most = 1.0, 0, 1 / round_ms(0)
     for count, chance in enumerate(chances, 1):
@@ -108,7 +111,7 @@ def best_prefix(chances: Iterable[float], round_ms: Callable[[int], float]) -> t
 
 
 class RoundPlanner:
-    """Decisions for one request by its costs and its past rounds."""
+    """Decisions for one request, from measured costs and its past rounds."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -124,13 +127,13 @@ class RoundPlanner:
         return max(self._drafting_rate.value, 1 / self.costs.plain_ms)
 
     def drafts(self) -> bool:
-        """Return whether the request drafts in the round that begins. Call it once a round."""
+        """Return whether the request drafts in this round; call it once per round."""
         return self._backoff.drafts(self._drafting_rate.value > 1 / self.costs.plain_ms)
 
     def chain_length(self, budget: int) -> int:
         """Return the draft length with the most expected tokens per millisecond, 0 if none pays.
 
-        Call it once a round.
+        Call it once per round.
         """
         accepted = self.acceptance.value
         chances = (accepted**depth for depth in range(1, budget + 1))
@@ -138,17 +141,17 @@ class RoundPlanner:
         return length if self._backoff.drafts(length > 0) else 0
 
     def step_gain(self, reached: float, frontier: int, nodes: int) -> float:
-        """Return the expected tokens of another draft step less the tokens gained in its time.
+        """Return the expected tokens of another draft step, less what the request gains meanwhile.
 
-        frontier: the number of nodes that the step starts from. reached: the chance that one of
-        them is accepted. nodes: the number of nodes that are verified without this step.
+        reached: the chance that a node which the step starts from is accepted. frontier: the number
+        of these nodes. nodes: the number of nodes that are verified without this step.
         """
         verify_ms = self.costs.target_ms(nodes + 2) - self.costs.target_ms(nodes + 1)
         more_ms = self.costs.step_ms(frontier) + verify_ms
         return reached * self.acceptance.value - self.rate * more_ms
 
     def learn_round(self, steps: int, accepted: int, ms: float) -> None:
-        """Update the estimates by a round of `steps` draft steps that took `ms` milliseconds.
+        """Update the estimates after a round of `steps` draft steps that took `ms` milliseconds.
 
         A round without a draft brings them closer to their priors; accepted tokens of another
         drafter do not count.
@@ -160,10 +163,10 @@ class RoundPlanner:
 
 
 class StepPlanner(RoundPlanner):
-    """Decisions after each draft step, by the chances of the round's nodes.
+    """Decisions after each draft step, from the chances of the round's nodes.
 
-    The drafter's estimates are multiplied by `trust`: accepted tokens over the sum of the estimates
-    of past rounds.
+    The drafter's estimates are multiplied by `trust`, the ratio of accepted tokens to the sum of
+    the estimates in past rounds.
     """
 
     reads = True  # the chances of a step are read on the host
@@ -183,7 +186,7 @@ class StepPlanner(RoundPlanner):
 
     @property
     def continues(self) -> bool:
-        """Whether another step is taken."""
+        """Whether the draft takes another step."""
         return self.frontier > 0 and self.steps < self.depth
 
     def begin(self, budget: int) -> int:
@@ -193,7 +196,7 @@ class StepPlanner(RoundPlanner):
         return self.depth
 
     def add(self, chances_W: Sequence[float]) -> None:
-        """Add a step by the chances of its nodes. Does nothing if the draft has ended."""
+        """Add a draft step with the chances of its nodes; do nothing if the draft has ended."""
         if not self.continues:
             return
         self._take_step()
@@ -201,18 +204,19 @@ class StepPlanner(RoundPlanner):
         self.settle(self._chances)
 
     def settle(self, chances_M: Sequence[float]) -> int:
-        """Return the number of nodes to verify, the likeliest of all these.
+        """Return how many nodes of the tree to verify, likeliest first.
 
-        A parent is at least as likely as its child, so paths stay complete.
+        chances_M: the chances of all its nodes. A parent is at least as likely as its child, so
+        paths stay complete.
         """
         self._chances = sorted(chances_M, reverse=True)
         self.nodes = self._count_that_pays(self._chances[: self.most], 0)
         return self.nodes
 
     def admit(self, chances_W: Sequence[float]) -> int:
-        """Return the number of children that a step samples, the likeliest; all are verified.
+        """Return how many children a step samples, likeliest first; all of them are verified.
 
-        chances_W: of each possible child, estimated before it is sampled.
+        chances_W: the chance of each possible child, estimated before it is sampled.
         """
         if not self.continues:
             return 0
@@ -227,7 +231,7 @@ class StepPlanner(RoundPlanner):
         return count
 
     def start_from(self, chances_W: Sequence[float]) -> int:
-        """Return the number of nodes that the next step starts from, the likeliest of these.
+        """Return how many of these nodes the next step starts from, likeliest first.
 
         0 ends the draft. The chances may depend on the nodes' tokens, which carry no information
         about the tokens of their children.
@@ -243,7 +247,7 @@ class StepPlanner(RoundPlanner):
         return self.frontier
 
     def learn(self, answer: Any, accepted: int) -> None:
-        """End the round and update the estimates."""
+        """End the round and update the estimates. answer: ignored."""
         drafted = self.steps > 0
         expected = sum(sorted(self._chances, reverse=True)[: self.nodes])
         self.trust.update(accepted * drafted, expected)
@@ -255,9 +259,10 @@ class StepPlanner(RoundPlanner):
         self._draft_ms += self.costs.step_ms(self.frontier)
 
     def _count_that_pays(self, chances: Sequence[float], verified: int) -> int:
-        """Return the number of first nodes with the largest gain, after `verified` others.
+        """Return how many nodes, in this order, to verify for the largest gain.
 
-        The draft steps are already taken, so a round verifies at least one node.
+        verified: number of nodes that are verified in any case. Without any, the result is at least
+        1, as the draft steps are already taken.
         """
         without_ms, tokens, rate = self.costs.target_ms(verified + 1), 0.0, self.rate
         best, count = 0.0 if verified else float("-inf"), 0
@@ -270,12 +275,13 @@ class StepPlanner(RoundPlanner):
 
 
 class AheadPlanner(RoundPlanner):
-    """Decisions before a round, by the mean chances of past rounds.
+    """Decisions before a round, from the mean chances of past rounds.
 
-    It serves devices that the host runs ahead of, where reading a step is a wait, and batches,
+    It serves devices that the host runs ahead of, where reading a step would wait, and batches,
     whose rounds are as wide as their widest tree. The chances are read after the round, together
-    with the outcome. For each level and rank it keeps the mean chance, given that the level before
-    is accepted. A level that was never drafted is expected to branch like the first one.
+    with the outcome. For each level and rank the planner keeps the mean chance, given that the
+    level above is accepted. A level that was never drafted is expected to branch like the first
+    one.
     """
 
     reads = False
@@ -290,8 +296,8 @@ class AheadPlanner(RoundPlanner):
     ) -> None:
         """Plan trees of at most `most` nodes, in levels of W = `width`.
 
-        branching: children of a node, None for W. frontiers: the numbers of nodes that steps may
-        start from, empty for W.
+        branching: number of children of a node; None: W. frontiers: the numbers of nodes that
+        steps may start from, in increasing order; empty: W alone.
         """
         super().__init__(costs)
         self.width, self.most, self.branching = width, most, branching or width
@@ -350,7 +356,7 @@ class AheadPlanner(RoundPlanner):
     def learn(self, answer: Any, accepted: int) -> None:
         """End the round and update the estimates.
 
-        answer: the chances of the likeliest nodes of each level, at most W, in descending order.
+        answer: for each level the chances of its likeliest nodes, in descending order.
         """
         reached, expected = 1.0, 0.0
         for level, rates_W in enumerate(self._shares_LW):
@@ -364,7 +370,7 @@ class AheadPlanner(RoundPlanner):
         self.levels = []
 
     def expected_chances(self, depth: int, frontier: int) -> list[list[float]]:
-        """Return the chances by level and rank if steps start from `frontier` nodes."""
+        """Return the expected chances [level][rank] if steps start from `frontier` nodes."""
         while len(self._shares_LW) < depth:
             self._shares_LW.append([DecayedRate() for _ in range(self.width)])
         levels: list[list[float]] = []
@@ -383,7 +389,7 @@ class AheadPlanner(RoundPlanner):
         return levels
 
     def _ranked(self, chances_LW: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
-        """Return (chance, level) of the likeliest nodes, at most `most`."""
+        """Return (chance, level) of the `most` likeliest nodes, likeliest first."""
         nodes = [
             (chance, level)
             for level, chances_W in enumerate(chances_LW)

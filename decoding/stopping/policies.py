@@ -1,7 +1,7 @@
 """Stopping policies by name: thresholds, Thompson sampling and `cost_ratio`.
 
-decoding/stopping/base.py gives the rules for policies, decoding/stopping/planner.py the decisions
-by cost.
+The rules that policies follow are in decoding/stopping/base.py, the decisions from costs in
+decoding/stopping/planner.py.
 """
 
 import math
@@ -17,7 +17,7 @@ from decoding.stopping.planner import DecayedRate, RoundPlanner, chance_of
 class Confidence(Fixed):
     """Policy that stops after a token whose probability is below a threshold.
 
-    It is Hugging Face's `assistant_confidence_threshold`, by default 0.4.
+    It works like Hugging Face's `assistant_confidence_threshold`, with the same default.
     """
 
     reads = "confidence"
@@ -52,8 +52,8 @@ class Assisted(Confidence):
 class AdaptiveConfidence(Confidence):
     """Draft & Verify's policy: a confidence threshold that adapts to the acceptance rate.
 
-    The threshold moves until 90 % of the drafted tokens are accepted. Source: Zhang et al. 2024
-    (arXiv 2309.08168), section 3.3.
+    The threshold moves towards an acceptance of 90 % of the drafted tokens. Source: Zhang et al.
+    2024 (arXiv 2309.08168), section 3.3.
     """
 
     GOAL, STEP = 0.9, 0.01
@@ -77,10 +77,11 @@ class AdaptiveConfidence(Confidence):
 
 
 class Entropy(AdaptiveConfidence):
-    """AdaEDL (arXiv 2410.18351): stop once a lower bound of the acceptance is below a threshold.
+    """AdaEDL's policy (arXiv 2410.18351): stop at a low lower bound of the acceptance rate.
 
-    The bound, 1 - sqrt(0.2 H(q)), is that of the last token. This token is kept: its draft step is
-    already taken, and verifying it costs little. The threshold adapts as in Draft & Verify.
+    The bound, 1 - sqrt(0.2 H(q)), is computed from the distribution q of the last token and
+    compared with a threshold, which adapts as in Draft & Verify. The last token is kept: its draft
+    step is already taken, and verifying it costs little.
     """
 
     reads = "entropy"
@@ -117,9 +118,9 @@ class Thompson(Fixed):
 
 
 class CostRatioByRound(Fixed):
-    """Cost ratio before the round: the best draft length by the acceptance rate of past rounds.
+    """Policy that chooses the draft length before a round, from the request's acceptance rate.
 
-    It serves devices that the host runs ahead of, where reading a confidence is a wait, and
+    It serves devices that the host runs ahead of, where reading a confidence would wait, and
     batches, whose rounds are as long as their longest draft.
     """
 
@@ -127,7 +128,7 @@ class CostRatioByRound(Fixed):
         self.planner = RoundPlanner(costs)
 
     def limit(self, budget: int) -> int:
-        """Return the draft length with the most expected tokens per millisecond."""
+        """Return the draft length with the most expected tokens per millisecond, 0 if none pays."""
         return self.planner.chain_length(budget)
 
     def update(self, drafted: int, accepted: int) -> None:
@@ -136,11 +137,12 @@ class CostRatioByRound(Fixed):
 
 
 class CostRatio(CostRatioByRound):
-    """Cost ratio by token: continue while the next token's expected gain exceeds its cost.
+    """Policy that drafts while the next token's expected gain exceeds its cost.
 
     The gain is the token's chance of acceptance: the product of the acceptance rates of the tokens
-    so far, estimated by tenths of confidence, and that of a draft step. The cost is the tokens that
-    the request gains in its time (decoding/stopping/planner.py).
+    drafted so far (estimated separately for each tenth of confidence) and of the mean acceptance
+    rate. The cost is the number of tokens that the request gains in the time of a draft step and
+    of a wider forward (decoding/stopping/planner.py).
     """
 
     reads = "confidence"
@@ -159,7 +161,7 @@ class CostRatio(CostRatioByRound):
         return budget if self.planner.drafts() else 0
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
-        """Return whether another token gains more than it costs."""
+        """Return whether another token is expected to gain more than it costs."""
         assert token is not None
         tenth = min(int(token.confidence * self.TENTHS), self.TENTHS - 1)
         self._sampled.append(self._by_tenth[tenth])
@@ -192,10 +194,10 @@ def make_stopping(
 ) -> list[Stopping]:
     """Return a policy for each row.
 
-    keys_B: keys of (seed, request) for policies with random numbers. threshold: None for the
-    policy's default. per_token: whether `cost_ratio` may read sampled tokens; with several rows it
-    never does. Raises UserError for an unknown name, a threshold without use, and `cost_ratio`
-    without costs.
+    keys_B: random keys derived from seed and request, for policies with random numbers. threshold:
+    None for the policy's default. per_token: whether `cost_ratio` may read sampled tokens; with
+    several rows it never does. Raises UserError for an unknown name, for a threshold if the policy
+    has none, and for `cost_ratio` without costs.
     """
     given = {} if threshold is None else {"threshold": threshold}
     if name in EAGER:
@@ -211,7 +213,7 @@ def make_stopping(
     if name == "cost_ratio":
         if costs is None:
             raise UserError(
-                "stopping 'cost_ratio' needs measured costs, found None. Give "
+                "stopping 'cost_ratio' needs measured costs, found None. Use "
                 "Settings(costs=time_parts(...).costs)."
             )
         kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound

@@ -9,7 +9,8 @@ Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medus
 `medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its loader
 always builds five heads. Older files are pickles, which are refused.
 
-`medusa_accuracy` in config.json is an extension that other readers ignore; trees are chosen by it.
+`medusa_accuracy` in config.json, from which trees are chosen, is an extension that other readers
+ignore.
 """
 
 import re
@@ -65,7 +66,7 @@ LAYOUT = VllmLayout()
 
 
 def original_name(name: str, layers: int) -> str:
-    """Return the name of a tensor in the original layout, for heads of `layers` blocks."""
+    """Return a parameter's name in the original layout, for heads of `layers` blocks."""
     name = re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
     return name.removeprefix("blocks.")
 
@@ -73,10 +74,10 @@ def original_name(name: str, layers: int) -> str:
 def load_heads(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> MedusaHeads:
-    """Load the heads of a folder in either layout.
+    """Load the heads of a folder in either layout, for drafting.
 
-    Raises UserError naming every tensor that is missing, unknown, of another shape than in
-    config.json, or not finite.
+    Raises UserError for a folder of another kind, for a file that cannot be read, and for tensors
+    that are missing, unknown, not finite, or of another shape than config.json describes.
     """
     original = _is_original(read_json(folder / "config.json"))
     heads = _load_original(folder) if original else _load_vllm(folder)
@@ -86,7 +87,7 @@ def load_heads(
 def read_heads_config(folder: Path) -> MedusaConfig:
     """Read the shape of a folder in vLLM's layout.
 
-    Raises UserError for a folder of another kind and for missing or wrong keys.
+    Raises UserError for a folder of another kind, and for missing or invalid values.
     """
     file = folder / "config.json"
     values = read_json(file)
@@ -107,7 +108,10 @@ def read_heads_config(folder: Path) -> MedusaConfig:
     checkpoint.check_size(file, "truncated_vocab_size", drafted, 0, V)
     shared = values.get("original_lm_head", False)
     if not isinstance(shared, bool):
-        raise UserError(f"{file}: original_lm_head is {shared!r}, expected true or false")
+        raise UserError(
+            f"{file}: original_lm_head is {shared!r}, expected true or false. Use the config.json "
+            f"that was written with these weights."
+        )
     accuracy = _read_accuracy(file, values.get(_ACCURACY))
     return MedusaConfig(V, H, heads, layers, shared, 0 if drafted == V else drafted, accuracy)
 
@@ -123,7 +127,7 @@ def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
     if not valid:
         raise UserError(
             f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
-            "every head. Remove the key to draft a tree without them."
+            "every head. Remove the key to draft a default tree."
         )
     return rows
 
@@ -146,24 +150,24 @@ def _is_original(values: dict[str, Any]) -> bool:
 
 
 def _load_original(folder: Path) -> MedusaHeads:
-    """Load the heads in the file, which may be more or fewer than config.json names."""
+    """Load all heads in the file, whose number may differ from config.json's."""
     file = folder / ORIGINAL_WEIGHTS
     layers: Any = read_json(folder / "config.json").get("medusa_num_layers")
     checkpoint.check_size(folder / "config.json", "medusa_num_layers", layers, 1)
     if not file.is_file():
         pickled = (folder / "medusa_lm_head.pt").is_file()
         why = (
-            "has only medusa_lm_head.pt, a pickle, which can run code: read it once with "
-            f"torch.load(..., weights_only=True) and save it as {file.name} (safetensors)"
+            "has only medusa_lm_head.pt, a pickle, which can run code. Read it once with "
+            f"torch.load(..., weights_only=True) and save it as {file.name} (safetensors)."
             if pickled
-            else f"has no {file.name}: copy the folder again"
+            else f"has no {file.name}. Copy the folder again."
         )
-        raise UserError(f"{folder}: {why}")
+        raise UserError(f"{folder} {why}")
     try:
         found = load_file(file)
     except SafetensorError as error:
         raise UserError(
-            f"{file}: cannot be read as safetensors ({error}). Copy it again."
+            f"{file} cannot be read as safetensors ({error}). Copy it again."
         ) from error
     count = len({name.split(".")[0] for name in found})
     projection = found.get(f"0.{layers}.weight")
@@ -171,7 +175,7 @@ def _load_original(folder: Path) -> MedusaHeads:
         raise UserError(
             f"{file}: expected the tensor '0.{layers}.weight', the projection of a head with "
             f"{layers} residual blocks, found {', '.join(sorted(found)[:4])}. Use config.json and "
-            "weights of one model"
+            f"{file.name} of the same heads."
         )
     V, H = projection.shape
     with torch.device("meta"):

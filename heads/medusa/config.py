@@ -13,9 +13,9 @@ class MedusaOptions(HeadOptions):
     name: str = "medusa"
     # residual blocks of a head
     num_layers: int = 1
-    # one projection to the vocabulary for all heads
+    # whether all heads have the same projection to the vocabulary
     shared: bool = False
-    # tokens of the draft vocabulary, the most frequent ones of the training answers; 0: all
+    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
     draft_vocab_size: int = 0
     # initial projections: lm_head (the target's) | random
     start: str = "lm_head"

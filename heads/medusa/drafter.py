@@ -33,12 +33,14 @@ from training.heads.drafter import HeadDrafter, load_to_draft
 
 
 class MedusaDrafter(HeadDrafter):
-    """Drafter of a static tree, or a chain, from Medusa heads.
+    """Drafter of a static tree, or a chain, from Medusa heads in a folder or in memory.
 
-    choices: the tree's nodes as paths of ranks; None chooses the tree by the heads' measured
-    accuracies (heads/medusa/tree.py), or a default tree without accuracies. shape: `tree`, or
-    `chain` for the best token of each depth. by_cost: choose the tree's size by the measured costs
-    of a round. children: `sampled` or `top_k`, for temperatures above 0.
+    choices: the tree's nodes as paths of ranks. None chooses the tree from the heads' measured
+    accuracies (heads/medusa/tree.py); without accuracies it is a default tree. shape: `tree`, or
+    `chain` for one token at each depth. max_nodes: maximum size of a chosen or default tree.
+    by_cost: choose the tree's size from the measured costs of a round, if the tree is chosen from
+    accuracies. children: `sampled` or `top_k`, for temperatures above 0. Raises UserError for an
+    invalid folder or argument.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class MedusaDrafter(HeadDrafter):
         self._choose_tree(None)
 
     def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
-        """Return the given tree, completed by the prefixes of its paths; None if none is given."""
+        """Return a chain, or the given nodes with the prefixes of their paths; None without nodes."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
         if choices is None:
@@ -93,12 +95,12 @@ class MedusaDrafter(HeadDrafter):
         ):
             raise UserError(
                 f"drafter '{self.name}': choices is {list(choices)}, expected paths of at most "
-                f"{deepest} ranks (a head each) from 0 to {most - 1}, such as [[0, 0], [1]]."
+                f"{deepest} ranks (one per head) from 0 to {most - 1}, such as [[0, 0], [1]]."
             )
         return list(paths)
 
     def _choose_tree(self, costs: RoundCosts | None) -> None:
-        """Choose the tree for these costs; None: the largest."""
+        """Set the tree: the given one, or the best for these costs; None: the largest."""
         paths = self._fixed
         if paths is None and self.config.accuracy:
             paths = tree.choose_tree(self.config.accuracy, costs, self._max_nodes)
@@ -120,7 +122,10 @@ class MedusaDrafter(HeadDrafter):
         return sum(len(path) <= gamma for path in self._paths)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Choose the tree by the costs. Raises UserError for a target of other sizes."""
+        """Choose the tree from the costs, with `by_cost`.
+
+        Raises UserError if the target's sizes or its device differ from the heads'.
+        """
         super().prepare(target, costs)
         if self._by_cost:
             self._choose_tree(costs)
@@ -132,7 +137,7 @@ class MedusaDrafter(HeadDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft the tree of each row, as deep as its budget."""
+        """Draft each row's tree or chain, cut at the depth of its budget."""
         depths_B = [min(budget, self.depth) for budget in budgets_B]
         depth = max(depths_B)
         if depth == 0:
@@ -187,5 +192,5 @@ class MedusaDrafter(HeadDrafter):
         return drawn_BPK.flatten(1)[:, devices.tensor(flat, self.device)]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run all heads that the tree reads, once."""
+        """Run the heads that the tree needs, once."""
         self.heads(self._hidden_BH, max(1, self.depth))

@@ -50,7 +50,7 @@ class MedusaKind(HeadKind):
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """Run each head's blocks over the drafts' states, which ignore the tokens in between."""
+        """Return the inputs (N, H) of the heads' projections, which do not depend on drafted tokens."""
         states_MH = states_PC[where.drafts_M]
         of_head = [head.features(states_MH, k) for k in range(len(where.counts_K))]
         places_N = where.head_N * len(where.drafts_M) + where.draft_N
@@ -88,7 +88,7 @@ class MedusaKind(HeadKind):
             "head.start": (config.head.start in STARTS, f"one of {', '.join(STARTS)}"),
             "head.path": (
                 shape.num_heads == heads,
-                f"a folder of loss.predict_n_tokens={heads} heads instead of {shape.num_heads}",
+                f"a folder of {heads} heads (loss.predict_n_tokens), not {shape.num_heads}",
             ),
             "head.num_layers": (
                 1 <= config.head.num_layers <= MOST_BLOCKS,
@@ -96,7 +96,7 @@ class MedusaKind(HeadKind):
             ),
             "head.draft_vocab_size": (
                 0 <= config.head.draft_vocab_size <= most,
-                f"0 (all) to {most}, the target's vocabulary",
+                f"a size from 1 to {most}, the target's vocabulary, or 0 for all tokens",
             ),
         }
 
@@ -108,7 +108,11 @@ class MedusaKind(HeadKind):
             head.start_from(lm_head_VH.float().cpu())
 
     def measured(self, shape: MedusaConfig, figures: Mapping[str, Any]) -> MedusaConfig:
-        """Return the shape with the accuracy of each rank, by the best checkpoint's figures."""
+        """Return the shape with each head's accuracies, from the best checkpoint's figures.
+
+        The accuracy of a rank is the difference between two top-k accuracies. The shape is returned
+        unchanged if a head has no figures.
+        """
         rows = []
         for head in range(shape.num_heads):
             names = (f"accuracy/{self.label}{head}_top{rank + 1}" for rank in range(self.ranks))
@@ -128,7 +132,7 @@ class MedusaKind(HeadKind):
     def drafter(
         self, head: MedusaHeads, shape: MedusaConfig, config: MedusaTrainConfig, sampled: bool
     ) -> Drafter:
-        """Return a drafter of the tree for the measured accuracies, regardless of its cost."""
+        """Return a drafter of the largest tree for the measured accuracies in `shape`."""
         head.config = shape
         return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
 

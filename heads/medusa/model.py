@@ -1,10 +1,10 @@
-"""The Medusa heads: from the target's last hidden state, each predicts one token further ahead.
+"""Medusa heads: each predicts a different later token from the target's last hidden state.
 
 Head k (from 0) reads z_t, the state after the final norm that the target's lm_head reads, and
 predicts the token at t + 2 + k; the target itself predicts the one at t + 1. A head is a stack of
 residual blocks x + SiLU(W x + b) and a projection to the vocabulary (arXiv 2401.10774, section
 2.1). W and b start at zero, so a head starts as its projection, which starts as the target's
-lm_head. A separate head for every depth costs H^2 + H + V H parameters; `shared` gives all heads
+lm_head. With one block, each head has H^2 + H + V H parameters; `shared` gives all heads
 one projection, and `draft_vocab_size` selects a shortlist of the vocabulary.
 
 Shapes: M positions, K heads, H the target's hidden size, V drafted vocabulary.
@@ -50,7 +50,7 @@ class MedusaBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All Medusa heads of one target."""
+    """All Medusa heads of a target."""
 
     token_ids_V: Tensor | None  # ids of the shortlist, rising; None: the full vocabulary
 
@@ -74,13 +74,13 @@ class MedusaHeads(nn.Module):
         return weight
 
     def features(self, hidden_RH: Tensor, head: int) -> Tensor:
-        """Return the input of a head's projection, (..., H)."""
+        """Return the inputs (..., H) of a head's projection."""
         found = self.blocks[head](hidden_RH)
         assert isinstance(found, Tensor)
         return found
 
     def forward(self, hidden_RH: Tensor, heads: int | None = None) -> Tensor:
-        """Return the logits (..., K, V) of the first `heads` heads, all by default."""
+        """Return the logits (..., K, V) of the first `heads` heads, by default of all."""
         count = self.config.num_heads if heads is None else heads
         logits = [
             F.linear(self.features(hidden_RH, head), self.projection(head)) for head in range(count)
@@ -94,7 +94,7 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def start_from(self, lm_head_VH: Tensor) -> None:
-        """Initialize every projection with the target's lm_head [vocabulary, H]."""
+        """Set every projection to the drafted tokens' rows of the target's lm_head [vocabulary, H]."""
         rows_VH = lm_head_VH if self.token_ids_V is None else lm_head_VH[self.token_ids_V]
         for projection in self.projections:
             assert isinstance(projection, nn.Linear)

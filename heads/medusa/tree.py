@@ -1,12 +1,12 @@
-"""The static tree of Medusa's drafts, chosen by measured accuracies and costs.
+"""The static tree of Medusa's drafts, chosen from measured accuracies and costs.
 
 A node is a path of ranks (k_0, ..., k_d): at depth i it takes the token of rank k_i among head i's
 predictions. Let a[i][k] be the accuracy of rank k: the share of held-out positions at which head
 i's token of that rank is right. If the heads are right independently of each other, the chance that
 a node is accepted is the product of the accuracies along its path, and a round emits 1 plus the sum
-of these chances in expectation (arXiv 2401.10774, section 2.3.3). Adding the likeliest node again
-and again gives the best tree of every size. The size with the most expected tokens per millisecond
-is taken.
+of these chances in expectation (arXiv 2401.10774, section 2.3.3). Repeatedly adding the likeliest
+node gives the best tree of every size, of which the one with the most expected tokens per
+millisecond is chosen.
 
 Shapes: K heads, R ranks.
 """
@@ -23,10 +23,10 @@ RANKS = 10  # ranks of a head that a tree may hold
 
 
 def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[Path, float]]:
-    """Return the `nodes` likeliest nodes with their chances, best first.
+    """Return the `nodes` likeliest nodes with their chances of acceptance, likeliest first.
 
     Parents precede their children; nodes of equal chances are in the order of their paths.
-    accuracy_KR: for each head, the accuracy of its R likeliest tokens.
+    accuracy_KR: for each head, the accuracies of its R likeliest tokens.
     """
     first = accuracy_KR[0]
     waiting: list[tuple[float, Path]] = [
@@ -49,7 +49,7 @@ def choose_tree(
 ) -> list[Path]:
     """Return the tree with the most expected tokens per millisecond; empty if no draft pays.
 
-    costs: None takes the `most` best nodes. A draft of any tree is one pass of all heads
+    costs: None selects the `most` likeliest nodes. A draft of any tree costs one pass of all heads
     (t_draft_ms), and its nodes are verified in one forward.
     """
     grown = grow_tree(accuracy_KR, most)
@@ -66,7 +66,7 @@ def choose_tree(
 def default_tree(num_heads: int) -> list[Path]:
     """Return a tree for heads without measured accuracies.
 
-    It is a chain of best tokens with two alternatives at each depth.
+    It is a chain of the likeliest tokens, with two alternatives at each depth.
     """
     chain = [(0,) * depth for depth in range(1, num_heads + 1)]
     others = [(0,) * (depth - 1) + (rank,) for depth in range(1, num_heads + 1) for rank in (1, 2)]

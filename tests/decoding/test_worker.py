@@ -94,7 +94,7 @@ def test_lanes_have_separate_cores_while_they_decode(folder: Path) -> None:
 def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist, expected a model folder"):
         RemoteChain(tmp_path / "nothing", draft_cores=0)
-    with pytest.raises(UserError, match="leaves none of this process's"):
+    with pytest.raises(UserError, match="leaves no core to the target"):
         RemoteChain(folder, draft_cores=10_000)
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
     target, _, _ = models()

@@ -140,7 +140,7 @@ def test_a_dry_run_prints_the_cost(
 
 
 def test_invalid_skips_are_refused(target: Path, tmp_path: Path):
-    with pytest.raises(UserError, match="holds no skip set"):
+    with pytest.raises(UserError, match="is not a skip set"):
         read_skips(tmp_path)
     model = load_target(target)
     for drafter, words in (

@@ -139,7 +139,7 @@ def test_damaged_weights_and_pickles_are_refused(tmp_path: Path):
     original = tmp_path / "original"
     original.mkdir()
     (original / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 2}')
-    with pytest.raises(UserError, match="copy the folder again"):
+    with pytest.raises(UserError, match="Copy the folder again"):
         load_heads(original)
     (original / "medusa_lm_head.pt").write_bytes(b"")
     with pytest.raises(UserError, match="a pickle, which can run code"):

@@ -1,1 +1,1 @@
-"""Draft trees: how they grow, their size, and how children are sampled."""
+"""Draft trees: their growth, their sizes, and the sampling of children."""

@@ -2,8 +2,8 @@
 
 For sampled children the number of nodes of each level is settled before they are sampled
 (decoding/drafters/trees/sampled_children.py). A top-k tree grows first, and the likeliest of its
-nodes are proposed. Both are sized either before they grow, by past rounds, or while they grow, by
-their nodes' chances. Each row has a planner (decoding/stopping/planner.py).
+nodes are proposed. Both are sized either before they grow, from past rounds, or while they grow,
+from their nodes' chances. Each row has a planner (decoding/stopping/planner.py).
 
 Shapes: B rows, L levels, W chances of a level, X children that a sampled level could have, P nodes
 of a level of top-k children, K of them expanded, M nodes of the tree.
@@ -27,8 +27,8 @@ FREE = RoundCosts(0.0, (1.0,))  # any number of nodes costs the same
 class PlannedBudget:
     """Sizes that are settled before the trees grow.
 
-    Without costs a tree has a fixed number of nodes. A top-k tree then takes its likeliest nodes; a
-    sampled tree distributes them over its levels by the chances of past rounds.
+    Without costs a tree has a fixed number of nodes: a top-k tree takes its likeliest nodes, and a
+    sampled tree distributes them over its levels according to the chances of past rounds.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class PlannedBudget:
     ) -> None:
         """Plan trees of at most `most` nodes for `rows` rows.
 
-        frontier: expanded nodes of a level, and their children. sampled: whether children are
-        sampled. ahead: whether the host runs ahead of the device, and so does not read the number
-        of nodes.
+        frontier: number of expanded nodes of a level, and of children of each. costs: None for a
+        fixed number of nodes. sampled: whether children are sampled. ahead: whether the host runs
+        ahead of the device, and so does not read the number of nodes.
         """
         self.most, self.sampled, self.ahead = most, sampled, ahead
         self.depths_B: list[int] = []  # limit of each row's depth in this round
@@ -65,9 +65,9 @@ class PlannedBudget:
         return self.depths_B
 
     def admit(self, chances_BX: Tensor) -> list[int]:
-        """Return the number of children to sample in the next level, the likeliest.
+        """Return how many children each row samples in the next level, likeliest first.
 
-        chances_BX: their chances of acceptance, in descending order.
+        chances_BX: chances of acceptance of all possible children, in descending order.
         """
         known_BX = chances_BX[:, : self.most]
         self._levels.append(F.pad(known_BX, (0, self.most - known_BX.shape[1])))
@@ -81,17 +81,17 @@ class PlannedBudget:
         return len(self._levels) < max(self.depths_B)
 
     def grow(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
-        """Add a level of top-k nodes.
+        """Do nothing, as the sizes are settled before the trees grow.
 
-        scores_BP: log path probabilities of its nodes. frontier_BK: those of the nodes that the
-        next level would expand.
+        scores_BP: log path probabilities of a new level's nodes. frontier_BK: log path
+        probabilities of the nodes that the next level would expand.
         """
 
     def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
-        """Return the number of each row's likeliest nodes that are proposed.
+        """Return how many nodes of each row's top-k tree are proposed, likeliest first.
 
-        scores_BM: log path probabilities. real_B: the number of nodes. A host that runs ahead does
-        not read it, and counts padding too.
+        scores_BM: log path probabilities of the nodes. real_B: numbers of nodes without padding. A
+        host that runs ahead does not read them, and its counts may include padding.
         """
         M = scores_BM.shape[1]
         if self._planners_B:
@@ -101,7 +101,7 @@ class PlannedBudget:
         return [min(self.most, count) for count in real_B.tolist()]
 
     def readback(self, tree: CandidateTree) -> Callable[[Tensor], Sequence[Tensor]] | None:
-        """Return the `Proposal.readback` that `learn` needs, if any."""
+        """Return the `Proposal.readback` whose values `learn` needs; None if it needs none."""
         if not self._planners_B:
             return None
         levels = self._levels
@@ -120,7 +120,7 @@ class PlannedBudget:
 
 
 class GrowingBudget(PlannedBudget):
-    """Sizes that are decided while the trees grow, by their nodes' chances."""
+    """Sizes that are decided while the trees grow, from their nodes' chances."""
 
     _planners_B: Sequence[StepPlanner]
 
@@ -130,7 +130,7 @@ class GrowingBudget(PlannedBudget):
         self._planners_B = [StepPlanner(costs, most) for _ in range(rows)]
 
     def admit(self, chances_BX: Tensor) -> list[int]:
-        """Return the number of children to sample in the next level, the likeliest."""
+        """Return how many children each row samples in the next level, likeliest first."""
         (read_BX,) = devices.read(chances_BX)
         counts_B = []
         for planner, chances_X in zip(self._planners_B, read_BX, strict=True):
@@ -154,7 +154,7 @@ class GrowingBudget(PlannedBudget):
                 self.depths_B[row] = planner.steps
 
     def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
-        """Return the number of each row's likeliest nodes that are proposed."""
+        """Return how many nodes of each row's top-k tree are proposed, likeliest first."""
         rows = zip(self._planners_B, scores_BM.exp().tolist(), real_B.tolist(), strict=True)
         return [min(real, planner.settle(chances_M)) for planner, chances_M, real in rows]
 

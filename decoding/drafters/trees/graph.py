@@ -30,10 +30,11 @@ from decoding.interfaces import Chooser, Policies, Proposal, Tokens
 class GraphDrafter(RankedTree):
     """A ranked tree whose equal nodes are merged.
 
-    Hydra: `_target_: decoding.drafters.trees.graph.GraphDrafter`. match: number of ancestors that
-    equal nodes share. The shares apply to top-k children. sibling_threshold: minimum share of the
-    best sibling's probability. leaf_threshold: minimum probability of an expanded node, given its
-    parent. The other arguments are those of RankedTree.
+    Hydra: `_target_: decoding.drafters.trees.graph.GraphDrafter`. match: number of last
+    ancestors that equal nodes have in common. sibling_threshold: minimum probability of a node, as
+    a share of its best sibling's. leaf_threshold: minimum probability of an expanded node, given
+    its parent. Both thresholds apply to top-k children only. The other arguments are those of
+    RankedTree.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class GraphDrafter(RankedTree):
         if match < 0 or not 0 <= sibling_threshold <= 1 or not 0 <= leaf_threshold <= 1:
             raise UserError(
                 f"match is {match}, sibling_threshold {sibling_threshold} and leaf_threshold "
-                f"{leaf_threshold}, expected match >= 0 and thresholds between 0 and 1."
+                f"{leaf_threshold}, expected match >= 0 and thresholds from 0 to 1."
             )
         self.match = match
         self._least_sibling = math.log(sibling_threshold) if sibling_threshold else NONE
@@ -57,7 +58,7 @@ class GraphDrafter(RankedTree):
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Draft the unrolled graph of each row, at most as deep as its budget."""
+        """Draft each row's graph, at most as deep as its budget, and propose it as a tree."""
         self._graph = NodeGraph(sequences_B, self.match, max(budgets_B), chooser.device)
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 

@@ -15,7 +15,10 @@ from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Token
 
 
 def k_config(branching: Sequence[int], depth: int) -> set[Path]:
-    """Return the paths of a tree whose nodes at depth d have branching[d] children, or else one."""
+    """Return the paths of a tree of this depth, with branching[d] children per node at depth d.
+
+    Nodes deeper than `branching` is long have one child.
+    """
     counts = [*branching[:depth], *[1] * (depth - len(branching))]
     ends = range(1, depth + 1)
     return {path for end in ends for path in product(*(range(count) for count in counts[:end]))}
@@ -25,8 +28,9 @@ class MultiCandidate(StaticTree):
     """A causal LM that proposes k-config trees.
 
     Hydra: `_target_: decoding.drafters.trees.multi_candidate.MultiCandidate`. branching: number of
-    children of a node by depth; deeper nodes have one. The draft length is the tree's depth, which
-    stopping policies only limit before a round. The other arguments are those of ChainDrafter.
+    children of a node at each depth; deeper nodes have one. The draft length is the tree's depth;
+    stopping policies limit it before a round, not within it. The other arguments are those of
+    ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree", has_q=True, steps="round")
@@ -41,7 +45,7 @@ class MultiCandidate(StaticTree):
         self.capabilities = replace(self.capabilities, steps="round")
 
     def width(self, gamma: int) -> int:
-        """Return the number of nodes of a tree of depth gamma."""
+        """Return the number of nodes of a tree of depth gamma; deepen the tree to it if needed."""
         if gamma > len(self.paths[-1]):
             self._set_paths(k_config(self.branching, gamma))
         return super().width(gamma)
@@ -54,6 +58,6 @@ class MultiCandidate(StaticTree):
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run the forwards of a proposal of the last depth without committing."""
+        """Run the forwards of a proposal as deep as the last one, without committing."""
         for depth in range(self._depth):
             self._time_forward(max(1, self.width(depth)))

@@ -1,8 +1,8 @@
 """Merge the equal nodes of a draft tree, by tensor operations at fixed shapes.
 
 Two nodes are equal if their tokens and their last `match` ancestors are. Nothing is read on the
-host. Unrolling keeps in each level the `max_nodes` likeliest nodes: a node that is cut, and
-all of its descendants, are less likely than those.
+host. Unrolling keeps the `max_nodes` likeliest nodes of each level: a node that is cut, and all of
+its descendants, are less likely than those.
 
 Shapes: B rows, M nodes of the tree, P new nodes, X tokens of an ending, C nodes of an unrolled
 level, K children of a node.
@@ -26,7 +26,7 @@ class NodeGraph:
     def __init__(
         self, sequences_B: Sequence[Sequence[int]], match: int, depth: int, device: torch.device
     ) -> None:
-        """Start from the tips. `match` may exceed the tokens of a text and a path of `depth`."""
+        """Start from the tips. `match` may exceed the tokens of a sequence and a path."""
         width = min(match, max(len(sequence) for sequence in sequences_B) + depth)
         endings = [list(sequence[-width:]) if width else [] for sequence in sequences_B]
         padded = [[NOTHING] * (width + 1 - len(ending)) + ending for ending in endings]
@@ -40,10 +40,9 @@ class NodeGraph:
         )
 
     def merge(self, tree: CandidateTree, first: int) -> Tensor:
-        """Compare the nodes from `first` on, likeliest first, with all that came before.
+        """Merge the nodes from `first` on, likeliest first, with equal nodes compared before.
 
-        Returns which of them (B, P) are merged with another node. A node is not merged with its
-        ancestors.
+        Returns a mask (B, P) of the merged ones. A node is not merged with its ancestors.
         """
         parents_BP, scores_BP = tree.parents_BM[:, first:], tree.scores_BM[:, first:]
         B, P = parents_BP.shape
@@ -66,7 +65,7 @@ class NodeGraph:
         return merged_BP
 
     def unrolled(self, tree: CandidateTree, max_nodes: int) -> CandidateTree:
-        """Return the tree of all paths, with the `max_nodes` likeliest nodes of each level."""
+        """Return the graph as a tree, with the `max_nodes` likeliest nodes of each level."""
         B, M = tree.scores_BM.shape
         device = tree.scores_BM.device
         above_BM = F.pad(tree.scores_BM, (1, 0)).gather(1, tree.parents_BM + 1)

@@ -44,11 +44,11 @@ from decoding.interfaces import (
 
 
 class RankedTree(ChainDrafter):
-    """A tree of the likeliest continuations.
+    """A causal LM that proposes a tree of its likeliest continuations.
 
     Hydra: `_target_: decoding.drafters.trees.ranked.RankedTree`. frontier: number of nodes of a
     level that are expanded, and of children of each. max_nodes: maximum number of proposed nodes.
-    by_cost: choose the numbers of nodes and levels by measured costs, within max_nodes and the
+    by_cost: choose the numbers of nodes and levels from measured costs, within max_nodes and the
     draft length. children: `sampled` or `top_k`. The other arguments are those of ChainDrafter.
     """
 
@@ -79,12 +79,12 @@ class RankedTree(ChainDrafter):
         self._budget: PlannedBudget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Set the costs, which are used with `by_cost` only."""
+        """Store the costs, which are used only with `by_cost`."""
         self.costs = costs if self.capabilities.needs_costs else None
         self._ahead = devices.runs_ahead(target.device)
 
     def width(self, gamma: int) -> int:
-        """Return max_nodes, or the number of nodes of a complete tree of depth gamma if smaller."""
+        """Return max_nodes, or the number of nodes that grow in gamma levels if it is smaller."""
         return min(self.max_nodes, self.frontier + (gamma - 1) * self.frontier**2)
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
@@ -93,7 +93,7 @@ class RankedTree(ChainDrafter):
         self._budget = None
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Read the new tokens, and forget the estimates of the last turn."""
+        """Read the new tokens, and reset the estimates that size the trees."""
         super().resume(prompt, kept, hidden_NC)
         self._budget = None
 
@@ -115,11 +115,11 @@ class RankedTree(ChainDrafter):
         return tree.proposal(self._ahead)
 
     def _budget_for(self, sampled: bool, rows: int) -> PlannedBudget:
-        """Return the batch's budget, made in its first round.
+        """Return the batch's budget, which its first round creates.
 
-        The verification rule of a round decides whether children are sampled. Costs size a tree
-        before it grows on a device that the host runs ahead of, and in a batch, whose rounds are as
-        wide as the widest tree.
+        sampled: whether the round samples children, which depends on its verification rule. With
+        costs, a tree is sized before it grows if the host runs ahead of the device, and in batches,
+        whose rounds are as wide as the widest tree; otherwise while it grows.
         """
         if self._budget is None or self._budget.sampled != sampled:
             if self.costs is None or self._ahead or self.costs.rows > 1:

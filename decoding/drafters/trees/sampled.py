@@ -2,7 +2,7 @@
 
 How many children a level gets, and at which nodes, is settled before they are sampled. Trees of
 top-k children (decoding/drafters/trees/ranked.py) instead propose the likeliest nodes of a finished
-tree, which would bias sampled ones (decoding/drafters/trees/sampled_children.py). The likeliest
+tree, which would bias sampled trees (decoding/drafters/trees/sampled_children.py). The likeliest
 sampled nodes are expanded. In a graph a node that is merged with another one is expanded without
 the model: its children are sampled from the distribution at the other node, with independent noise,
 since a sample must not serve two nodes.
@@ -29,14 +29,14 @@ Run = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class SampledTree:
-    """The tree of one round."""
+    """The sampled trees of one round, one per row."""
 
     def __init__(
         self, children: ChildSampler, run: Run, frontier: int, budget: PlannedBudget
     ) -> None:
         """Start from the tips.
 
-        frontier: number of nodes of a level that are expanded, and maximum number of children.
+        frontier: number of expanded nodes of a level, and maximum number of children of each.
         """
         self.children, self.run, self.frontier, self.budget = children, run, frontier, budget
         tip_B1 = children.tips()
@@ -46,7 +46,7 @@ class SampledTree:
         self._counts: list[list[int]] = []
 
     def grow(self) -> None:
-        """Sample level after level."""
+        """Sample level after level, until the budget ends the trees."""
         nodes_BP = self.children.tips() - 1
         above_BP = torch.zeros_like(nodes_BP, dtype=self.children.dtype)
         while True:
@@ -58,8 +58,8 @@ class SampledTree:
     def _add_level(self, nodes_BP: Tensor, above_BP: Tensor) -> tuple[int, Tensor]:
         """Sample children of these nodes.
 
-        above_BP: log chances that the nodes are accepted. Returns the place of the first child and
-        the log chances (B, M) that each child is accepted.
+        above_BP: log chances that the nodes are accepted. Returns the place of the first child and,
+        for each child, the log chance (B, M) that it is accepted.
         """
         rows_BP = F.pad(self._rows_BM, (1, 0)).gather(1, nodes_BP + 1)
         q_BPV = self.children.q(rows_BP)
@@ -121,7 +121,7 @@ class SampledTree:
     def proposal(self, ahead: bool) -> Proposal:
         """Propose all sampled nodes.
 
-        ahead: do not read the number of nodes, and pad to the largest number that is possible.
+        ahead: whether to pad to the largest possible number of nodes instead of reading the number.
         """
         is_real_BM = self.tree.scores_BM > NONE
         real_B = is_real_BM.sum(1)
@@ -145,7 +145,7 @@ class SampledTree:
 
 
 class SampledGraph(SampledTree):
-    """A sampled tree whose equal nodes are expanded once."""
+    """Sampled trees in which equal nodes are expanded once."""
 
     def __init__(
         self,

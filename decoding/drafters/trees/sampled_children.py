@@ -49,7 +49,7 @@ KINDS = ("top_k", "sampled")
 
 
 def check_kind(children: str, drafter: str) -> str:
-    """Return `children`; raise UserError for a value that is not in KINDS."""
+    """Return `children`. Raises UserError if it is not in KINDS; drafter: name in the message."""
     if children not in KINDS:
         raise UserError(
             f"drafter '{drafter}': children is '{children}', expected {' or '.join(KINDS)}."
@@ -67,10 +67,13 @@ def are_sampled(children: str, chooser: Chooser) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Chances of the K children of a node that do not depend on their probabilities."""
+    """Estimated chances of a node's K children, in the order of their tests.
 
-    passes_K: Tensor  # accepted if tested; 0 for the first child
-    rest_K: Tensor  # tested if the first child is rejected; 0 for the first child
+    The later children's chances are constant; the first child's chance is an argument.
+    """
+
+    passes_K: Tensor  # chance of acceptance in a test; 0 for the first child
+    rest_K: Tensor  # chance of a test after the first child is rejected; 0 for the first child
     first_K: Tensor  # 1 for the first child, else 0
 
     @classmethod
@@ -83,16 +86,16 @@ class Siblings:
         return cls(passes_K, rest_K, 1 - later_K)
 
     def tested(self, first_BP1: Tensor) -> Tensor:
-        """Return the chances (B, P, K) of a test.
+        """Return the chances (B, P, K) that children are tested.
 
-        first_BP1: the chance that the first child is accepted.
+        first_BP1: the chance that the first child is accepted in its test.
         """
         return torch.addcmul(self.first_K, 1 - first_BP1, self.rest_K)
 
     def passing(self, first_BPX: Tensor) -> Tensor:
-        """Return the chances (B, P, K) of acceptance if tested.
+        """Return the chances (B, P, K) that children are accepted if they are tested.
 
-        first_BPX: the first child's, X = 1 or K; only its first column is used.
+        first_BPX: the first child's chance, X = 1 or K (only column 0 is read).
         """
         return torch.addcmul(self.passes_K, first_BPX, self.first_K)
 
@@ -134,18 +137,19 @@ class ChildSampler:
     ) -> tuple[Tensor, Tensor]:
         """Sample at most `count` children of P nodes; return tokens and probabilities (B, P, K).
 
-        first: number of the level's first node, part of the key of its noise. If fewer distinct
-        tokens were sampled, the last children have probability 0
+        first: number of the first of these nodes, which is part of the key of their noise. If fewer
+        distinct tokens were sampled, the last children have probability 0
         (decoding.sampling.token_chooser.draw_different).
         """
         return self.chooser.draw_children(q_BPV, min(count, q_BPV.shape[2]), level, first)
 
 
 def child_chances(q_BPV: Tensor, probs_BPK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log chances (B, P, K) that children are tested and accepted if their node is accepted.
+    """Return log chances (B, P, K) that children are tested and accepted, given their node is.
 
-    Returns two estimates: before the children are sampled, and given their probabilities
-    `probs_BPK`. Both are -inf where no token was left to sample.
+    Returns two estimates: one from the distributions q alone, which is known before the children
+    are sampled, and one that also uses the children's probabilities `probs_BPK`. Both are -inf
+    where no token was left to sample.
     """
     mean_BP1 = chance_of(q_BPV.square().sum(-1, keepdim=True))
     siblings, is_missing_BPK = Siblings.of(probs_BPK.shape[2], probs_BPK), probs_BPK <= 0

@@ -25,10 +25,10 @@ Path = tuple[int, ...]
 class StaticTree(ChainDrafter):
     """A tree of fixed shape. Hydra: `_target_: decoding.drafters.trees.static.StaticTree`.
 
-    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the most likely token, the most
-    likely token after it, the second most likely token; with sampled children, the first sample and
-    so on. Missing prefixes of paths are added. The draft length limits the depth. children:
-    `sampled` or `top_k`. The other arguments are those of ChainDrafter.
+    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the likeliest token, the likeliest
+    token after it, the second likeliest token. With sampled children, ranks number the samples.
+    Missing prefixes of paths are added. The draft length limits the depth. children: `sampled` or
+    `top_k`. The other arguments are those of ChainDrafter.
     """
 
     capabilities = Capabilities(shape="tree")
@@ -64,7 +64,7 @@ class StaticTree(ChainDrafter):
         return sum(len(path) <= gamma for path in self.paths)
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Read the prompts; the tree needs no more room than its proposal."""
+        """Read the prompts, with room in the cache for the tree."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
 
     def propose(
@@ -122,5 +122,5 @@ class StaticTree(ChainDrafter):
         return devices.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run one forward over the mean number of nodes of a level without committing."""
+        """Run one forward over half of the last tree's nodes without committing."""
         self._time_forward(max(1, self.width(self._depth) // 2))
