@@ -30,7 +30,9 @@ def run(config: Any) -> Path:
     """
     kind = kind_of(config.kind)
     if not isinstance(config, kind.config):
-        raise UserError(f"kind={config.kind} is set only by head={config.kind}. Use head= alone.")
+        raise UserError(
+            f"kind={config.kind} is set only by head={config.kind}. Set head and remove kind."
+        )
     return train_head(config, kind)
 
 

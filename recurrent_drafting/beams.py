@@ -2,8 +2,8 @@
 
 A step chooses W pairs (beam of the previous step, token) without waiting for the device. Their
 tokens and back pointers are all that verification needs of top-k beams. Beams that the search does
-not continue from stay nodes without children. The target's hidden state enters once a draft,
-through `Head.context`; embeddings are the target's.
+not continue from stay nodes without children. The target's hidden state is used once per draft, in
+`Head.context`; embeddings are the target's.
 
 `TopBeams` takes the likeliest pairs, as the published code does, and verification treats them as
 point masses. recurrent_drafting/sampled_beams.py samples pairs and keeps the distributions that
@@ -37,7 +37,8 @@ class Step:
     # top-k beams: log probability; sampled beams: chance of acceptance; None: not needed
     scores_BW: Tensor | None
     # The distributions of sampled beams (recurrent_drafting/sampled_beams.py), for each of the P
-    # beams: of a single beam over all tokens; else symbols, their rates, and the last one's tail.
+    # beams: q over all tokens for a single beam; else symbols, their rates, and the tail, which is
+    # the last symbol's distribution.
     q_BPV: Tensor | None = None
     tail_BPV: Tensor | None = None
     places_BPS: Tensor | None = None
@@ -53,7 +54,7 @@ class Frontier:
     beams_BP: Tensor | None = None  # indices; None: the first P, or all if there are no scores
 
     def select(self, values_BW: Tensor) -> Tensor:
-        """Return the values of these beams."""
+        """Return the values of these beams (B, P), given the values of all beams of the step."""
         if self.beams_BP is not None:
             return values_BW.gather(1, self.beams_BP)
         return values_BW if self.scores_BP is None else values_BW[:, : self.scores_BP.shape[1]]
@@ -78,16 +79,20 @@ class Beams:
         return torch.stack([step.parents_BW for step in self.steps], 1)
 
     def join(self, part: Callable[[Step], Tensor | None]) -> Tensor:
-        """Concatenate a part of every step along the second dimension."""
+        """Concatenate a part of every step along dimension 1, leaving out steps without it."""
         parts = [part(step) for step in self.steps]
         return torch.cat([each for each in parts if each is not None], 1)
 
 
 class Choose(Protocol):
-    """The choice of a step's beams by the head's logits."""
+    """The choice of a step's beams from the head's logits."""
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
-        """Return the beams of step `step`, with parents among the P."""
+        """Return the beams that step `step` (from 0) chooses.
+
+        Their parents are indices in P. scores_BP: scores of the P beams; None at the tip, or if
+        scores are not needed.
+        """
         ...
 
 
@@ -102,9 +107,9 @@ def search(
 ) -> Beams:
     """Return beams of at most `length` tokens after the tips.
 
-    hidden_BH: the target's hidden states of the tokens before the tips, in the head's dtype.
-    narrow: returns the beams of a step to continue from, or None to end the search; by default all
-    beams continue.
+    embed: returns the target's embeddings of token ids. hidden_BH: the target's hidden states at
+    the tokens before the tips, in the head's dtype. narrow: returns the beams of a step to continue
+    from, or None to end the search; by default all beams continue.
     """
     context = head.context(hidden_BH).unsqueeze(1)
     state_BPH = head.start(embed(tips_B))[:, None]
@@ -130,7 +135,7 @@ def search(
 def advance(
     head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tokens_BQ: Tensor
 ) -> Tensor:
-    """Return the states (B, Q, H) after these tokens. parents_BQ: indices among the P."""
+    """Return the states (B, Q, H) after these tokens. parents_BQ: their parents' indices in P."""
     if state_BPH.shape[1] == 1:
         state_BQH = state_BPH.expand(-1, parents_BQ.shape[1], -1)
     else:
@@ -148,12 +153,12 @@ def run_step(head: Head, embed: Embed, context: Context, state_BPH: Tensor, choo
 
 
 class TopBeams:
-    """The W likeliest pairs (beam, token).
+    """The choice of the W likeliest pairs (beam, token).
 
-    Only the W best tokens of each beam can be among them, so a step keeps W log probabilities a
-    beam. One beam whose probability is not needed is the argmax. The coupled rule ranks tokens by
-    the noise that it shares with the target (`Chooser.log_scores`), other rules by the head's
-    distribution at the target's temperature.
+    Only the W best tokens of each beam can be among them, so a step keeps W log probabilities per
+    beam. A single beam without scores is the argmax. Under the coupled rule, tokens are ranked with
+    the noise that drafter and target share (`Chooser.log_scores`), otherwise by their probabilities
+    at the target's temperature.
     """
 
     def __init__(
@@ -164,7 +169,10 @@ class TopBeams:
         coupled: Chooser | None = None,
         scored: bool = False,
     ) -> None:
-        """coupled: the chooser of the coupled rule. scored: a single beam needs scores too."""
+        """Choose W = `width` beams.
+
+        coupled: the chooser, under the coupled rule only. scored: whether a single beam has scores.
+        """
         self.head, self.width, self.temperature, self.coupled = head, width, temperature, coupled
         self.is_argmax = width == 1 and not scored and coupled is None
 
@@ -182,7 +190,7 @@ class TopBeams:
         return Step(best.indices // self.width, tokens_BW, best.values)
 
     def _rank_tokens(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return log probabilities and ids (B, P, W) of each beam's best tokens, best first."""
+        """Return scores and target ids (B, P, W) of each beam's best tokens, best first."""
         if self.coupled is not None:
             ids_V, vocab_size = self.head.token_ids_V, self.head.config.vocab_size
             full_BPV = spread(logits_BPV, ids_V, vocab_size, float("-inf"))

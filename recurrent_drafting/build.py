@@ -1,12 +1,12 @@
 """The head that training starts from: its shape and its initial weights.
 
 By default the weights are initialized as published, by PyTorch's defaults for linear maps. Options
-of this project are an output layer that starts as the target's lm_head, residual blocks that start
-as the identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The
-lm_head works best on the channels of the drafted tokens' state. On the embedded target after 60
-steps (one seed), loss and block efficiency of a greedy chain were 21.2 and 1.22 as published, 20.8
-and 1.21 with the lm_head on the hidden state's channels, 19.2 and 1.27 on the state's, and 19.5 and
-1.25 on both.
+are an output layer that starts as the target's lm_head, residual blocks that start as the identity
+(both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head works best on
+the channels of the drafted tokens' state. On the embedded target after 60 steps (one seed), loss
+and block efficiency of a greedy chain were 21.2 and 1.22 as published, 20.8 and 1.21 with the
+lm_head on the hidden state's channels, 19.2 and 1.27 on the channels of the drafted tokens' state,
+and 19.5 and 1.25 on both.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ WIDEST = 16  # in units of the target's hidden size
 
 
 def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
-    """Return the shape of a new head. target: its Hugging Face configuration."""
+    """Return the shape of a new head. target: the target's Hugging Face configuration."""
     return HeadConfig(
         target.vocab_size,
         target.hidden_size,
@@ -35,7 +35,7 @@ def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
 def shape_rules(shape: HeadShapeConfig, config: HeadConfig) -> dict[str, tuple[bool, str]]:
     """Return the rules for head.*: key -> (whether the value is valid, the expected range).
 
-    Sizes are bounded, so that a typing error does not fill the memory. A warm start needs a head of
+    Sizes are bounded, so that a typing error cannot exhaust memory. A warm start needs a head of
     width H or 2 H, because the target's lm_head reads H channels.
     """
     H, V, E = config.hidden_size, config.vocab_size, config.exit_dim
@@ -51,11 +51,11 @@ def shape_rules(shape: HeadShapeConfig, config: HeadConfig) -> dict[str, tuple[b
         ),
         "head.exit_dim": (
             0 <= shape.exit_dim <= WIDEST * H,
-            f"0 ({2 * H}, twice the target's hidden_size) to {WIDEST * H}",
+            f"a size from 1 to {WIDEST * H}, or 0 for {2 * H}, twice the target's hidden_size",
         ),
         "head.draft_vocab_size": (
             0 <= shape.draft_vocab_size <= V,
-            f"0 (all tokens) to {V}, the target's vocabulary",
+            f"a size from 1 to {V}, the target's vocabulary, or 0 for all tokens",
         ),
         "head.warm_start": (
             shape.warm_start in starts,
@@ -66,7 +66,7 @@ def shape_rules(shape: HeadShapeConfig, config: HeadConfig) -> dict[str, tuple[b
 
 
 def initialize(head: RecurrentHead, shape: HeadShapeConfig, lm_head_VH: Tensor) -> None:
-    """Zero the residual blocks, or start warm, as the options ask."""
+    """Zero the residual blocks, and start from the target's lm_head, if the options ask for it."""
     if shape.zero_blocks:
         for block in head.lm_head[:-1]:
             assert isinstance(block, ResidualBlock)
@@ -78,10 +78,10 @@ def initialize(head: RecurrentHead, shape: HeadShapeConfig, lm_head_VH: Tensor) 
 
 @torch.no_grad()
 def start_warm(head: RecurrentHead, half: str, lm_head_VH: Tensor) -> None:
-    """Initialize the output layer with the target's lm_head on half of its channels, or on both.
+    """Initialize the output layer with the target's lm_head on half of its channels, or on all.
 
-    half: `hidden`, `state` or `both`. Other channels start at zero. A head as wide as the target's
-    hidden state first projects to the chosen half.
+    half: `hidden`, `state` or `both`. The other channels start at zero. A head as wide as the
+    target's hidden state starts with an `input_proj` that selects the chosen half.
     """
     H = head.config.hidden_size
     drafted_VH = lm_head_VH if head.token_ids_V is None else lm_head_VH[head.token_ids_V]

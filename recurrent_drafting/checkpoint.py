@@ -2,7 +2,7 @@
 
 Source: the published code's `DrafterConfig` and module names (apple/ml-recurrent-drafter), which
 TensorRT-LLM's converter reads too. A head with a shortlist has an additional key and tensor, which
-no other reader loads.
+other readers do not support.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ _SHORTLIST = "token_ids_V"
 
 
 class PublishedLayout:
-    """Layout of the published code: its keys, and tensors named as the head's parameters."""
+    """The published layout: the keys of config.json, and tensors named like the parameters."""
 
     def config(self, shape: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -62,7 +62,7 @@ LAYOUT = PublishedLayout()
 
 
 def save_head(head: RecurrentHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors; the published code writes float32.
+    """Write config.json and model.safetensors, by default in float32 like the published code.
 
     Raises UserError if a write fails.
     """
@@ -72,7 +72,7 @@ def save_head(head: RecurrentHead, folder: Path, dtype: torch.dtype = torch.floa
 def read_head_config(folder: Path) -> HeadConfig:
     """Read the shape of a head folder.
 
-    Raises UserError for a folder of another kind and for missing or wrong keys.
+    Raises UserError for a folder of another kind, and for missing or invalid values.
     """
     file, values = folder / "config.json", read_config(folder)
     if values["model_type"] != MODEL_TYPE:
@@ -85,7 +85,10 @@ def read_head_config(folder: Path) -> HeadConfig:
     shortlist, rnn = values.get("draft_vocab_size", 0), values.get("rnn", False)
     checkpoint.check_size(file, "draft_vocab_size", shortlist, 0, values["vocab_size"])
     if not isinstance(rnn, bool):
-        raise UserError(f"{file}: rnn is {rnn!r}, expected true (recurrent) or false")
+        raise UserError(
+            f"{file}: rnn is {rnn!r}, expected true (recurrent) or false. Use the config.json that "
+            f"was written with these weights."
+        )
     sizes = {key: values[key] for key in _SIZES}
     return HeadConfig(**sizes, rnn=rnn, draft_vocab_size=shortlist)
 
@@ -93,10 +96,10 @@ def read_head_config(folder: Path) -> HeadConfig:
 def load_head(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> RecurrentHead:
-    """Load the head of a folder.
+    """Load the head of a folder, for drafting.
 
-    Raises UserError naming every tensor that is missing, unknown, of another shape than in
-    config.json, or not finite.
+    Raises UserError for a folder of another kind, and for tensors that are missing, unknown, not
+    finite, or of another shape than config.json describes.
     """
     config = read_head_config(folder)
     with torch.device("meta"):

@@ -13,15 +13,15 @@ class HeadShapeConfig(HeadOptions):
     name: str = "redrafter"
     # residual blocks
     num_draft_layers: int = 2
-    # recurrent; false: the state is the sum of the embeddings
+    # true: recurrent; false: the state is the sum of the embeddings
     rnn: bool = True
-    # width of the blocks; 0: twice the target's hidden size; other widths go through input_proj
+    # width of the blocks; 0: twice the target's hidden size; other widths add an input projection
     exit_dim: int = 0
-    # tokens of the shortlist, the most frequent ones of the training answers; 0: all
+    # size of the shortlist: the most frequent tokens of the training answers; 0: all tokens
     draft_vocab_size: int = 0
     # channels where the output layer starts as the target's lm_head: none | hidden | state | both
     warm_start: str = "none"
-    # residual blocks start as the identity
+    # whether residual blocks start as the identity
     zero_blocks: bool = False
 
 
@@ -30,5 +30,5 @@ class HeadTrainConfig(HeadJobConfig):
     """`python -m recurrent_drafting.train`: a recurrent head (ReDrafter) for the frozen target."""
 
     head: HeadShapeConfig = field(default_factory=HeadShapeConfig)
-    # number of beams in the real drafting that measures the finished head
+    # number of beams when the finished head is measured by real drafting
     beam_width: int = 8

@@ -4,7 +4,7 @@ The head reads the target's hidden state before the tip (training/heads/drafter.
 point masses in verification; sampled ones (`children=sampled`) are tested by p / q at every node.
 Greedy decoding and the coupled rule use top-k beams in any case. One beam is a chain. A row's plan
 (recurrent_drafting/plans.py) sets its steps, beams and nodes: all of them, or with measured costs
-those that pay.
+as many as pay.
 
 Shapes: B rows, H hidden size, N nodes proposed, P beams that a step starts from, V the target's
 vocabulary.
@@ -67,11 +67,11 @@ class RecurrentDrafter(HeadDrafter):
         """Draft with the head in a folder, or with a `head` in memory in its dtype and device.
 
         beam_width: number of beams. children: `sampled`, or `top_k` for the likeliest beams, as
-        published. by_cost: choose the numbers of steps, beams and verified nodes, and whether to
-        draft at all, by measured costs; beam_width and the draft length are then upper limits.
+        published. by_cost: decide from measured costs whether to draft, and with how many steps,
+        beams and verified nodes; beam_width and the draft length are then upper limits.
         execution: run fixed top-k drafts operation by operation (`eager`) or as one recorded step
         (`graph`, or `compiled`, which is the same as there is nothing to fuse); by default graph on
-        a GPU and eager on a CPU.
+        a GPU and eager on a CPU. Raises UserError for an invalid folder or argument.
         """
         head = load_to_draft(folder, head, load_head, dtype, device)
         name = name or ("recurrent" if folder is None else Path(folder).resolve().name)
@@ -114,9 +114,9 @@ class RecurrentDrafter(HeadDrafter):
         self._timed: dict[int, Choose] = {}  # choices of steps that are timed, by beams
 
     def width(self, gamma: int) -> int:
-        """Return the nodes of beams of gamma tokens.
+        """Return the number of nodes of beam_width beams of gamma tokens.
 
-        Raises UserError for more than the target's cache holds.
+        Raises UserError if they do not fit into the target's context.
         """
         nodes = self.beam_width * gamma
         if self._target is not None and nodes >= self._target.max_length:
@@ -129,7 +129,10 @@ class RecurrentDrafter(HeadDrafter):
         return nodes
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Set the target. Raises UserError for one of other sizes, or on another device."""
+        """Set the target, and the costs with `by_cost`.
+
+        Raises UserError if the target's sizes or its device differ from the head's.
+        """
         super().prepare(target, costs)
         if target is not self._target:
             if self.execution != "eager":
@@ -164,7 +167,7 @@ class RecurrentDrafter(HeadDrafter):
         return self._plans_B
 
     def choose_width(self) -> int:
-        """Return the largest number of beams to search."""
+        """Return the number of beams to search: beam_width, or with costs as many as pay."""
         if self._costs is None:
             return self.beam_width
         width = self._costs.frontier or best_width(self._costs, self.beam_width)
@@ -175,7 +178,7 @@ class RecurrentDrafter(HeadDrafter):
         return best_width(costs, self.beam_width)
 
     def expected_rate(self, costs: RoundCosts) -> float:
-        """Return the expected tokens per millisecond with the beams of these costs."""
+        """Return the expected tokens per millisecond with `costs.frontier` beams."""
         return width_rate(costs, min(costs.frontier or 1, self.beam_width))
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -192,7 +195,7 @@ class RecurrentDrafter(HeadDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft each row's beams, as long as its budget.
+        """Draft each row's beams, at most as long as its budget.
 
         Stopping policies limit the draft length before a round, not within it.
         """
@@ -233,11 +236,10 @@ class RecurrentDrafter(HeadDrafter):
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run a step from `frontier` beams, sampled or top-k as the last draft was.
+        """Run a step from `frontier` beams, sampled or top-k like the last draft.
 
-        With costs, a step from one beam is a chain's, which needs no tree: it is used when one beam
-        is searched. The first step of a tree takes a little longer; the difference counts as
-        overhead.
+        With costs, a step from one beam is timed as a step of a chain, which is searched with one
+        beam. The first step of a tree takes a little longer; the difference counts as overhead.
         """
         B, H = self._hidden_BH.shape
         width = 1 if frontier == 1 and self.capabilities.needs_costs else self.beam_width
@@ -252,7 +254,7 @@ class RecurrentDrafter(HeadDrafter):
         run_step(self.head, self.embed, context, states_BPH, self._timed[width])
 
     def _sampler_to_time(self, rows: int, width: int) -> Choose:
-        """Return the sampler of an imaginary round, whose noise is made once, as in each round."""
+        """Return the sampler of a fictitious round, whose noise is computed here and not timed."""
         vocabulary = self.head.config.vocab_size
         chooser = TokenChooser(Warper(1.0), "token", 0, vocabulary, self.device)
         chooser.begin([0] * rows, [0] * rows, [0] * rows, 3)

@@ -2,8 +2,8 @@
 
 The rows' plans set how much is drafted (recurrent_drafting/plans.py). Fixed drafts continue from
 all beams to the last step. With costs, a step starts from as many of the likeliest beams as the
-plan wants; the other beams stay nodes without children. Planners that read get the chances of a
-step on the host; others receive them after the round, with the accepted lengths.
+plan chooses; the other beams stay nodes without children. Some planners read the chances of a step
+on the host; the others receive them after the round, with the accepted lengths.
 
 Shapes: B rows, L steps, M = L W nodes searched, N nodes proposed, P beams that a step starts from,
 W beams, X any size.
@@ -29,7 +29,7 @@ TOKENS_STEP = 8
 
 
 class Draft(ABC):
-    """Base of both kinds of drafts."""
+    """Base class of top-k and sampled drafts."""
 
     choose: Choose
 
@@ -51,7 +51,7 @@ class Draft(ABC):
 
     @abstractmethod
     def proposal(self, beams: Beams) -> Proposal:
-        """Return the nodes as a chain or a tree."""
+        """Return the proposal, a chain or a tree of the nodes."""
 
     def _read(self, chances_BW: Callable[[], Tensor]) -> Sequence[Sequence[float]]:
         """Return the chances of a step on the host; empty for planners that do not read."""
@@ -61,7 +61,7 @@ class Draft(ABC):
         return list(read_BW)
 
     def _count_starts(self, chances_BW: Sequence[Sequence[float]]) -> list[int]:
-        """Return how many beams each row's next step starts from."""
+        """Return the number of beams that each row's next step starts from."""
         pairs = zip(self.by_cost_B, chances_BW, strict=True)
         return [plan.start_from(chances_W) for plan, chances_W in pairs]
 
@@ -82,7 +82,10 @@ def list_rooms(plans_B: Sequence[Plan]) -> list[int] | None:
 
 
 def count_nodes(counts_B: Sequence[int], most: int, device: torch.device) -> int:
-    """Return the number of nodes in the target's forward."""
+    """Return the number of nodes in the target's forward, at most `most`.
+
+    On a GPU, nodes and tip are rounded up to a multiple of TOKENS_STEP.
+    """
     nodes = max(counts_B)
     if not devices.runs_ahead(device):
         return nodes
@@ -92,7 +95,8 @@ def count_nodes(counts_B: Sequence[int], most: int, device: torch.device) -> int
 def tree_proposal(tree: Tree, counts_B: list[int] | None) -> Proposal:
     """Return the proposal of a tree.
 
-    counts_B: nodes of each row, or room for them, which padding fills; None reads the numbers.
+    counts_B: the number of nodes of each row, or a larger number, which padding fills; None reads
+    the numbers from the device.
     """
     if counts_B is None:
         (counts_B,) = devices.read(tree.counts_B)
@@ -104,8 +108,8 @@ def tree_proposal(tree: Tree, counts_B: list[int] | None) -> Proposal:
 def fixed_proposal(tree: Tree, rooms_B: list[int] | None) -> Proposal:
     """Return the proposal of fixed beams.
 
-    rooms_B: None proposes all nodes, whose number is read first; with room for some, it is read
-    after the round.
+    rooms_B: see `list_rooms`. None proposes all nodes, whose numbers are read first; otherwise the
+    numbers are read after the round.
     """
     proposal = tree_proposal(tree, rooms_B)
     if rooms_B is not None:
@@ -114,7 +118,7 @@ def fixed_proposal(tree: Tree, rooms_B: list[int] | None) -> Proposal:
 
 
 def pack_nodes(beams: Beams, keep_BM: Tensor) -> Tree:
-    """Return the tree of the masked nodes."""
+    """Return the tree of the nodes in a mask."""
     return pack(beams.tokens_BLW.flatten(1), edges(beams.parents_BLW), keep_BM)
 
 
@@ -201,7 +205,7 @@ class SampledDraft(Draft):
         self._chances: list[Tensor] = []
 
     def _admit(self, chances_BW: Tensor) -> Tensor:
-        """Return a mask of the children to sample, those with the largest chances.
+        """Return a mask of the children to sample, as many as the plans choose, likeliest first.
 
         A later sibling never has a larger chance, so siblings keep their order. Nodes that were not
         sampled get no children.
@@ -253,7 +257,7 @@ class SampledDraft(Draft):
 def make_sampler(
     head: Head, width: int, length: int, rows: int, chooser: Chooser, admit: Admit | None = None
 ) -> SampledBeams | SampledChain:
-    """Return the sampler of a round's beams."""
+    """Return the sampler of a round's beams. length: maximum draft length of its rows."""
     if width == 1:
         return SampledChain(head, chooser, admit)
     return SampledBeams(head, width, length, rows, chooser, admit)

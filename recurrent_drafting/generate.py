@@ -25,9 +25,10 @@ JOB = "recurrent_drafting.generate"
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Chat, or answer the prompts.
+    """Chat, or answer the prompts; with dry_run only print what would be done.
 
     Raises UserError for inconsistent options, and for an output that differs from the target's.
+    Raises Interrupted, which says where the answers are, if prompts are interrupted.
     """
     check(cfg)
     prompts = load_prompts(cfg) if cfg.prompts else []
@@ -52,7 +53,7 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
-    """Describe what a run would do.
+    """Return a description of what a run would do.
 
     Raises UserError for a missing target or an unusable drafter.
     """
@@ -80,7 +81,7 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
 
 
 def format_count(number: int, thing: str) -> str:
-    """Format a count, such as `1 prompt` or `2 prompts`."""
+    """Return a count with its noun, such as `1 prompt` or `2 prompts`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 

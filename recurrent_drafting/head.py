@@ -11,8 +11,8 @@ norm at the sequence's last cached token, and e_i the target's embedding of the 
     z <- z + SiLU(A z + a), once per residual block
     logits of token i + 1 = W z
 
-The weights are equal for all i, and h is constant during a draft. So the first linear map of h is
-computed once per draft (`context`), and only the state's half for every token.
+The weights are equal for all i, and h is constant during a draft. So h's half of the first linear
+map is computed once per draft (`context`), and only the state's half is computed for every token.
 
 Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V drafted
 vocabulary.
@@ -62,7 +62,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Contribution of the target's hidden state to every token of a draft."""
+    """The target's hidden state in the head's equations, computed once per draft."""
 
     # part of z before the first block; without `input_proj` only h, [R, H]
     input_RE: Tensor
@@ -70,7 +70,7 @@ class Context:
     first_RE: Tensor
 
     def select(self, index_N: Tensor) -> "Context":
-        """Return the context of these rows."""
+        """Return the context of these rows; a row may occur several times."""
         # its backward pass is far faster than indexing's
         input_NE = self.input_RE.index_select(0, index_N)
         return Context(
@@ -79,7 +79,7 @@ class Context:
         )
 
     def unsqueeze(self, dim: int) -> "Context":
-        """Return the context for several states per row."""
+        """Return the context with a new dimension, for several states per row."""
         return Context(self.input_RE.unsqueeze(dim), self.first_RE.unsqueeze(dim))
 
 
@@ -118,14 +118,14 @@ class Head:
         return state_RH + embedded_RH
 
     def context(self, hidden_RH: Tensor) -> Context:
-        """Return the computations that a draft's tokens share."""
+        """Return the results that all tokens of a draft share."""
         if not self.config.has_input_map:
             return Context(hidden_RH, hidden_RH)
         first_RE = self.from_hidden(hidden_RH.contiguous())
         return Context(first_RE if self.config.projects else hidden_RH, first_RE)
 
     def features(self, context: Context, state_RH: Tensor) -> Tensor:
-        """Return z after the last block, [R, E]; the context broadcasts over the state."""
+        """Return z after the last block, [R, E]. The context is broadcast over the states."""
         if self.config.projects:
             z_RE = context.input_RE + self.from_state(state_RH.contiguous())
         else:
@@ -138,7 +138,7 @@ class Head:
         return z_RE
 
     def to_target_ids(self, drafted_R: Tensor) -> Tensor:
-        """Convert indices into the logits to token ids of the target."""
+        """Convert indices into the head's logits to token ids of the target."""
         return drafted_R if self.token_ids_V is None else self.token_ids_V[drafted_R]
 
 
@@ -151,9 +151,9 @@ class ResidualBlock(nn.Module):
 
 
 class RecurrentHead(Head, nn.Module):
-    """The head in training, with the published names of its parameters.
+    """The head as a PyTorch module, whose parameters have the published names.
 
-    They are lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj.
+    These are lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj.
     """
 
     rnn_u: nn.Linear

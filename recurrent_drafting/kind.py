@@ -58,7 +58,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def drafter(
         self, head: RecurrentHead, shape: HeadConfig, config: HeadTrainConfig, sampled: bool
     ) -> Drafter:
-        """Return a drafter of beams, sampled ones if answers are sampled."""
+        """Return a drafter of `config.beam_width` beams, sampled or top-k."""
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)
 

@@ -1,8 +1,8 @@
 """The head with products laid out for a CPU: oneDNN's packed weights, as in the native target.
 
-The eager twin is `RecurrentHead`. Over eight beams a plain product with a vocabulary of 4,096 took
-1.17 ms on one thread of a shared machine, a third of a round, and the packed one 0.29 ms. There are
-no gradients.
+The eager twin is `RecurrentHead`. Over eight beams, a plain product with a vocabulary of 4,096 took
+1.17 ms on one thread of a shared machine, a third of a round, and the packed one 0.29 ms. Packed
+weights have no gradients.
 
 Shapes: E the blocks' width, H the target's hidden size, R rows (any leading dimensions), V drafted
 vocabulary.
@@ -44,6 +44,6 @@ class PackedHead(Head):
 
 
 def for_drafting(head: RecurrentHead) -> Head:
-    """Return the form of the head that drafts fastest on its device."""
+    """Return the packed head if its device and dtype support it, else the head itself."""
     output = head.output
     return PackedHead(head) if can_pack(output.device, output.dtype) else head

@@ -3,7 +3,7 @@
 A plan belongs to one row, so a row's draft does not depend on its neighbors. `Fixed` drafts all
 beams to the end of the budget, and `ChainByCost` a chain whose length pays at the row's acceptance
 rate. With costs and several beams the plan is a planner of decoding/stopping/planner.py. It reads
-the chances of each step, or, in batches and where reading is a wait, plans by past rounds. With
+the chances of each step, or plans from past rounds, in batches and where reading would wait. With
 costs, at most as many beams are searched as pay on the machine (`best_width`).
 
 A node is dropped for its depth or its chance, which are known before any test. Sampled nodes are
@@ -39,7 +39,7 @@ def list_widths(most: int) -> tuple[int, ...]:
 def width_rate(costs: RoundCosts, width: int) -> float:
     """Return the expected tokens per millisecond of `width` beams at their best draft length.
 
-    Every node is verified, and a step is accepted if one of its siblings is.
+    Assume that every node is verified, and that a step is accepted if one of its siblings is.
     """
     rejected = prod(1 - sibling_chance(place) for place in range(1, width))
     accepted = 1 - (1 - PRIOR) * rejected
@@ -56,17 +56,17 @@ def width_rate(costs: RoundCosts, width: int) -> float:
 def best_width(costs: RoundCosts, most: int) -> int:
     """Return the number of beams with the most expected tokens per millisecond, at most `most`.
 
-    It depends on the measured costs alone, so all requests search equally many beams.
+    It depends on the costs alone, so all requests search the same number of beams.
     """
     return max(list_widths(most), key=lambda width: (width_rate(costs, width), -width))
 
 
 class Room:
-    """The number of nodes that a row's tree of fixed beams has in the target's forward.
+    """The number of nodes that the target's forward holds of a row's tree of fixed beams.
 
-    It is the number that the latest trees needed, at most W x L. The nodes beyond it are dropped;
-    they belong to the last steps, which are accepted least often. The true number is read after the
-    round, so a row lacks room for one round at most.
+    It is the largest number that the latest trees needed, at most W x L. Nodes beyond it are
+    dropped; they belong to the last steps, which are accepted least often. The true number is read
+    after the round, so the next round has enough room again.
     """
 
     ROUNDS = 8
@@ -78,7 +78,7 @@ class Room:
         self._most = 0
 
     def nodes(self, most: int) -> int:
-        """Return the number of nodes for a draft of `most` nodes."""
+        """Return the number of nodes to hold of a draft with `most` nodes."""
         self._most = most
         return max((-(-needed * most // total) for needed, total in self._last), default=most)
 
@@ -99,26 +99,26 @@ class Fixed:
         self.room: int | None = None
 
     def begin(self, budget: int) -> int:
-        """Begin a round and return how many steps it has."""
+        """Begin a round and return its number of steps."""
         self.depth = budget
         self.room = None if self._room is None else self._room.nodes(self._width * budget)
         return budget
 
     def learn(self, answer: Any, accepted: int) -> None:
-        """End the round. answer: the number of nodes, None where it was not read."""
+        """End the round. answer: the number of nodes of the tree; None if it was not read."""
         if self._room is not None and answer is not None:
             self._room.learn(answer)
 
 
 class ChainByCost(Fixed):
-    """Plan of a chain whose length is chosen before the round; no step of it is read."""
+    """Plan of a chain whose length is chosen before the round, from the acceptance rate."""
 
     def __init__(self, costs: RoundCosts) -> None:
         super().__init__(1, ahead=False)
         self._planner = RoundPlanner(costs)
 
     def begin(self, budget: int) -> int:
-        """Begin a round and return how many steps it has; 0 if drafting does not pay."""
+        """Begin a round and return its number of steps, 0 if drafting does not pay."""
         self.depth = self._planner.chain_length(budget)
         return self.depth
 

@@ -1,4 +1,4 @@
-"""Predictions of recurrent heads in training (training/heads/kind.py), free of Hydra packages.
+"""Predictions of recurrent heads in training (training/heads/kind.py), without Hydra imports.
 
 One output layer predicts each token of a draft from the draft's state, which then advances by one
 token. Gradients flow through the recurrence of all states. With `own_tokens`, drafts continue from
@@ -36,7 +36,7 @@ class RecurrentPredictions:
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """Return the inputs of the output layer; each draft maps its hidden state only once."""
+        """Return the inputs (N, E) of the output layer; each hidden state is mapped only once."""
         context = head.context(states_PC[where.drafts_M])
         state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
         reached = [state_MH]
@@ -66,7 +66,7 @@ class RecurrentPredictions:
 
 @torch.no_grad()
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
-    """Return the head's likeliest next token for every draft, as ids of the target [M]."""
+    """Return the likeliest next token of each draft, as token ids [M] of the target."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
 
 

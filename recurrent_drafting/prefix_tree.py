@@ -27,13 +27,13 @@ class Tree:
     """The kept nodes in the order of steps, padded per row (token 0, parent NO_NODE)."""
 
     tokens_BM: Tensor
-    parents_BM: Tensor  # index among the kept nodes; -1: the tip
+    parents_BM: Tensor  # parent's index among the kept nodes; -1: the tip
     counts_B: Tensor
-    places_BM: Tensor  # index of every original node among the kept ones; M: dropped
+    places_BM: Tensor  # index among the kept nodes of every original node; M: it was dropped
 
 
 def edges(parents_BLW: Tensor) -> Tensor:
-    """Convert back pointers (beams of the previous step) to indices of nodes (B, M).
+    """Convert back pointers (beams of the previous step) to the parents' nodes (B, M).
 
     The back pointers of the first step are 0, and its nodes get -1.
     """
@@ -43,13 +43,13 @@ def edges(parents_BLW: Tensor) -> Tensor:
 
 @cache  # never freed, as recorded graphs read it
 def _offsets(length: int, width: int, device: torch.device) -> Tensor:
-    """Return the index of the first node of the previous step, (L, 1); -1 at the first step."""
+    """Return for each step the first node of the step before, (L, 1); -1 for the first step."""
     with torch.inference_mode(False):
         return devices.tensor([-1, *range(0, (length - 1) * width, width)], device)[:, None]
 
 
 def mask_survivors(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
-    """Return a mask (B, M) of the nodes in a beam of the row's last step.
+    """Return a mask (B, M) of the nodes that a beam of their row's last step contains.
 
     depths_B: number of steps of each row, 0 to L.
     """

@@ -1,4 +1,4 @@
-"""Top-k beams as one recorded step, packing included, for a number of rows and a temperature.
+"""Top-k drafts, packing included, recorded for each number of rows and temperature.
 
 The eager twin is `search` with `TopBeams`. Shapes are fixed and nothing waits for the device, so a
 CUDA graph holds the complete draft. It is recorded at its first use and then replayed. Only the
@@ -51,9 +51,10 @@ class RecordedBeams:
         temperature: float,
         rooms_B: list[int] | None,
     ) -> Proposal:
-        """Return the proposal, valid until the next call.
+        """Return the rows' proposal, which is valid until the next call.
 
-        depths_B: draft length of each row. rooms_B: see `recurrent_drafting.drafts.list_rooms`.
+        tips, hidden_BH: each row's last token, and the target's hidden state before it. depths_B:
+        draft length of each row. rooms_B: see `recurrent_drafting.drafts.list_rooms`.
         """
         self._longest = max(self._longest, *depths_B)
         found = self._recordings.get((len(tips), temperature))

@@ -1,7 +1,7 @@
 """Beams whose siblings are sampled without replacement, for exact p / q tests at every node.
 
 decoding/drafters/trees/sampled_children.py proves exactness for all trees. Here a step first
-settles how many children each node gets, by the nodes of earlier steps and the head's
+settles how many children each node gets, from the nodes of earlier steps and the head's
 distributions, and samples them afterwards. Their noise is used once: it is keyed by seed, request,
 round, position, node and symbol. A node's children are the first of S exponential clocks with rates
 q, in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
@@ -15,7 +15,7 @@ Stochastic beam search (Kool et al., section 4) takes the W earliest of all node
 p / q exact too (Jeon et al. 2024, arXiv 2402.14160), even for the last beams alone: a child's
 presence depends on its clock and on those that rang before, which carry no information about its
 token. Any choice among children by their tokens breaks the law, such as dropping unlikely ones or
-testing the likeliest first. The tests show both.
+testing the likeliest first. Tests show both results.
 
 The chance of a node's j-th child is that it is tested and accepted (decoding/stopping/planner.py).
 Before sampling, the first child of every node has the same chance; with costs, its mean over q. The
@@ -65,7 +65,7 @@ class Constants:
 
 @lru_cache
 def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device) -> Constants:
-    """Return the constants of a number of beams and symbols; dtype: that of probabilities."""
+    """Return the constants for W = `width` beams and S = `symbols`. dtype: of the probabilities."""
     with torch.inference_mode(False):
         counters_WX = torch.arange(width * (symbols + 1), device=device).view(width, symbols + 1)
         like = torch.zeros((), dtype=dtype, device=device)
@@ -83,7 +83,7 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
 
 
 class SampledBeams:
-    """The choice of W sampled nodes a step, for two beams or more."""
+    """The choice of W sampled nodes per step, for two or more beams."""
 
     def __init__(
         self,
@@ -94,7 +94,10 @@ class SampledBeams:
         chooser: Chooser,
         admit: Admit | None = None,
     ) -> None:
-        """Make the round's noise. admit: chooses by costs which children are sampled; None: all."""
+        """Compute the noise of a round of B = `rows` rows and at most L = `length` steps.
+
+        admit: returns the mask of the W children to sample, given their chances; None: all of them.
+        """
         self.head, self.width, self.length = head, width, length
         self.chooser, self.admit = chooser, admit
         self.has_tail = not chooser.warper.truncates
@@ -147,8 +150,8 @@ class SampledBeams:
         """Return places, probabilities and rates (B, P, S) of the symbols, and the tail (B, P, V).
 
         Places are indices into the head's vocabulary, likeliest first. Probabilities are those of
-        the tokens; rates are those that symbols are sampled by. With a tail, it is the last symbol,
-        and its token is sampled here.
+        the S likeliest tokens; rates are the probabilities with which symbols are sampled. A tail
+        is the last symbol; its token is sampled here, and its rate is the tail's total probability.
         """
         if not self.has_tail:
             top = logits_BPV.topk(self.symbols, dim=-1)
@@ -168,9 +171,9 @@ class SampledBeams:
         return torch.cat((candidates_BPK, found_BP1), 2), top.values, rates_BPS, tail_BPV
 
     def nodes(self, beams: Beams) -> tuple[Tensor, Tensor, TopRows]:
-        """Return tokens and parents (B, M) of all nodes, and the distributions of their children.
+        """Return tokens and parents (B, M) of all nodes, and the distributions of children.
 
-        The distributions are those of the tip's children and of the expanded nodes'.
+        There is a distribution for the children of the tip and of each expanded node.
         """
         ids_BQS = self.head.to_target_ids(beams.join(lambda step: step.places_BPS))
         tail_BQV = None
@@ -184,10 +187,11 @@ class SampledBeams:
 def prior_chances(
     sampled_BPW: Tensor | None, above_BP1: Tensor | None, fixed: Constants
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the chances (B, P, W) that children are tested and accepted.
+    """Return the chances (B, P, W) that children are tested and accepted, estimated from priors.
 
-    The first are known before sampling and depend on the order alone. The second depend on the
-    children's probabilities `sampled_BPW` too. above_BP1: chances of the nodes; None: 1.
+    There are two estimates. The first is known before sampling and depends on the children's order
+    alone. The second also depends on their probabilities `sampled_BPW`; without these it is None.
+    above_BP1: chances that the children's nodes are accepted; None: 1.
     """
     before_BPW = fixed.before_W[None, None] if above_BP1 is None else above_BP1 * fixed.before_W
     if sampled_BPW is None:
@@ -199,7 +203,10 @@ def prior_chances(
 def head_chances(
     probs_BPS: Tensor, sampled_BPW: Tensor | None, above_BP1: Tensor | None, siblings: Siblings
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same by each node's distribution `probs_BPS`, for plans that weigh costs."""
+    """Return the estimates of `prior_chances`, but from each node's distribution `probs_BPS`.
+
+    Plans with costs use them. siblings: see `Constants`.
+    """
     first_BP1 = chance_of(probs_BPS.square().sum(-1, keepdim=True))
     tested_BPW = siblings.tested(first_BP1)
     if above_BP1 is not None:
@@ -214,7 +221,10 @@ class SampledChain:
     """The choice of one beam, whose tokens are sampled from the head's complete distribution."""
 
     def __init__(self, head: Head, chooser: Chooser, admit: Admit | None = None) -> None:
-        """admit: chooses by costs whether a step's token is sampled; None: it always is."""
+        """Choose a chain's tokens.
+
+        admit: returns whether a step's token is sampled, given its chance; None: it always is.
+        """
         self.head, self.chooser, self.admit = head, chooser, admit
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
@@ -231,6 +241,6 @@ class SampledChain:
         )
 
     def q(self, beams: Beams) -> Tensor:
-        """Return the distributions (B, L, target's vocabulary) of the sampled tokens."""
+        """Return the distributions (B, L, V of the target) that the tokens were sampled from."""
         q_BLV = beams.join(lambda step: step.q_BPV)
         return spread(q_BLV, self.head.token_ids_V, self.head.config.vocab_size, 0.0)

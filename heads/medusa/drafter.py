@@ -83,7 +83,7 @@ class MedusaDrafter(HeadDrafter):
         self._choose_tree(None)
 
     def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
-        """Return a chain, or the given nodes with the prefixes of their paths; None without nodes."""
+        """Return a chain, or the given nodes and the prefixes of their paths; None for no nodes."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
         if choices is None:

@@ -50,7 +50,7 @@ class MedusaKind(HeadKind):
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        """Return the inputs (N, H) of the heads' projections, which do not depend on drafted tokens."""
+        """Return the inputs (N, H) of the projections, which do not depend on drafted tokens."""
         states_MH = states_PC[where.drafts_M]
         of_head = [head.features(states_MH, k) for k in range(len(where.counts_K))]
         places_N = where.head_N * len(where.drafts_M) + where.draft_N

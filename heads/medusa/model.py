@@ -94,7 +94,7 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def start_from(self, lm_head_VH: Tensor) -> None:
-        """Set every projection to the drafted tokens' rows of the target's lm_head [vocabulary, H]."""
+        """Initialize every projection with its tokens' rows of the target's lm_head."""
         rows_VH = lm_head_VH if self.token_ids_V is None else lm_head_VH[self.token_ids_V]
         for projection in self.projections:
             assert isinstance(projection, nn.Linear)

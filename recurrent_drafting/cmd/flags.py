@@ -20,11 +20,12 @@ from serving.config import GenerateConfig
 SETTINGS = {field.name for field in fields(GenerateConfig)}
 ON_FILE = "--config-file"  # of jobs.job, for a saved configuration
 TRUE, FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
+NUMBERS: dict[str, Callable[[str], float]] = {"a number": float, "a whole number": int}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def quoted(value: str) -> str:
-    """Quote a text for Hydra, where a backslash is literal except before a quote or the end."""
+    """Quote a string for Hydra, where a backslash is literal except before a quote or the end."""
     doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", value)
     return "'" + doubled.replace("'", "\\'") + "'"
 
@@ -35,7 +36,10 @@ def _mt_bench(value: str) -> str:
 
 
 def _limit(flag: str, key: str, unlimited: str) -> Callable[[str], str]:
-    """Return the override of a limit; negative values become 0, which means no limit."""
+    """Return a function that converts a limit to an override; negative values become 0, no limit.
+
+    It raises UserError for 0. unlimited: what a negative value means, for the message.
+    """
 
     def override(value: str) -> str:
         if int(value) == 0:
@@ -52,10 +56,10 @@ class Flag(NamedTuple):
 
     name: str
     takes: str
-    # our default, and the published one
+    # the default here, and the published one
     default: str
     published: str
-    # the override with {} for the value, or a function that returns it, empty for none
+    # the override with {} for the value, or a function of the value that returns it; empty: none
     override: str | Callable[[str], str]
     help: str
 
@@ -67,9 +71,9 @@ class Flag(NamedTuple):
     def override_of(self, value: str) -> str:
         """Return the override for a value. Raises UserError for an invalid value."""
         valid = bool(value)
-        if self.takes == "a number":
+        if self.takes in NUMBERS:
             try:
-                float(value) if self.name == "temperature" else int(value)
+                NUMBERS[self.takes](value)
             except ValueError:
                 valid = False
         elif self.name == "dtype":
@@ -97,18 +101,19 @@ FLAGS = (
     Flag("eval_mt_bench", "true, false or a file", "false", "false", _mt_bench,
          "answer MT-bench instead of chatting: both turns of every question, not the first alone; "
          "a file is read instead of the cache of `datasets`"),
-    Flag("max_num_prompts", "a number", "all", "-1",
+    Flag("max_num_prompts", "a whole number", "all", "-1",
          _limit("max_num_prompts", "max_prompts", "all"),
-         "number of prompts to answer; negative: all; fewer prompts than that are no error"),
-    Flag("max_prompt_length", "a number", "the context", "50",
+         "number of prompts to answer; negative: all; having fewer prompts is not an error"),
+    Flag("max_prompt_length", "a whole number", "the context", "50",
          _limit("max_prompt_length", "max_prompt_tokens", "as long as the context"),
          "longest prompt; counts tokens of the rendered prompt, not characters; longer ones are "
          "left out and counted; negative: as long as the context; it does not extend answers"),
-    Flag("max_generation_length", "a number", "256", "60", "max_new_tokens={}",
-         "most tokens of the answer alone; none after its end token is emitted or counted"),
-    Flag("beam_width", "a number", "10", "10", "beam_width={}",
+    Flag("max_generation_length", "a whole number", "256", "60", "max_new_tokens={}",
+         "most tokens of an answer, without its prompt; tokens after its end token are neither "
+         "emitted nor counted"),
+    Flag("beam_width", "a whole number", "10", "10", "beam_width={}",
          "largest number of beams of a recurrent head; by_cost=false fixes it"),
-    Flag("beam_length", "a number", "5", "-1 (refused)",
+    Flag("beam_length", "a whole number", "5", "-1 (refused)",
          lambda value: "" if int(value) == -1 else f"beam_length={int(value)}",
          "most tokens of a beam, including the target's first one; -1 selects the default; "
          "by_cost=false fixes it"),
@@ -116,17 +121,17 @@ FLAGS = (
          "temperature of sampling, which is lossless here"),
     Flag("greedy_search", "true or false", "false", "false", "temperature=0",
          "take the target's likeliest token; overrides --temperature"),
-    Flag("rng_seed", "a number", "123", "123", "seed={}",
+    Flag("rng_seed", "a whole number", "123", "123", "seed={}",
          "seed of sampling; samples differ from the published tool's; verify=coupled gives those "
          "of plain decoding"),
-    Flag("batch_size", "a number", "1", "1", "batch_size={}",
+    Flag("batch_size", "a whole number", "1", "1", "batch_size={}",
          "prompts decoded together; the last batch may have fewer and is not dropped; finished "
          "rows cost nothing"),
     Flag("dtype", " | ".join(DTYPES), "fp32", "bf16", lambda value: f"target.dtype={DTYPES[value]}",
          "dtype of weights and activations; in half precision outputs differ from plain decoding's "
          "where two tokens nearly tie; with fp32 the head drafts in bfloat16 if the machine "
          "multiplies it natively, which changes no output"),
-    Flag("use_gpu", "a number", "a GPU if there is one", "0",
+    Flag("use_gpu", "a whole number", "a GPU if there is one", "0",
          lambda value: f"target.device={'cpu' if int(value) < 0 else f'cuda:{int(value)}'}",
          "which GPU; negative: the CPU"),
     Flag("autoregression", "true or false", "false", "false", "++drafter={use: none}",
@@ -136,10 +141,10 @@ FLAGS = (
 
 
 def to_overrides(arguments: Sequence[str]) -> list[str]:
-    """Replace every flag of a command line by Hydra overrides.
+    """Return the arguments of a command line with every flag converted to a Hydra override.
 
-    -h, --help, -m and --multirun stay. Raises UserError for an unknown flag, naming the nearest
-    one, and for an invalid value.
+    Overrides, -h, --help, -m and --multirun are kept. Raises UserError for an unknown flag, naming
+    the nearest one, and for a missing or invalid value.
     """
     if ON_FILE in arguments[:1]:
         return list(arguments)
@@ -171,7 +176,10 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def _next_value(flag: Flag, rest: list[str]) -> str:
-    """Remove the value of a flag from the rest of the command line and return it."""
+    """Remove a flag's value from the rest of the command line and return it.
+
+    Raises UserError if there is none and the flag needs one.
+    """
     following = rest[0] if rest else None
     if flag.is_switch:
         # A word that is neither a flag nor an override can only be the file.
@@ -182,7 +190,7 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
             return rest.pop(0)
         return "true"
     if following is None or following.startswith("--"):
-        examples = {"text": "FOLDER", "a number": flag.published.split()[0]}
+        examples = {"text": "FOLDER", **dict.fromkeys(NUMBERS, flag.published.split()[0])}
         raise UserError(
             f"--{flag.name} has no value, expected {flag.takes}, such as --{flag.name} "
             f"{examples.get(flag.takes, flag.takes.split()[0])}"
@@ -191,7 +199,7 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
 
 
 def _expand_drafter(word: str) -> str:
-    """Expand `drafter=NAME` to a mapping; Hydra would look for a file of the group.
+    """Expand `drafter=NAME` to a mapping, since Hydra would look for a file of the group.
 
     The override is forced (++), since the mapping accepts all options of the drafter's class.
     """
@@ -205,9 +213,9 @@ def _expand_drafter(word: str) -> str:
 
 
 def print_flags(console: Console) -> None:
-    """Print the flags with their defaults, ours and the published ones."""
+    """Print the flags with their defaults here and in the published tool."""
     console.print(
-        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false need "
+        "Flags of the published tool, as --flag VALUE or --flag=VALUE; flags of true or false need "
         "no value:"
     )
     for flag in FLAGS:
