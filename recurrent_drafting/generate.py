@@ -28,7 +28,7 @@ def run(cfg: GenerateConfig) -> None:
     """Chat, or answer the prompts; with dry_run only print what would be done.
 
     Raises UserError for inconsistent options, and for an output that differs from the target's.
-    Raises Interrupted, which says where the answers are, if prompts are interrupted.
+    Raises Interrupted, naming the file of the answers so far, on Ctrl-C during prompts.
     """
     check(cfg)
     prompts = load_prompts(cfg) if cfg.prompts else []

@@ -39,7 +39,7 @@ def list_widths(most: int) -> tuple[int, ...]:
 def width_rate(costs: RoundCosts, width: int) -> float:
     """Return the expected tokens per millisecond of `width` beams at their best draft length.
 
-    Assume that every node is verified, and that a step is accepted if one of its siblings is.
+    Every node is verified, and a step counts as accepted if one of its siblings is.
     """
     rejected = prod(1 - sibling_chance(place) for place in range(1, width))
     accepted = 1 - (1 - PRIOR) * rejected
@@ -66,7 +66,7 @@ class Room:
 
     It is the largest number that the latest trees needed, at most W x L. Nodes beyond it are
     dropped; they belong to the last steps, which are accepted least often. The true number is read
-    after the round, so the next round has enough room again.
+    after the round, so a row lacks room for at most one round at a time.
     """
 
     ROUNDS = 8

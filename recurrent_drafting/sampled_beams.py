@@ -191,7 +191,7 @@ def prior_chances(
 
     There are two estimates. The first is known before sampling and depends on the children's order
     alone. The second also depends on their probabilities `sampled_BPW`; without these it is None.
-    above_BP1: chances that the children's nodes are accepted; None: 1.
+    above_BP1: chances that the P nodes are accepted; None: 1.
     """
     before_BPW = fixed.before_W[None, None] if above_BP1 is None else above_BP1 * fixed.before_W
     if sampled_BPW is None:

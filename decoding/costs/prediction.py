@@ -88,7 +88,7 @@ class Costs:
         return self.V_at(1 + _interpolate(self.nodes, gamma))
 
     def round(self, gamma: float) -> float:
-        """Return the cost of a round, for a chain gamma c + V(gamma + 1) + o."""
+        """Return the cost of a round; for a chain it is gamma c + V(gamma + 1) + o."""
         return self.draft(gamma) + self.verify(gamma) + self.overhead
 
     @property
@@ -122,8 +122,8 @@ def _interpolate(by_gamma: Mapping[int, float], gamma: float) -> float:
 def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
     """Return (tokens, cost in target steps) of PEARL's mean round, at the same alpha at all depths.
 
-    A pre-verify round emits one token and leads to post-verify with probability alpha. A post-
-    verify round tests gamma tokens and stays in that phase if all are accepted. The stationary
+    A pre-verify round emits one token and leads to post-verify with probability alpha. A
+    post-verify round tests gamma tokens and stays in that phase if all are accepted. The stationary
     share of post-verify is alpha / (1 + alpha - alpha^gamma). A round costs its longer lane plus
     the rest.
     """
@@ -159,10 +159,10 @@ def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, floa
 
 
 def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
-    """Return the alpha, equal at all depths, at which the speedup without overlap is 1.
+    """Return the alpha, equal at all depths, at which the predicted speedup is 1.
 
-    Returns None if the speedup is below 1 even at alpha = 1. Bisection finds it, as E increases
-    with alpha.
+    Overlap is ignored. Returns None if the speedup is below 1 even at alpha = 1. The search is a
+    bisection, as E increases with alpha.
     """
     cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
     if cost > gamma + 1.0:
@@ -189,7 +189,7 @@ def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether drafting can pay, from measured alpha_k, V, c and o alone."""
+    """A verdict on whether drafting can pay, from measured alpha_k, V, c and o alone."""
 
     helps: bool
     gamma: int  # the best draft length, even if it loses

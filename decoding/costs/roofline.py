@@ -1,8 +1,8 @@
 """The roofline of a forward: the bytes that it must read, and its floating-point operations.
 
 A forward reads every weight once, and the committed keys and values once per row; its operations
-grow with the number of new tokens. The time of a forward is at least the longer of the two: while
-reading takes longer, more tokens cost nothing.
+grow with the number of new tokens. A forward takes at least the time of its reads and at least that
+of its operations: while the reads take longer, more tokens cost nothing.
 
 Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size, L layers.
 """

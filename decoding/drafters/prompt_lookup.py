@@ -1,8 +1,8 @@
 """Lookup: find the last tokens earlier in the prompt or output, and propose their continuation.
 
-Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
-and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. Their
-tokens are point masses, so sampling verifies them without q.
+Prompt lookup (Saxena 2023) is the control row of every report: it costs almost nothing, needs no
+model, and wins wherever text repeats itself. Suffix lookup finds the longest match of any length.
+Their tokens are point masses, so sampling verifies them without q.
 
 Shapes: B rows, N drafted tokens.
 """

@@ -209,7 +209,7 @@ class MultiProcessTarget(Protocol):
 
 @contextmanager
 def separate_cores(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
-    """Bind this process to the cores that the worker does not use, one thread a core.
+    """Bind this process to the cores that the worker does not use, one thread per core.
 
     The binding ends with the `with` block. The processes of a parallel target share these cores.
     Nothing is bound if the drafter has draft_cores=0. Raises UserError if a parallel target has

@@ -77,7 +77,7 @@ class AdaptiveConfidence(Confidence):
 
 
 class Entropy(AdaptiveConfidence):
-    """AdaEDL's policy (arXiv 2410.18351): stop at a low lower bound of the acceptance rate.
+    """AdaEDL's policy (arXiv 2410.18351): stop at a small lower bound of the acceptance rate.
 
     The bound, 1 - sqrt(0.2 H(q)), is computed from the distribution q of the last token and
     compared with a threshold, which adapts as in Draft & Verify. The last token is kept: its draft

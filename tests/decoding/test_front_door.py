@@ -138,7 +138,7 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
     [
         ("ranked_tre", r"'ranked_tre' is neither a folder .*; the nearest is 'ranked_tree'\.$"),
         ("zzz", r"neither a folder \(looked in .*\) nor the name of a drafter \(budget_tree, .*\)"),
-        ("chain", r"'chain' has no folder, .* Give a mapping, \{'use': 'chain', 'folder': ...\}"),
+        ("chain", r"'chain' has no folder, .* Use a mapping, \{'use': 'chain', 'folder': ...\}"),
         ("self_speculation", "has no skips, which is required"),
         ({"folder": "x"}, "mapping with `use`"),
         ({}, "mapping with `use`"),

@@ -190,7 +190,7 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
             ChainDrafter,
             "verify=block cannot do. Use verify=token or verify=coupled",
         ),
-        ({}, ChainWithLookup, "needs a chain drafter that runs in parallel"),
+        ({}, ChainWithLookup, "needs a chain drafter that can run"),
         ({"schedule": "pearl_wall"}, ChainDrafter, "needs a drafter in a separate process"),
         ({"schedule": "pearl_virtual_wo_pre"}, ChainDrafter, "runs one prompt at a time, found 2"),
     ],

@@ -17,7 +17,7 @@ from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Token
 def k_config(branching: Sequence[int], depth: int) -> set[Path]:
     """Return the paths of a tree of this depth, with branching[d] children per node at depth d.
 
-    Nodes deeper than `branching` is long have one child.
+    At depths for which `branching` has no number, nodes have one child.
     """
     counts = [*branching[:depth], *[1] * (depth - len(branching))]
     ends = range(1, depth + 1)
