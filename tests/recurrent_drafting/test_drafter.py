@@ -296,7 +296,7 @@ def test_invalid_input_is_named() -> None:
         decode(markov(max_length=20), drafter_with(), [[1] * 20], settings_of("greedy"))
     with pytest.raises(UserError, match="prompt 0 is empty"):
         decode(markov(), drafter_with(), [[]], settings_of("greedy"))
-    with pytest.raises(UserError, match="needs a chain drafter that runs in parallel"):
+    with pytest.raises(UserError, match="needs a chain drafter that can run"):
         decode(markov(), drafter_with(), [[1]], settings_of("greedy", schedule="pearl_virtual"))
     with pytest.raises(UserError, match="needs measured costs"):
         decode(markov(), drafter_with(by_cost=True), [[1]], settings_of("greedy"))
