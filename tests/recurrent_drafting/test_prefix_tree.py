@@ -71,7 +71,7 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
 
 
 def test_beams_share_prefixes() -> None:
-    """Check that sharing removes over a tenth of the tokens (30 to 60 % as published)."""
+    """Check that sharing removes 30 to 60 % of the tokens, as published."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 9, seed=0)
     tree = pack(
         tokens_BLW.flatten(1), edges(parents_BLW), mask_survivors(parents_BLW, torch.tensor([5]))
