@@ -233,8 +233,8 @@ class Sweep:
     def run(self, composed: DictConfig) -> None:
         """Run one member in a new folder and process. A failure does not stop the other members.
 
-        A launcher other than Hydra's default (submitit) does not share this process's memory, so a
-        failure raises UserError there.
+        Under a launcher other than Hydra's default, such as submitit, members do not share the list
+        of failures, so a failure raises UserError.
         """
         varying = [
             text

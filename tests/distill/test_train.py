@@ -334,7 +334,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
         (
             ["parallel.processes=2"],
-            "parallel.kind is single in a job of 2 ranks: give parallel=ddp",
+            "parallel.kind is single in a job of 2 ranks: use parallel=ddp",
         ),
         (
             ["data.max_length=100000"],

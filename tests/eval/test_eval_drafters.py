@@ -205,11 +205,11 @@ def test_lookup_precedes_models_only(home):
     for wrong, words in (
         (
             {"lookup": 3, "schedule": "pearl_virtual"},
-            "lookup=3 does not work with schedule 'pearl_virtual', .* give schedule=serial",
+            "lookup=3 does not work with schedule 'pearl_virtual', .* use schedule=serial",
         ),
         (
             {"schedule": "pearl_virtual", "stopping": "entropy"},
-            "policy that learns .* Give stopping=fixed or confidence",
+            "policy that learns .* Use stopping=fixed or confidence",
         ),
     ):
         with pytest.raises(UserError, match=words):

@@ -256,7 +256,7 @@ def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path):
             composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig
         )
         with pytest.raises(
-            UserError, match="is not a folder: .*taken.* is a file. Give another output_dir="
+            UserError, match="is not a folder: .*taken.* is a file. Set another output_dir="
         ):
             RunFolder(config)
 
