@@ -132,7 +132,7 @@ def test_a_sharded_target_needs_a_share_of_the_memory(tiny_target, tmp_path, cap
     )
     if not torch.cuda.is_available():
         assert (
-            "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in output
+            "memory of each of 8 ranks (fsdp; set parallel.processes for another number)" in output
         )
 
 

@@ -90,9 +90,8 @@ def test_a_rank_of_a_killed_command_keeps_the_lock(tmp_path: Path):
     owner = run_in_fork(start_a_rank)
     rank = int(os.read(ready, 20))
     kill(owner)
-    with pytest.raises(
-        UserError, match=rf"process {owner} .*has ended, but a process that it started still runs.*fuser"
-    ):
+    words = rf"process {owner} .*has ended, but a process that it started still runs.*fuser"
+    with pytest.raises(UserError, match=words):
         hold(tmp_path)
     os.kill(rank, signal.SIGKILL)
     deadline = time.monotonic() + 10
