@@ -42,7 +42,7 @@ def choose_layers(shape: StudentConfig, target_layers: int) -> list[int]:
 
 
 def space_evenly(count: int, layers: int) -> list[int]:
-    """Return `count` evenly spaced layers from the first to the last; if `count` is 1, the first."""
+    """Return `count` evenly spaced layers from the first to the last; for a count of 1, [0]."""
     if count == 1:
         return [0]
     return [round(index * (layers - 1) / (count - 1)) for index in range(count)]

@@ -42,7 +42,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
 
 
 def schema_for(job: str, *overrides: str) -> type[JobConfig]:
-    """Return the schema of a job, which depends on the kind of head in heads.train."""
+    """Return the schema of a job; for heads.train, it depends on the kind of head."""
     return schema_of(find_kind_name(overrides)) if job == "heads.train" else SCHEMAS[job]
 
 

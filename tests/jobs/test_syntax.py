@@ -1,4 +1,4 @@
-"""Command lines that Hydra cannot read: the error gives the place and a correct form."""
+"""Command lines that Hydra cannot read: the error states the position and the correct form."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Answers to prompts in batches: all answered, compared with plain decoding and counted."""
+"""Batched answers to prompts: they are compared with plain decoding, counted and saved."""
 
 import io
 import json
