@@ -41,7 +41,7 @@ _WRITERS = ("o_proj", "down_proj")
 # Modules whose weights have residual channels as columns.
 _READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-# Modules whose tensors are no weights; older versions of transformers stored this table.
+# Modules whose tensors are not weights; older versions of transformers stored this table.
 _NOT_WEIGHTS = ("rotary_emb",)
 # Size of the random text on which both models are compared.
 _ROWS, _TOKENS = 4, 64

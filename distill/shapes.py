@@ -83,9 +83,8 @@ def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
 def _fill_widths(shape: StudentConfig, theirs: Mapping[str, int]) -> dict[str, Any]:
     """Return the student's widths, with the target's for those that are 0.
 
-    If the number of query heads is set and that of key/value heads is 0, the target's number of
-    key/value heads is kept or, if it does not divide the query heads, the next smaller one that
-    does.
+    If only the number of query heads is set, the number of key/value heads is the target's or, if
+    this does not divide the query heads, the next smaller number that does.
     """
     widths = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:

@@ -282,7 +282,7 @@ def _known_names() -> list[str]:
 def _class_and_options(name: str) -> dict[str, Any]:
     """Return the `_target_` and options of a name.
 
-    Those of its file in conf/drafter override the registry's. Raises UserError for a name without a
+    Values in conf/drafter/NAME.yaml override the registry's. Raises UserError for a name without a
     `_target_`.
     """
     file, entry = CONF / f"{name}.yaml", DRAFTERS.get(name)

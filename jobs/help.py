@@ -1,6 +1,6 @@
 """`--help` of every job: its purpose, its usage, and each setting with its value and meaning.
 
-The values are those of the command line: `+experiment=smoke --help` shows the values of that
+The values take the command line into account: `+experiment=smoke --help` shows the values of that
 experiment. The meanings are the comments on the fields of the dataclasses.
 """
 

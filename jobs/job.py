@@ -183,7 +183,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
 
 
 def _check_slurm() -> None:
-    """Raise UserError where Hydra cannot submit the members of a sweep to Slurm."""
+    """Raise UserError if Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
             "hydra/launcher=slurm needs Hydra's submitit launcher. Run pip install "

@@ -46,7 +46,7 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        """Start a child. environment: its variables; None: those of this process."""
+        """Start a child process. environment: its variables; None: as in this process."""
         self.processes.append(
             subprocess.Popen(
                 command, env=environment, start_new_session=True, pass_fds=held_descriptors()
@@ -89,7 +89,7 @@ def run_child(command: list[str], what: str, environment: dict[str, str] | None 
     """Run one command to its end and return its exit status.
 
     what: name of the command in the message of an interruption. environment: variables of the
-    command; None: those of this process. Raises Interrupted if a signal stopped the command.
+    command; None: as in this process. Raises Interrupted if a signal stopped the command.
     """
     with Children() as children:
         children.start(command, environment)

@@ -1,4 +1,4 @@
-"""Rank of this process, and the barrier where the ranks of one job wait for each other.
+"""Rank of this process, and the barrier at which the ranks of one job wait for each other.
 
 torchrun, deepspeed, our launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
 torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,

@@ -60,7 +60,7 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
 def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
     """Return the error for a damaged file.
 
-    error: the exception of the reader. content: the bytes of the file, where they could be read.
+    error: the exception of the reader. content: the bytes of the file; None if it was not read.
     """
     return UserError(f"{path} is damaged: {reason_of(error, content)[:200]}. {remedy}")
 
@@ -68,7 +68,7 @@ def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = N
 def reason_of(error: Exception, content: bytes | None) -> str:
     """Describe the damage that an exception found, without Python's messages about types.
 
-    content: the damaged bytes, where they could be read.
+    content: the damaged bytes; None if they were not read.
     """
     if isinstance(error, RecursionError):
         return "values nested too deeply"

@@ -177,7 +177,7 @@ def _may_be_running(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process on this host; empty where it does not exist."""
+    """Return the start time of a process on this host; empty if there is no such process."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:

@@ -254,7 +254,7 @@ def check_required_settings(composed: DictConfig) -> None:
 def run_on_file(composed: DictConfig, job: str, environment: dict[str, str] | None = None) -> int:
     """Run `python -m <job>` on a saved configuration in a fresh process. Returns its exit status.
 
-    environment: variables of the process; None: those of this one. Raises Interrupted if a signal
+    environment: variables of the new process; None: as in this one. Raises Interrupted if a signal
     stopped it.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:

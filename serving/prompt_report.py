@@ -120,7 +120,7 @@ def _totals(answers: Sequence[PromptAnswer], generations: Sequence[Generation]) 
 
 
 def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tuple[str, bool]:
-    """Compare the drafted outputs with those of plain decoding.
+    """Compare the outputs of drafted and plain decoding.
 
     Returns a description of the result, and whether a difference is larger than rounding can
     explain.

@@ -225,5 +225,5 @@ def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
         if asked[name] != size:
             raise UserError(
                 f"student.{name} is {asked[name]}, expected {size} as in {path}. Set the student's "
-                f"shape to that of the masks"
+                f"shape to the shape of the masks"
             )

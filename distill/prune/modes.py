@@ -262,7 +262,7 @@ def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None
     for number, notes in enumerate(stages, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in (*compared, "masks", "seconds", "flops"):
-            # `masks` may also be a text, the file of a saved cut.
+            # `masks` may also be a string, the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
         if notes["layers"]:
