@@ -41,7 +41,7 @@ class AcceptanceSums:
 
 
 def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -> Tensor:
-    """Return the sum of the acceptance probability over positions, a scalar.
+    """Return the sum of the acceptance probabilities over the C positions, a scalar.
 
     At temperature 0 this is the number of positions with equal argmaxes.
     """
@@ -54,7 +54,7 @@ def sum_accepted(p_logits_CV: Tensor, q_logits_CV: Tensor, temperature: float) -
 class HeldOutAcceptance:
     """Callable that scores the current weights of the student on the target's answers.
 
-    max_length: tokens of a packed row. temperature: of p and q; 0 counts as 1.
+    max_length: tokens per packed row. temperature: temperature of p and q (0 is replaced by 1).
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _WRITERS = ("o_proj", "down_proj")
 # Modules whose weights have residual channels as columns.
 _READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
-# Modules whose tensors are no weights; older versions of transformers stored this table.
+# Modules whose tensors are not weights; older versions of transformers stored this table.
 _NOT_WEIGHTS = ("rotary_emb",)
 # Size of the random text on which both models are compared.
 _ROWS, _TOKENS = 4, 64
@@ -58,7 +58,7 @@ class Compact(Job[CompactConfig]):
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":
             raise UserError(
-                f"{self.folder}: model_type is '{kind}', expected 'llama'. Give a zero-padded LLaMA"
+                f"{self.folder}: model_type is '{kind}', expected 'llama'. Use a zero-padded LLaMA"
             )
         check_model(self.folder)
 
@@ -74,7 +74,8 @@ class Compact(Job[CompactConfig]):
     def work(self, run: Run) -> None:
         """Write the model without its zero channels.
 
-        Raises UserError if there are none, and if the logits of both models differ.
+        Raises UserError if there are none to drop, and if the logits of the two models differ by
+        more than `tolerance`.
         """
         config, folder = self.config, self.folder
         state = load_state(folder)
@@ -114,7 +115,7 @@ class Compact(Job[CompactConfig]):
 def run(config: CompactConfig) -> Path:
     """Write the compact model to output_dir/model and return that folder.
 
-    Raises UserError if the checkpoint is not padded or the logits differ.
+    Raises UserError if the checkpoint is not padded, or the logits differ by more than `tolerance`.
     """
     return Compact(config).run()
 
@@ -125,7 +126,7 @@ def _module(name: str) -> str:
 
 
 def find_zero_channels(state: Mapping[str, Tensor]) -> Tensor:
-    """Return True for each residual channel that nothing writes to, [D]."""
+    """Return a mask [D] that is True for each residual channel that nothing writes to."""
     written_D = (state[_EMBEDDING] != 0).any(dim=0)
     for name, tensor in state.items():
         if _module(name) in _WRITERS:
@@ -159,7 +160,7 @@ def choose_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> Any:
-    """Build the LlamaForCausalLM over the kept channels in float32.
+    """Build the LlamaForCausalLM with only the kept channels, in float32.
 
     config, state: configuration and weights of the stored model. Raises UserError if a weight is
     missing or unexpected for a LLaMA of this configuration.

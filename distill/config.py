@@ -23,7 +23,7 @@ class LossConfig:
     name: str = "forward_kl"
     # temperature of teacher and student in forward_kl
     temperature: float = 1.0
-    # memory for the teacher's hidden states, so that later epochs skip its forward pass
+    # memory for the teacher's hidden states, with which later epochs skip its forward pass; 0: none
     cache_mb: int = 0
 
 

@@ -20,9 +20,9 @@ def read_pruning(folder: Path) -> dict[str, Any] | None:
 def write_card(
     folder: Path, model: Any, origin: Provenance, pruning: dict[str, Any] | None = None
 ) -> None:
-    """Write drafter_card.json, and README.md with launch lines in the form of the Hub.
+    """Write drafter_card.json, and a README.md in the Hub's form with launch lines.
 
-    pruning: notes on the cut from the target, or None.
+    pruning: notes on how the student was cut from the target; None if it was not.
     """
     keys = ("num_hidden_layers", *WIDTHS, "vocab_size")
     about = {
@@ -42,7 +42,10 @@ TESTED = {
 
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
-    """Return the launch line of every engine that loads the folder."""
+    """Return engine -> the line of code or the command that drafts with the folder.
+
+    target, drafter: model folders. draft_tokens: draft length.
+    """
     target = shown(target)
     vllm = json.dumps(
         {"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens}

@@ -1,8 +1,8 @@
 """Dry runs: the cost of a job, and a student folder with weights of zero to try in a server.
 
 A dry run reads neither the target's weights nor the data, and the zeros take no disk space. FLOPs
-count the products with weights, two per weight and token forward and four backward, without
-attention scores.
+count products with weights: per weight and token, two in a forward pass and four in a backward
+pass. Attention scores are not counted.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,10 @@ LARGE = 10**9  # parameters above which a target's dtype is noted
 
 
 def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
-    """Print the cost of `distill.train` and write the untrained drafter. Returns FLOPs."""
+    """Print the cost of `distill.train` and write the untrained drafter.
+
+    Returns the FLOPs of the run; 0 if they depend on the data.
+    """
     print_missing(config.target)
     target = target_config(config.target)
     if config.student.init == "folder" and config.student.path:
@@ -74,7 +77,8 @@ def dry_prune(
 ) -> float:
     """Print the cost of every stage of `distill.prune` and write the untrained student.
 
-    Returns FLOPs.
+    target: the target's Hugging Face configuration. shapes: the student's after each stage. Returns
+    the FLOPs of all stages.
     """
     source, flops, dtype = target, 0.0, config.target.dtype
     frozen, role = {"target": target}, "target"
@@ -110,7 +114,7 @@ def dry_prune(
 def _print_importance(
     config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any
 ) -> float:
-    """Print the cost and the peak memory of mode=importance. Returns FLOPs."""
+    """Print the cost and the memory of one stage of mode=importance. Returns its FLOPs."""
     settings, tokens = config.importance, config.importance.sequences * config.data.max_length
     compared, distilled = _count_candidates(config, source, shape)
     what = f"importance: scores from {tokens:,} tokens"
@@ -133,7 +137,10 @@ def _print_importance(
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
-    """Print the cost of mode=l0, which trains masks over the source. Returns FLOPs."""
+    """Print the cost of one stage of mode=l0, which trains masks over `source`. Returns its FLOPs.
+
+    source: Hugging Face configuration of the model to cut.
+    """
     loop, both, weights = config.loop, config.l0.train_weights, parameter_counts(source)["all"]
     flops_per_token = (6.0 if both else 4.0) * weights
     what = "weights and masks" if both else "masks, the weights frozen,"
@@ -180,13 +187,13 @@ def _count_candidates(config: PruneConfig, source: Any, shape: Any) -> tuple[int
 
 
 def _chooses_layers(config: PruneConfig, source: Any, shape: Any) -> bool:
-    """Return True if this cut drops layers and `student.layers` does not name the rest."""
+    """Return whether this cut drops layers, and `student.layers` does not list those to keep."""
     count = shape.num_hidden_layers
     return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
 def describe_wide_dtype(config: PruneConfig, target: Any) -> str:
-    """Return a note if a large target is stored in 16 bits and loaded in 32, else an empty text."""
+    """Return a note if a large target in 16 bits is loaded in 32; empty for other targets."""
     stored, count = target.dtype or torch.float32, parameter_counts(target)["all"]
     if config.target.dtype != "float32" or stored.itemsize > 2 or count < LARGE:
         return ""
@@ -199,7 +206,7 @@ def describe_wide_dtype(config: PruneConfig, target: Any) -> str:
 def print_sizes(student: Any, target: Any, role: str = "target", name: str = "") -> None:
     """Print the parameters of student and target, and warnings about the student's shape.
 
-    role: what the target is to the student. name: the student's name, which may contain a size.
+    role: label of `target` in the output. name: the student's name, which may contain a size.
     """
     counts = {part: millions(count) for part, count in parameter_counts(student).items()}
     head = "the head too" if student.tie_word_embeddings else f"{counts['head']} head"
@@ -222,9 +229,9 @@ def print_cost(
     frozen: Mapping[str, Any],
     frozen_dtype: str = "",
 ) -> float:
-    """Print the cost of training a student. Returns FLOPs; 0 if they depend on the data.
+    """Print the cost of training a student. Returns its FLOPs; 0 if they depend on the data.
 
-    frozen: configurations of the frozen models in memory, by name. The one called `target` is the
+    frozen: name -> configuration of each frozen model in memory. The one called `target` is the
     teacher, which runs in every step. frozen_dtype: dtype of the frozen weights; empty: loop.dtype.
     """
     trained = parameter_counts(student)["all"]
@@ -239,7 +246,7 @@ def print_cost(
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
-    """Print the size and number of checkpoints.
+    """Print the size of a checkpoint and the maximum number of them.
 
     trained: number of weights with optimizer states. stored: number of all stored weights.
     """
@@ -258,9 +265,10 @@ def _print_memory(
     frozen_dtype: str,
     trains: bool = True,
 ) -> None:
-    """Print the memory of a rank by part.
+    """Print the memory of one rank, in total and by part.
 
-    loop: None if nothing is trained. trains: False if only masks are trained.
+    loop: settings of the training; None if nothing is trained. frozen: name -> configuration of
+    each frozen model. trains: whether weights are trained; False if only masks are.
     """
     ranks = _ranks(parallel)
     held = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
@@ -276,7 +284,7 @@ def _print_memory(
         held |= {"activations": made["layers"], "loss": made["loss"]}
     listed = ", ".join(f"{name} {size(count)}" for name, count in held.items() if count)
     known = parallel.processes or devices.count_gpus()
-    assumed = "" if known else "; give parallel.processes for another number"
+    assumed = "" if known else "; set parallel.processes for another number"
     ranked = f"each of {ranks} ranks ({parallel.kind}{assumed})"
     of = "one process" if parallel.kind == "single" else ranked
     print(f"memory of {of}: {size(sum(held.values()))} ({listed})")

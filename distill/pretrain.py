@@ -126,8 +126,8 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Return the held-out losses in nats per token.
 
-    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME that of a domain, and
-    `score` is -`loss`.
+    `loss` is the mean cross-entropy over all supervised tokens, loss/NAME the mean over one domain,
+    and `score` is -`loss`. domains: name -> held-out samples; the name is empty without domains.
     """
     capacity, device = config.data.max_length, next(objective.parameters()).device
     per_forward = max(1, config.loop.micro_batch_tokens // capacity)
@@ -144,7 +144,7 @@ def held_out_loss(
 
 
 def _base_fields(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
-    """Return the fields of the model's configuration beyond its shape."""
+    """Return the fields of the model's configuration other than its shape."""
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": config.data.max_length,

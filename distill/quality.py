@@ -1,8 +1,8 @@
 """`python -m distill.quality`: measure the quality of the embedded target.
 
 The job reports bits per byte on held-out modules, compared with `xz -9`, and the share of generated
-functions that parse. assets/README.md lists both. A target that writes noise would make every
-drafter look good.
+functions that parse. assets/README.md lists both. The check matters because a target that writes
+noise would make every drafter look good.
 """
 
 import ast
@@ -57,8 +57,8 @@ class ScoringWindow:
 class GeneratedFunction:
     """One function written by the target.
 
-    finished: the target ended the answer with a stop token. parses: it did, and the function is
-    valid Python with a body.
+    finished: whether a stop token ended the answer. parses: whether the answer is finished and the
+    function is valid Python with a body.
     """
 
     prompt: str
@@ -74,8 +74,9 @@ class GeneratedFunction:
 def measure(config: QualityConfig, folder: Path) -> dict[str, Any]:
     """Measure the model in `folder` on held-out modules and the embedded prompts.
 
-    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions, parse_share,
-    finished_share, samples (texts) and drawn (all functions).
+    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, held_out_bytes, functions (their
+    number), parse_share, finished_share, samples (texts of the first functions) and drawn (all
+    functions as dicts).
     """
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
@@ -173,7 +174,7 @@ def generate_functions(config: QualityConfig, folder: Path) -> list[GeneratedFun
 
 
 def parses(request: str, body: str) -> bool:
-    """Return True if a request (signature and docstring) and a body together are valid Python."""
+    """Return whether a request (signature and docstring) and a body together are valid Python."""
     if not body.strip():
         return False
     try:

@@ -68,7 +68,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
 def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
     """Raise UserError for a number of layers or a width that is out of range."""
     for name, size in theirs.items():
-        least, most, lowest = 0, WIDEST, f"0 (the target's {size})"
+        least, most, lowest = 0, WIDEST, f"0 for the target's {size}, or 1"
         if name == "num_hidden_layers":
             least, most, lowest = 1, DEEPEST * size, "1"
         if not least <= vars(shape)[name] <= most:
@@ -83,8 +83,8 @@ def _refuse_bad_sizes(shape: StudentConfig, theirs: Mapping[str, int]) -> None:
 def _fill_widths(shape: StudentConfig, theirs: Mapping[str, int]) -> dict[str, Any]:
     """Return the student's widths, with the target's for those that are 0.
 
-    If only the number of query heads is given, the target's number of key/value heads is kept, or
-    the next smaller one that divides the query heads.
+    If only the number of query heads is set, the number of key/value heads is the target's or, if
+    this does not divide the query heads, the next smaller number that does.
     """
     widths = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
@@ -126,7 +126,7 @@ def _refuse_bad_heads(
 
 
 def nearest_divisible_width(size: int, heads: int) -> int:
-    """Return the next smaller multiple of `heads`, preferably also a multiple of ALIGNED."""
+    """Return the largest multiple of `heads` up to `size`, if possible also one of ALIGNED."""
     step = math.lcm(heads, ALIGNED)
     return size // step * step or size // heads * heads
 
@@ -134,8 +134,8 @@ def nearest_divisible_width(size: int, heads: int) -> int:
 def refuse_wider(student: Any, target: Any) -> None:
     """Raise UserError if the target cannot be cut to the student.
 
-    A student must not be wider or deeper, have another head width, or have more query heads in a
-    group. student, target: Hugging Face configurations.
+    The student must be at most as wide and as deep as the target, have the same head width, and
+    have at most as many query heads per group. student, target: Hugging Face configurations.
     """
     ours, theirs = (
         {**target_widths(config), "num_hidden_layers": config.num_hidden_layers}
@@ -165,9 +165,9 @@ def refuse_wider(student: Any, target: Any) -> None:
 
 
 def warn_unaligned_widths(student: Any) -> list[str]:
-    """Return a warning for the hidden size and the MLP width if not multiples of ALIGNED.
+    """Return a warning for each of hidden size and MLP width that is not a multiple of ALIGNED.
 
-    Their matrix products are slower than slightly larger ones.
+    Products with a slightly larger, aligned matrix are often as fast.
     """
     return [
         f"student.{name} is {size}, not a multiple of {ALIGNED}: {size + -size % ALIGNED} is often "
@@ -181,7 +181,7 @@ def describe_size_mismatch(name: str, student: Any) -> str:
     """Return a note if the size in a student's name (`llama_796m`, `sheared_2b7`) is wrong.
 
     The number of parameters depends on the target's vocabulary and key/value heads. Returns an
-    empty text if the size is right or the name has none.
+    empty string if the size is right or the name has none.
     """
     size = re.search(r"_(\d+)(m|b)(\d*)$", name)
     if size is None:

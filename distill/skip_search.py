@@ -55,9 +55,9 @@ SubLayer = tuple[str, int]  # kind and layer
 
 @dataclass(frozen=True)
 class SubLayerCosts:
-    """Measured costs of the target and its sub-layers on this machine."""
+    """Measured costs of the target and its sub-layers."""
 
-    # by number of new tokens
+    # number of new tokens -> forward pass of the complete target
     t_target_ms: dict[int, float]
     # one attention or MLP over one new token
     attention_ms: float
@@ -84,7 +84,7 @@ class SubLayerCosts:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One step of the search: the added sub-layer, and the figures of the set that it completes."""
+    """One step of the search: the sub-layer that it adds, and the figures of the set so far."""
 
     kind: str
     layer: int
@@ -151,7 +151,7 @@ def check(config: SkipSearchConfig) -> None:
 
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
-    """Load the target. Returns it and the maximum number of skipped sub-layers."""
+    """Load the target. Returns it with the maximum number of sub-layers to skip."""
     target = load_target(
         resolve(config.target.path),
         backend="native",
@@ -170,7 +170,7 @@ def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
 
 
 def finish(config: SkipSearchConfig, run: Run, path: list[SearchStep]) -> None:
-    """Write the best set on the path and complete the manifest."""
+    """Write the set with the best predicted speedup on the path, and complete the manifest."""
     best = max(path, key=lambda step: step.speedup)
     skips = make_skips([step.sub_layer for step in path[: path.index(best) + 1]])
     figures = {"acceptance": best.acceptance, "speedup": best.speedup, "gamma": best.gamma}
@@ -198,7 +198,7 @@ def search(
     """Return the greedy path of `steps` sub-layers.
 
     candidates: number of sub-layers that a step evaluates. file: journal of the path, from which an
-    interrupted search resumes.
+    interrupted search resumes. Raises UserError if the journal is damaged.
     """
     found = read_journal_lines(file, lambda values: SearchStep(**values))
     if found.wrong or found.torn:
@@ -230,7 +230,7 @@ def search(
 
 
 def make_skips(sub_layers: Sequence[SubLayer]) -> Skips:
-    """Return sub-layers as a set to skip."""
+    """Convert sub-layers to the set of layers to skip of each kind."""
     layers = {kind: sorted(layer for one, layer in sub_layers if one == kind) for kind in KINDS}
     return Skips(*map(tuple, layers.values()))
 
@@ -279,9 +279,9 @@ def _costs_of(values: dict[str, Any]) -> SubLayerCosts:
 
 
 class AnswerScorer:
-    """Scorer of sets of skipped sub-layers by their acceptance on the target's answers.
+    """Scorer of sets of sub-layers to skip: their acceptance rate on the target's answers.
 
-    Raises UserError if all answers are empty.
+    samples: prompts with the target's answers. Raises UserError if all answers are empty.
     """
 
     def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
@@ -300,13 +300,13 @@ class AnswerScorer:
 
     @torch.inference_mode()
     def _hidden(self, skips: Skips) -> Tensor:
-        """Return the hidden states that predict the answer tokens, [N, C]."""
+        """Return the hidden states [N, C] that predict the answer tokens, without `skips`."""
         self.target.open(*self._ids_BT.shape)
         return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
 
     @torch.inference_mode()
     def acceptance(self, skips: Skips) -> float:
-        """Return the mean of sum_v min(p, q), or the share of equal argmaxes at temperature 0."""
+        """Return the mean over tokens of sum_v min(p, q); at temperature 0, of equal argmaxes."""
         states_NC, total = self._hidden(skips), 0.0
         chunks = zip(states_NC.split(_CHUNK), self._complete_NC.split(_CHUNK), strict=True)
         for some_NC, complete_NC in chunks:

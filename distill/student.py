@@ -42,7 +42,7 @@ def choose_layers(shape: StudentConfig, target_layers: int) -> list[int]:
 
 
 def space_evenly(count: int, layers: int) -> list[int]:
-    """Return `count` evenly spaced layers from the first to the last; a single one is the first."""
+    """Return `count` evenly spaced layers from the first to the last; for a count of 1, [0]."""
     if count == 1:
         return [0]
     return [round(index * (layers - 1) / (count - 1)) for index in range(count)]
@@ -55,8 +55,8 @@ def build_student(
 
     init=layers copies the embedding, final norm, lm_head and some layers, so all widths must equal
     the target's. init=folder loads a pruned student, and init=random copies nothing. target_folder:
-    the target's tokenizer, compared with the student's if the sizes of their vocabularies differ.
-    Raises UserError for an invalid shape or folder.
+    folder of the target, whose tokenizer is compared with the student's if the sizes of their
+    vocabularies differ. Raises UserError for an invalid shape or folder.
     """
     if shape.init not in INITS:
         raise UserError(f"student.init is '{shape.init}', expected one of {', '.join(INITS)}")
@@ -82,14 +82,14 @@ def _from_folder(
 ) -> Any:
     """Load the model in student.path and resize its vocabulary to the target's.
 
-    With equal tokenizers, the sizes differ only by added tokens, such as a [PAD], or by padding.
+    With equal tokenizers, the sizes differ only by padding or by added tokens such as [PAD].
     Extra rows of the student are dropped, and missing ones are initialized at random. Raises
     UserError if the tokenizers differ.
     """
     if not shape.path:
         raise UserError(
-            "student.path is empty, expected a student folder of distill.prune with "
-            "student.init=folder"
+            "student.path is empty, but student.init=folder needs a student folder, such as one "
+            "that distill.prune wrote"
         )
     folder = resolve(shape.path)
     read_config(folder)

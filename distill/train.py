@@ -112,7 +112,7 @@ def make_held_out(
     parallel: Parallel,
     target_folder: Path,
 ) -> Callable[[], dict[str, float]]:
-    """Return an evaluation of the student on the target's answers and on the domains' texts."""
+    """Return a function that evaluates the student on the target's answers and the domains."""
 
     def scored(samples: list[Sample]) -> HeldOutAcceptance:
         return HeldOutAcceptance(
@@ -139,7 +139,7 @@ def make_objective(
 
 
 def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
-    """Print the models, the data and the plan before the first step."""
+    """Print the sizes of the models and the data, and the plan of the training."""
     sizes = [millions(model.num_parameters()) for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
     print(
@@ -160,7 +160,10 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
 def finish(
     config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
-    """Export the best weights with their card and complete the manifest."""
+    """Write the drafter folder with its card, and complete the manifest.
+
+    student: the model with the best weights.
+    """
     folder, best = run.artefact, progress.best
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)

@@ -1,6 +1,7 @@
-"""Names of earlier versions and their current names; each works for one release.
+"""Old names of keys, options and classes with their current names.
 
-A command line is rewritten before Hydra composes it, a configuration before it is checked.
+An old name works for one release. A command line is rewritten before Hydra composes it, a
+configuration before it is checked.
 """
 
 import re
@@ -72,7 +73,7 @@ def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
 
 
 def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a configuration, its drafters and the overrides of its stages with current names."""
+    """Return a configuration with current names, also in its drafters and stage overrides."""
     job = str(saved.get("job"))
     found = _rename_keys(saved, KEYS.get(job, {}))
     if isinstance(found.get("drafters"), list):
@@ -112,7 +113,10 @@ def _current_drafter(entry: Any) -> Any:
 
 
 def _rename_keys(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
-    """Return a mapping with the current keys, and the current values of the renamed ones."""
+    """Return a mapping with its old keys renamed, and with the current values of these keys.
+
+    names: old key -> current key.
+    """
     return {
         names.get(key, key): _current_value(names[key], value) if key in names else value
         for key, value in values.items()
@@ -137,7 +141,8 @@ def _current_override(job: str, argument: str) -> str:
 def _rename_interpolations(job: str, text: str, signs: str) -> str:
     """Rename a job's keys in interpolations.
 
-    signs: `$` for `${key}` of the experiment, `@` for `@{key}` of the stage, or both.
+    signs: characters that may begin an interpolation: `$` (`${key}`, a key of the experiment), `@`
+    (`@{key}`, a key of the stage), or both.
     """
     names = KEYS.get(job, {})
     return re.sub(

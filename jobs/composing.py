@@ -17,7 +17,10 @@ CONF = data_folder("conf")
 
 
 def translate_errors(action: Callable[[], Any]) -> Any:
-    """Call a function that composes a configuration. Turns Hydra's errors into UserError."""
+    """Call a function that composes a configuration, and return its result.
+
+    Raises UserError for the errors of Hydra, OmegaConf and YAML.
+    """
     try:
         return action()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -67,7 +67,7 @@ class TargetConfig:
     parallel: str = "none"
     # number of processes of a parallel target; 0: one per visible GPU; required on a CPU
     processes: int = 0
-    # run the Python files in the target's folder (backend=hf), where you trust them
+    # run the Python files in the target's folder (backend=hf); set it only if you trust them
     trust_remote_code: bool = False
 
 
@@ -108,7 +108,8 @@ SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     """Convert a composed configuration to an instance of `schema`.
 
-    Raises UserError for unknown keys, with the nearest valid one, wrong types and missing values.
+    Raises UserError for unknown keys (naming the nearest valid one), wrong types and missing
+    values.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
@@ -124,7 +125,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(
-                f"no value for {', '.join(missing)}. Give it on the command line, such as "
+                f"no value for {', '.join(missing)}. Set it on the command line, such as "
                 f"{missing[0]}=..."
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
@@ -139,7 +140,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def refuse_parallel(target: TargetConfig) -> None:
-    """Raise UserError for a job that cannot use a target in several processes."""
+    """Raise UserError if a target is split among processes, which only eval.run supports."""
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
             f"target.parallel is {target.parallel} with target.processes={target.processes}, "

@@ -31,7 +31,7 @@ def check_job(config: Any) -> None:
     check_settings(config, ["seed"])
     cores = os.cpu_count() or 1
     most = THREADS_PER_CORE * cores
-    expected = f"0 (PyTorch's default) to {most} on {cores} cores"
+    expected = f"1 to {most} on {cores} cores, or 0 for PyTorch's default"
     refuse(config, [("threads", 0 <= config.threads <= most, expected)])
     for path, value in leaves(plain(config)):
         for number in _floats(value):

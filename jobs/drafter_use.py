@@ -48,28 +48,28 @@ class DrafterUse:
                 raise UserError(text)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """Yield pairs of options that exclude each other: whether both are given, and the error."""
+        """Yield, for each refused combination of options, whether it occurs and the error text."""
         schedule = f"schedule '{self.schedule}'"
         in_chunks = self.schedule in SCHEDULES
         yield (
             in_chunks and self.stopping not in (None, *NON_LEARNING),
             f"stopping '{self.stopping}' does not work with {schedule}: a policy that learns gets "
-            f"the result of a chunk too late. Give stopping={' or '.join(NON_LEARNING)}.",
+            f"the result of a chunk too late. Use stopping={' or '.join(NON_LEARNING)}.",
         )
         yield (
             self.lookup is not None and self.schedule != "serial",
             f"lookup={self.lookup} does not work with {schedule}, as a lookup cannot forget the "
-            f"tokens of a discarded chunk. Remove lookup=, or give schedule=serial.",
+            f"tokens of a discarded chunk. Remove lookup=, or use schedule=serial.",
         )
         yield (
             self.stopping_threshold is not None and self.stopping not in (None, *EAGER),
             f"stopping_threshold is {self.stopping_threshold}, but stopping '{self.stopping}' has "
-            f"no threshold. Remove it, or give stopping={' or '.join(EAGER)}.",
+            f"no threshold. Remove it, or use stopping={' or '.join(EAGER)}.",
         )
         yield (
             in_chunks and self.verify in ("block", "typical"),
             f"verify={self.verify} does not work with {schedule}, which verifies unfinished "
-            f"chunks. Give verify=token or coupled.",
+            f"chunks. Use verify=token or coupled.",
         )
         yield (
             self.schedule == ALONE and self.verify is not None,
@@ -78,8 +78,8 @@ class DrafterUse:
         )
         yield (
             self.max_draft_tokens is not None and self.schedule != "serial",
-            f"max_draft_tokens={self.max_draft_tokens} has no effect with {schedule}, whose chunks "
-            f"have num_draft_tokens= or the sweep's length. Remove it.",
+            f"max_draft_tokens={self.max_draft_tokens} has no effect with {schedule}, whose draft "
+            f"length is num_draft_tokens= or the sweep's. Remove it.",
         )
 
     @property
@@ -93,7 +93,7 @@ class DrafterUse:
         }
 
     def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
-        """Return a copy with the drafter's default stopping policy where none is given."""
+        """Return a copy with the drafter's default stopping policy if none is set."""
         stopping = self.stopping or default_stopping(capabilities, self.schedule)
         return replace(self, stopping=stopping)
 

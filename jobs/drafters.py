@@ -1,6 +1,6 @@
-"""Drafters of the jobs that decode: from the entries of `drafters=` to instances.
+"""Construction of the drafters in `drafters=`, for the jobs that decode.
 
-An entry is a folder, a name of the registry or of conf/drafter, or a mapping with `use` or
+An entry is a folder, a name in the registry or in conf/drafter, or a mapping with `use` or
 `_target_`.
 """
 
@@ -43,7 +43,8 @@ def describe(
     """Return drafter name -> the mapping that Hydra instantiates.
 
     control: add the control row at the end, unless an entry names it already. Raises UserError for
-    an entry of none of the three forms, and for two drafters of the same name.
+    an empty result, an invalid entry, an unknown option, a class that cannot be imported, and two
+    drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     asked = _expand_folders(entries)
@@ -68,7 +69,7 @@ def describe(
 
 
 def _name_of(mapping: Mapping[str, Any]) -> str:
-    """Return a drafter's name: the one given, or its folder's or class's with its loop options."""
+    """Return a drafter's `name` or, without one, its folder or class and its loop options."""
     if "name" in mapping:
         return str(mapping["name"])
     options = [mapping[key] for key in ("schedule", "stopping", "verify") if key in mapping]
@@ -81,8 +82,8 @@ def _name_of(mapping: Mapping[str, Any]) -> str:
 def _expand_folders(entries: Sequence[Any]) -> list[Any]:
     """Replace patterns such as `runs/sweep/*/drafter` by the folders that match.
 
-    These, and folders with equal last parts (`runs/a/drafter`, `runs/b/drafter`), are named as on
-    their cards. Raises UserError for a pattern without a match.
+    The matches get the names on their cards, and so do folders whose last parts are equal
+    (`runs/a/drafter`, `runs/b/drafter`). Raises UserError for a pattern without a match.
     """
     found: list[Any] = []
     texts = {entry for entry in entries if isinstance(entry, str)}
@@ -106,7 +107,7 @@ def _expand_folders(entries: Sequence[Any]) -> list[Any]:
 
 
 def read_card_name(folder: Path) -> str:
-    """Return the name on a drafter folder's card, or the folder where it has no card."""
+    """Return the name on a drafter folder's card, or the folder's path if it has no card."""
     card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
@@ -148,7 +149,7 @@ def _check_keys(name: str, keys: Iterable[str], kinds: Sequence[type]) -> None:
 
 
 def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
-    """Import the class that a mapping names. Raises UserError where that fails."""
+    """Import the class that a mapping names. Raises UserError if the import fails."""
     try:
         return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
     except ImportError as error:
@@ -158,9 +159,9 @@ def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:
-    """Return drafter name -> its loop options, which replace the default ones.
+    """Return drafter name -> loop options: those in its mapping, and the default for the others.
 
-    The control always has the plain options.
+    The control takes the others from `DrafterUse()`, not from `default`.
     """
     return {
         name: replace(
@@ -177,12 +178,12 @@ def build(
     target_folder: Path,
     worker_devices: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Instantiate the drafters, in a worker process where the schedule needs one.
+    """Instantiate the drafters, in a worker process if the schedule needs one.
 
-    worker_devices: the target's device -> the device of a drafter that runs at the same time. A
-    mapping that names RemoteChain or another device keeps it. Raises UserError where a model does
-    not share every token id with the target, and where a head does not match the target's sizes or
-    hash.
+    worker_devices: the target's device -> the device of a drafter in a worker process. It does not
+    apply to a mapping that names RemoteChain or another device. Raises UserError if a model does
+    not share every token id with the target, if a head does not match the target's sizes or hash,
+    if a drafter that must decode alone is not a model, and if a drafter cannot be created.
     """
     drafters = {}
     for name, mapping in mappings.items():
@@ -208,7 +209,7 @@ def build(
         if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
             raise UserError(
                 f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
-                f"cannot decode without the target. Give the folder of a model."
+                f"cannot decode without the target. Use the folder of a model."
             )
     return drafters
 
@@ -216,7 +217,8 @@ def build(
 def build_with_lookup(kind: str, min_match: int, **options: Any) -> Drafter:
     """Build a drafter with suffix lookup before it.
 
-    kind: dotted name of the drafter's class. options: its arguments.
+    kind: dotted name of the drafter's class. min_match: shortest match of the lookup, in tokens.
+    options: arguments of the class. Raises UserError for a class that lookup cannot precede.
     """
     check_lookup_before(imported(kind))
     return LookupFirst(imported(kind)(**options), min_match)
@@ -228,8 +230,8 @@ WITH_LOOKUP = f"{__name__}.{build_with_lookup.__name__}"
 def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     """Return the mapping that Hydra instantiates for an entry.
 
-    A drafter with a model folder takes the target's backend, dtype and device, unless its file or
-    the entry sets them.
+    A drafter with a model folder takes the target's backend, dtype, device and execution, unless
+    its file or the entry sets them. Raises UserError for an invalid entry.
     """
     if isinstance(entry, dict) and "_target_" in entry:
         return {**entry, "_target_": current_target(str(entry["_target_"]))}
@@ -243,7 +245,7 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         )
     if not use or given.get("folder") == "":
         raise UserError(
-            f"drafters: {entry!r} names no model. Give the experiment draft_model=FOLDER."
+            f"drafters: {entry!r} names no model. Set draft_model=FOLDER for the experiment."
         )
     if use in _known_names():
         name = use
@@ -257,7 +259,7 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:
         raise UserError(
-            f"drafters: {name} needs {missing[0]}. Give it as a mapping: "
+            f"drafters: {name} needs {missing[0]}. Set it in a mapping: "
             f"{{use: {name}, {missing[0]}: ...}}."
         )
     if "folder" not in mapping:
@@ -278,9 +280,10 @@ def _known_names() -> list[str]:
 
 
 def _class_and_options(name: str) -> dict[str, Any]:
-    """Return the class of a name with the options from its file in conf/drafter and the registry.
+    """Return the `_target_` and options of a name.
 
-    Raises UserError for a name without a class.
+    Values in conf/drafter/NAME.yaml override the registry's. Raises UserError for a name without a
+    `_target_`.
     """
     file, entry = CONF / f"{name}.yaml", DRAFTERS.get(name)
     written: dict[str, Any] = {}

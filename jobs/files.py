@@ -16,7 +16,7 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file with the permissions of its folder.
 
-    Raises OSError and SafetensorError where writing fails.
+    Raises OSError or SafetensorError if the write fails.
     """
     save_file(tensors, path, metadata)
     match_folder_permissions(path)
@@ -56,9 +56,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file like `write_bytes`; creates its folder.
+    """Write a safetensors file and flush it, under a temporary name until it is complete.
 
-    Raises UserError if the write fails.
+    Creates the folder of the file. Raises UserError if the write fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

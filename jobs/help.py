@@ -1,6 +1,6 @@
 """`--help` of every job: its purpose, its usage, and each setting with its value and meaning.
 
-The values are those of the command line: `+experiment=smoke --help` shows the values of that
+The values take the command line into account: `+experiment=smoke --help` shows the values of that
 experiment. The meanings are the comments on the fields of the dataclasses.
 """
 
@@ -41,7 +41,7 @@ def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
 
 
 def print_help(job: str, schema: type[Any], overrides: list[str]) -> None:
-    """Print the help of `job` with the values that `overrides` give."""
+    """Print the help of `job`, with the values of its settings under `overrides`."""
     composed = compose_job(job, schema, overrides)
     console = Console(highlight=False, markup=False)
     groups = list(_groups(job, schema))
@@ -67,7 +67,7 @@ def print_help(job: str, schema: type[Any], overrides: list[str]) -> None:
 
 
 def _groups(job: str, schema: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield each group of the job, in the form of a command line, with the names of its files."""
+    """Yield each group of the job as written on a command line, and the names of its files."""
     fields = fields_of(schema)
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         files = sorted(folder.glob("*.yaml"))

@@ -21,9 +21,9 @@ def inherited_keys(
 ) -> list[str]:
     """Return the dotted keys of the groups and values that a stage inherits.
 
-    mine, theirs: settings of the experiment's job and of the stage's job. is_called_job: the jobs
-    are the same, even if their kinds of head differ. has_own_experiment: the stage names another
-    experiment.
+    mine, theirs: dataclasses of the settings of the experiment's job and of the stage's job.
+    is_called_job: whether the two jobs are the same, even with different kinds of head.
+    has_own_experiment: whether the stage names another experiment.
     """
     all_parts = is_called_job and not has_own_experiment
     kinds, keys = fields_of(theirs), []
@@ -43,7 +43,7 @@ def inherited_keys(
 
 
 def _shared(owner: Any) -> list[str]:
-    """Return the fields that stages of other jobs inherit; an empty list stands for all."""
+    """Return the fields that stages of other jobs inherit; an empty list means all of them."""
     return list(vars(owner).get("SHARED", ()))
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a job with a message and one exit status.
+"""Handlers of SIGINT and SIGTERM, which end a job with a message and exit status 130.
 
 This module imports only the standard library: the packages of the jobs call `end_imports_quietly`
 before any other import.
@@ -42,7 +42,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def raise_on_signals(by_sigterm: bool = True) -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and Terminated on SIGTERM inside the block.
 
-    by_sigterm=False: SIGTERM ends the process at once.
+    by_sigterm: whether SIGTERM raises; if False, it ends the process at once.
     """
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,

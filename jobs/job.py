@@ -183,7 +183,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
 
 
 def _check_slurm() -> None:
-    """Raise UserError where Hydra cannot submit the members of a sweep to Slurm."""
+    """Raise UserError if Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
             "hydra/launcher=slurm needs Hydra's submitit launcher. Run pip install "
@@ -233,8 +233,8 @@ class Sweep:
     def run(self, composed: DictConfig) -> None:
         """Run one member in a new folder and process. A failure does not stop the other members.
 
-        A launcher other than Hydra's default (submitit) does not share this process's memory, so a
-        failure raises UserError there.
+        Under a launcher other than Hydra's default, such as submitit, members do not share the list
+        of failures, so a failure raises UserError.
         """
         varying = [
             text

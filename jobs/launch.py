@@ -46,7 +46,7 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        """Start a child. environment: None inherits this process's."""
+        """Start a child process. environment: its variables; None: as in this process."""
         self.processes.append(
             subprocess.Popen(
                 command, env=environment, start_new_session=True, pass_fds=held_descriptors()
@@ -54,9 +54,9 @@ class Children:
         )
 
     def wait(self) -> list[int | None]:
-        """Wait until all children have ended or one has failed; after a signal, always for all.
+        """Wait until all children have ended or one has failed; after a signal, wait for all.
 
-        Returns exit statuses; None for a child that still runs.
+        Returns the exit status of each child, or None for a child that still runs.
         """
         while True:
             states = [process.poll() for process in self.processes]
@@ -88,8 +88,8 @@ class Children:
 def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
     """Run one command to its end and return its exit status.
 
-    what: name of the command in the message of an interruption. environment: None inherits this
-    process's. Raises Interrupted when a signal stopped the command.
+    what: name of the command in the message of an interruption. environment: variables of the
+    command; None: as in this process. Raises Interrupted if a signal stopped the command.
     """
     with Children() as children:
         children.start(command, environment)
@@ -103,7 +103,8 @@ def run_child(command: list[str], what: str, environment: dict[str, str] | None 
 def count_processes(config: ParallelConfig) -> int:
     """Return the number of ranks of the job, which a launcher may have started already.
 
-    Raises UserError where the kind of parallelism and the number contradict each other.
+    Raises UserError if the number contradicts parallel.kind or the launcher, and if it is unknown
+    because the machine has no GPU.
     """
     if ranks.is_rank():
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -126,8 +127,7 @@ def count_processes(config: ParallelConfig) -> int:
 def launch(job: str, config_file: Path, processes: int) -> None:
     """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
 
-    Raises UserError with the first rank that failed, and Interrupted when a signal stopped the
-    ranks.
+    Raises UserError with the first rank that failed, and Interrupted if a signal stopped the ranks.
     """
     environment = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),

@@ -15,7 +15,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 def keep_memory() -> bool:
     """Make glibc's malloc keep freed memory and never map single tensors.
 
-    Returns False where the C library is not glibc.
+    Returns whether it did; False if the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -39,8 +39,8 @@ def resolve(name: str) -> Path:
     path = Path(name).expanduser()
     if not exists(path):
         raise UserError(
-            f"{path} does not exist (working folder: {Path.cwd()}). Give a file, a folder or "
-            f"embedded:NAME"
+            f"{path} does not exist (working folder: {Path.cwd()}). Use an existing file or "
+            f"folder, or embedded:NAME"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Progress bar with rate and remaining time; single lines where the output is no terminal."""
+"""Progress bar with remaining time; plain lines if the output is not a terminal."""
 
 import sys
 import time
@@ -20,7 +20,8 @@ _PLAIN_EVERY_SECONDS = 15.0
 class ProgressBar:
     """Progress of one task: `with ProgressBar("distil", total) as bar: bar.update(done, "loss 1")`.
 
-    total: number of units, None where it is unknown. start: units that are already finished.
+    total: number of units, or None if it is unknown. start: number of units finished before. show:
+    whether anything is printed.
     """
 
     def __init__(self, title: str, total: int | None, start: int = 0, show: bool = True) -> None:
@@ -56,8 +57,8 @@ class ProgressBar:
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
         """Show the progress.
 
-        done: number of finished units. note: text next to the bar. total: the new total, where it
-        has changed.
+        done: number of finished units. note: text next to the bar. total: the new total, if it has
+        changed.
         """
         self._progress.update(self._id, completed=done, note=note, total=total)
         if self.live or not self.show:
@@ -71,6 +72,6 @@ class ProgressBar:
         self.say(f"{self.title} {done}{of}  {note}{left}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, unless `show` is false."""
         if self.show:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)

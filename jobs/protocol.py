@@ -1,7 +1,7 @@
 """Protocol of a job that writes one artefact, in one or several ranks.
 
-It checks the configuration, opens the run folder, and then skips finished work, prints the plan of
-a dry run, or does the work.
+The job checks its configuration, opens the run folder, and then skips finished work, prints the
+plan of a dry run, or does the work.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ class Job(ABC, Generic[Config]):
     """One run of a job.
 
     `__init__` raises UserError for a configuration that the job cannot run, before the run folder
-    is tied to it. `work` ends by writing a manifest that is marked as finished.
+    is opened for it. `work` ends by writing a manifest that is marked as finished.
     """
 
     artefact: ClassVar[str]  # name in the run folder
@@ -53,19 +53,19 @@ class Job(ABC, Generic[Config]):
     def dry_run(self, run: Run) -> float | None:
         """Print the cost of a run, and write what needs neither weights nor data.
 
-        Returns the number of floating-point operations: 0 where it depends on the data, None where
-        it is not counted.
+        Returns the number of floating-point operations: 0 if it depends on the data, None if it is
+        not counted.
         """
 
     def prepare(self, run: Run) -> None:
-        """Check the needs of a real run, in the starting process and in each rank."""
+        """Check what a real run needs, in the process that starts it and in each rank."""
 
     @abstractmethod
     def work(self, run: Run) -> None:
         """Do the work of one rank."""
 
     def run(self) -> Path:
-        """Run the job, or the rest of an interrupted one. Returns the artefact."""
+        """Run the job, or the rest of an interrupted run. Returns the path of the artefact."""
         folder = RunFolder(self.config)
         artefact = folder.path / self.artefact
         if folder.finished(artefact, also=[folder.path / name for name in self.also]):

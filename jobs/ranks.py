@@ -1,4 +1,4 @@
-"""Rank of this process, and the barrier where the ranks of one job wait for each other.
+"""Rank of this process, and the barrier at which the ranks of one job wait for each other.
 
 torchrun, deepspeed, our launcher (jobs/launch.py) and `parallel.launcher=slurm` all set
 torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
@@ -29,7 +29,7 @@ _VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
 )
-_SHARE = "give parallel=ddp, zero1, zero2, zero3 or fsdp"
+_SHARE = "use parallel=ddp, zero1, zero2, zero3 or fsdp"
 _LOCAL_RANK = re.compile(r"--local[-_]rank=(\d+)")
 _STAGE = "SHALLOW_DRAFT_STAGE"  # set in the stages of an experiment that several ranks run
 _LONGEST_STAGE = timedelta(days=30)  # for which the other ranks wait
@@ -63,8 +63,8 @@ def check_kind(kind: str, size: int) -> None:
         raise UserError(f"parallel.kind is single in a job of {size} ranks: {_SHARE}")
     if size == 1 and kind not in ("single", "ddp"):
         raise UserError(
-            f"parallel.kind is {kind} with one process, but needs several. Give parallel=single, "
-            f"or parallel.processes=2 or more"
+            f"parallel.kind is {kind} with one process, but needs several. Use parallel=single, or "
+            f"parallel.processes=2 or more"
         )
 
 
@@ -72,7 +72,7 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
     """Return the command line without `--local_rank=N`, which the deepspeed launcher adds.
 
     That launcher sets torchrun's variables, but LOCAL_SIZE instead of LOCAL_WORLD_SIZE. Raises
-    UserError where no launcher set them, or where they contradict N.
+    UserError if no launcher set them, and if LOCAL_RANK is not N.
     """
     given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
     if not given:
@@ -94,7 +94,11 @@ def take_local_rank(arguments: Sequence[str]) -> list[str]:
 
 
 def adopt_slurm_rank(config: JobConfig) -> None:
-    """Copy Slurm's rank into torchrun's variables where parallel.launcher is slurm."""
+    """Set torchrun's variables from Slurm's if parallel.launcher is slurm.
+
+    A dry run may be outside of a Slurm step. Raises UserError for an unknown launcher, and for a
+    run outside of a step.
+    """
     parallel = _parallel_of(config)
     if parallel is None:
         return
@@ -117,7 +121,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     if missing or not nodes:
         raise UserError(
             f"parallel.launcher=slurm, but {(missing or ['SLURM_JOB_NODELIST'])[0]} is not set: "
-            f"start the job with srun, as scripts/slurm/train.sbatch does, or give "
+            f"start the job with srun, as scripts/slurm/train.sbatch does, or use "
             f"parallel.launcher=auto"
         )
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
@@ -132,7 +136,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of a node list: `node003` of `node[003-006,010],other1`."""
+    """Return the first host of a Slurm node list: `node003` of `node[003-006,010],other1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
         raise UserError(f"'{nodes}' is not a Slurm node list, expected one such as node[003-006]")
@@ -140,7 +144,7 @@ def first_node(nodes: str) -> str:
 
 
 def refuse_idle(config: JobConfig) -> None:
-    """Raise UserError where several ranks were started for a job of one process.
+    """Raise UserError if several ranks were started for a job that runs in one process.
 
     All ranks but one would be idle. In an experiment or a sweep only the called job is checked, as
     its stages and members may run in one process, on rank 0.
@@ -165,9 +169,10 @@ def _shares_work(config: JobConfig) -> bool:
 
 
 def is_idle_rank(config: JobConfig) -> bool:
-    """Return whether this rank has nothing to do, since rank 0 runs a job of one process.
+    """Return whether this rank has nothing to do, because rank 0 alone runs the job.
 
-    Raises UserError where such ranks were started by mistake (`refuse_idle`).
+    On rank 0 of such a job, torchrun's variables are removed. Raises UserError if the ranks were
+    started by mistake (`refuse_idle`).
     """
     if world_size() == 1 or (_shares_work(config) and not config.dry_run):
         return False
@@ -199,7 +204,7 @@ class RankBarrier:
             )
 
     def environment(self, number: int) -> dict[str, str] | None:
-        """Return the environment of this rank's process for stage `number`; None inherits."""
+        """Return the environment of this rank's process for stage `number`; None: unchanged."""
         if self.size == 1:
             return None
         return {
@@ -212,7 +217,7 @@ class RankBarrier:
     def wait(self, name: str) -> None:
         """Wait until every rank has called this with `name`.
 
-        Rank 0, which keeps the store, returns last.
+        Rank 0, which keeps the store, returns last. Raises UserError if rank 0 has ended.
         """
         if self.size == 1:
             return

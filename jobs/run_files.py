@@ -1,4 +1,4 @@
-"""Readers of the files of a run folder. A damaged file gives a UserError with a remedy.
+"""Readers of the files of a run folder. A damaged file raises a UserError with a remedy.
 
 A journal is a JSONL file. Each line ends in the CRC-32 of the text before it, which reveals a
 flipped bit. Lines of earlier versions, without a checksum, are read too.
@@ -45,7 +45,8 @@ def json_kind(value: Any) -> str:
 def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
     """Return the JSON object in a file, converted by `make`.
 
-    Raises UserError, which ends with the remedy, for an unreadable or unconvertible file.
+    Raises UserError, which ends with the remedy, for a file that is not a JSON object or that
+    `make` rejects.
     """
     try:
         content = path.read_bytes()
@@ -59,15 +60,15 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
 def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
     """Return the error for a damaged file.
 
-    error: the exception of the reader. content: the bytes of the file, where they could be read.
+    error: the exception of the reader. content: the bytes of the file; None if it was not read.
     """
     return UserError(f"{path} is damaged: {reason_of(error, content)[:200]}. {remedy}")
 
 
 def reason_of(error: Exception, content: bytes | None) -> str:
-    """Return the reason for damage in words.
+    """Describe the damage that an exception found, without Python's messages about types.
 
-    Python's messages for values of a wrong type do not help a user.
+    content: the damaged bytes; None if they were not read.
     """
     if isinstance(error, RecursionError):
         return "values nested too deeply"
@@ -128,7 +129,7 @@ class JournalContent(Generic[Made]):
     def report(self, path: Path, again: str) -> None:
         """Print the first damaged line and the number of others.
 
-        again: end of the sentence, on what happens to their records.
+        again: end of the sentence, which states what happens to the records of these lines.
         """
         if self.wrong:
             more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""

@@ -54,8 +54,8 @@ _PACKAGES = (
 class RunFolder:
     """Run folder that is open for one configuration, and locked as long as the object lives.
 
-    Raises UserError where another command uses the folder (jobs/run_lock.py), and where it belongs
-    to another configuration, with the keys that differ.
+    Raises UserError if another command uses the folder (jobs/run_lock.py), and if the folder
+    belongs to another configuration, with the keys that differ.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -83,7 +83,7 @@ class RunFolder:
 
         Prints the artefacts that the run must write again. artefacts: files or model folders. also:
         further files whose hashes are recorded; runs of earlier versions may lack them. Raises
-        UserError where an input of the run has changed since.
+        UserError if an input has changed since the run finished.
         """
         self._artefacts = (*artefacts, *also)
         manifest = self.manifest
@@ -93,7 +93,7 @@ class RunFolder:
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
                     f"{path} has changed since the run finished: its hash differs from the one in "
-                    f"{self.path / 'manifest.json'}. Give another output_dir=, or delete the "
+                    f"{self.path / 'manifest.json'}. Set another output_dir=, or delete the "
                     f"folder to start over"
                 )
         wrong = changed_artefacts(self.path, manifest) or [
@@ -108,7 +108,8 @@ class RunFolder:
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
         """Write manifest.json.
 
-        inputs: files or folders of the run, recorded with their hashes; a dry run reads none.
+        inputs: files or folders that the run reads, recorded with their hashes; a dry run does not
+        read them. metrics: results so far. finished: whether to record the artefacts' hashes too.
         """
         dry = self.config["dry_run"]
         manifest = {
@@ -144,7 +145,7 @@ class RunFolder:
         before = read_config(
             path,
             f"If this command started {self.path}, delete the file and run the command again. "
-            f"Otherwise give another output_dir=",
+            f"Otherwise set another output_dir=",
         )
         # A configuration of an earlier version lacks the newer keys.
         merged = OmegaConf.merge(plain(self._schema()), upgrade_config(before))
@@ -157,12 +158,12 @@ class RunFolder:
         if differing:
             raise UserError(
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
-                "Give another output_dir=, or delete the folder to start over"
+                "Set another output_dir=, or delete the folder to start over"
             )
 
 
 def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Remove the target's published configuration where the target's folder replaces it."""
+    """Remove the target's published configuration if the target's folder exists and replaces it."""
     target = config.get("target")
     if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
         return config
@@ -234,7 +235,7 @@ def changed_artefacts(
 
 
 def _is_complete(artefact: Path) -> bool:
-    """Return whether a file exists, or the configuration and weights of a model folder."""
+    """Return whether a file exists, or a model folder has its configuration and weights."""
     if artefact.suffix:
         return artefact.is_file()
     return (artefact / "config.json").is_file() and any(
@@ -244,9 +245,9 @@ def _is_complete(artefact: Path) -> bool:
 
 @functools.cache
 def git_revision() -> str:
-    """Return the revision of this code's checkout, with `+changes` where tracked files differ.
+    """Return the git revision of this code, with `+changes` if tracked files differ from it.
 
-    It is `unknown` outside of a checkout.
+    Returns `unknown` outside of a checkout.
     """
     # An installation may lie inside another project's checkout.
     if data_folder("conf").parent != ROOT:
@@ -272,7 +273,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processor, the number of threads and the GPUs, for manifests and tables."""
+    """Return the names of the processor and the GPUs, and the number of PyTorch's threads."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)

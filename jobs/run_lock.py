@@ -1,10 +1,10 @@
 """Lock of a run folder: only one command at a time uses it.
 
-A lock file names its owner, who deletes it in the end. The owner holds the file's `flock` as long
-as it lives, and so do the ranks and stages that it starts. The kernel releases the lock with the
-last of them, so the next command can take over a file that SIGKILL left behind. Some network file
+A lock file names its owner, a process that deletes the file when it ends. The owner and the ranks
+and stages that it starts hold the file's `flock`. The kernel releases the lock when the last of
+them ends, so the next command can take over a file that SIGKILL left behind. Some network file
 systems have no locks, or none across hosts. There the content of the file decides, and an owner on
-another host counts as alive.
+another host is assumed to run.
 """
 
 import errno
@@ -38,7 +38,7 @@ class RunLock:
     """Lock that this process holds on a run folder until the object or the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock. Raises UserError, with the owner, where another process holds it."""
+        """Take the lock. Raises UserError, which names the owner, if another process holds it."""
         path = folder / LOCK
         self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
@@ -53,22 +53,23 @@ _locks: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictiona
 def hold(folder: Path) -> RunLock | None:
     """Create and lock a run folder, and delete half-written files of a killed run.
 
-    Returns None on all ranks but the first, and where the parent process (a launcher, an
-    experiment) holds the folder. Raises UserError for a folder that cannot be created, and for one
-    that another command uses, with its process, host and start time.
+    If this process already holds the folder, its lock is returned. Returns None on all ranks but
+    the first, and if the parent process (a launcher, an experiment) holds the folder. Raises
+    UserError for a folder that cannot be created, and for one that another command uses, with its
+    process, host and start time.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(
-            f"output_dir={folder} is not a folder: {error.filename} is a file. Give another "
+            f"output_dir={folder} is not a folder: {error.filename} is a file. Set another "
             f"output_dir="
         ) from error
     except OSError as error:  # such as a name that is too long, or a read-only folder
         name = str(folder)
         name = name if len(name) <= _QUOTED else f"{name[:_QUOTED]}..."
         raise UserError(
-            f"output_dir={name} cannot be created: {error.strerror}. Give another output_dir="
+            f"output_dir={name} cannot be created: {error.strerror}. Set another output_dir="
         ) from error
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held_folders():
@@ -88,7 +89,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_partials(root: Path) -> None:
-    """Delete half-written files and folders of a run, but not those of other runs inside it."""
+    """Delete half-written files and folders of a run, but none in other run folders inside it."""
     for path in [*root.iterdir()]:
         if path.name.endswith(_PARTIAL):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -106,13 +107,13 @@ def _held_folders() -> list[str]:
 
 
 def _acquire(path: Path) -> int:
-    """Open and lock the file. Returns its descriptor. Raises UserError where it is in use."""
+    """Open and lock the lock file, and return its descriptor. Raises UserError if it is in use."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise UserError(
-                f"output_dir={path.parent} cannot be written: {error}. Give another output_dir="
+                f"output_dir={path.parent} cannot be written: {error}. Set another output_dir="
             ) from error
         try:
             free = _flock(descriptor)
@@ -129,7 +130,10 @@ def _acquire(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> bool:
-    """Lock the file. Returns whether that worked, or whether the file system has no locks."""
+    """Lock an open file. Returns False if another process holds the lock.
+
+    Returns True if the file is now locked, and also if its file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -151,7 +155,7 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Return the owner in the file; empty for a new or incomplete file."""
+    """Return the owner that a lock file names; empty for a new or incomplete file."""
     try:
         owner = json.loads(os.pread(descriptor, 2**16, 0))
     except ValueError:
@@ -160,9 +164,9 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _may_be_running(owner: dict[str, Any]) -> bool:
-    """Return whether the owner may still run: it always may on another host.
+    """Return whether the owner may still run; an owner on another host always may.
 
-    The start time reveals a process id that another process reuses.
+    The start time shows whether another process now has the owner's process id.
     """
     if not owner:
         return False
@@ -173,7 +177,7 @@ def _may_be_running(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process on this host; empty where it does not exist."""
+    """Return the start time of a process on this host; empty if there is no such process."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
@@ -193,17 +197,17 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
     if owner and not _may_be_running(owner):
         return UserError(
             f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
-            f"End that process, or wait for it"
+            f"Wait until that process ends, or find its id with `fuser {path}` and end it"
         )
     hint = ""
     if owner and host != socket.gethostname():
         hint = (
-            f". This host cannot check whether it still runs. If it does not, delete {path} and "
-            f"run again"
+            f". This host cannot check whether that process still runs. If it does not, delete "
+            f"{path} and run again"
         )
     return UserError(
         f"{path.parent} is in use by {who if owner else 'a process that is just starting'}. Wait "
-        f"until it ends, or give another output_dir={hint}"
+        f"until it ends, or set another output_dir={hint}"
     )
 
 

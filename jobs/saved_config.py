@@ -1,4 +1,4 @@
-"""Saved configuration of a run: a hash reveals damage, and keys of earlier versions are renamed."""
+"""Saved configuration of a run: a hash shows damage, and keys of earlier versions are renamed."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ _STAMP = "# sha256 of the lines below: "
 
 
 def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a saved configuration with the current keys and their current meaning."""
+    """Return a saved configuration of any version in terms of the current keys."""
     saved = current_config(saved)
     for key in ("loop", "between"):
         loop = saved.get(key)
@@ -26,7 +26,7 @@ def upgrade_config(saved: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def add_stamp(text: str) -> str:
-    """Return the text of a configuration below a line with its hash."""
+    """Return the text of a configuration with its hash on a line above it."""
     return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 

@@ -1,7 +1,7 @@
 """Dotted name of the dataclass of each job's settings.
 
-Where the class depends on the command line, the name is that of a function from overrides to the
-class. Names replace imports, as the jobs lie in packages above this one.
+If the class depends on the command line, it is the name of a function from overrides to the class.
+Names replace imports, because the jobs are in packages above this one.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,10 @@ SCHEMAS = {
 
 
 def schema_of(job: str, overrides: Sequence[str] = ()) -> type[JobConfig]:
-    """Return the dataclass of a job's settings. Raises UserError for an unknown job."""
+    """Return the dataclass of a job's settings. Raises UserError for an unknown job.
+
+    overrides: command line of the job, on which the class may depend.
+    """
     if job not in SCHEMAS:
         raise UserError(f"'{job}' is not a job, expected one of {', '.join(SCHEMAS)}")
     found: Any = imported(SCHEMAS[job])

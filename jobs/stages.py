@@ -68,7 +68,7 @@ class StageOverride:
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order. Raises UserError with the stage that failed."""
+    """Run `config.stages` in order. Raises UserError, which names the stage, if one fails."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
     barrier, started, number = RankBarrier(), time.time(), 0
     for position, stage in enumerate(stages, start=1):
@@ -95,7 +95,8 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     """Compose a stage from its job's defaults, its files of conf/, inherited keys and overrides.
 
-    name: a job, or `job:label` where a job occurs twice. Raises UserError with the stage's name.
+    name: a job, or `job:label` if a job occurs twice. Raises UserError, which names the stage, if
+    the configuration does not compose or is invalid.
     """
     job, _, label = name.partition(":")
     try:
@@ -131,8 +132,8 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
 def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
     """Parse the overrides of a stage; `-m` among them allows several values (`key=1,2`).
 
-    `{output_dir}` stands for the experiment's folder, `${key}` for the experiment's value of a key,
-    and `@{key}` for the stage's value.
+    In an override, `{output_dir}` means the experiment's folder, `${key}` the experiment's value of
+    a key, and `@{key}` the stage's value.
     """
     written: Any = OmegaConf.to_container(composed.stage_overrides, resolve=False)
     raw, given = written.get(name, []), []
@@ -186,7 +187,7 @@ def _insert_folder(value: Any, folder: str) -> Any:
 def _sweep_members(
     base: DictConfig, given: Sequence[StageOverride], sweeps: bool
 ) -> Iterator[DictConfig]:
-    """Yield one configuration for each combination of values; only one without a sweep."""
+    """Yield one configuration for each combination of the overrides' values."""
     for values in itertools.product(*(one.values for one in given)):
         member = base.copy()
         for one, (_, value) in zip(given, values, strict=True):
@@ -199,7 +200,7 @@ def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
     """Set the folder of a sweep's member, and its group in Weights & Biases.
 
     varying: the overrides that differ between members; the folder is named after them. A group that
-    is given stays.
+    is already set is kept.
     """
     name = ",".join(text.lstrip("+") for text in varying) or "member"
     config.output_dir = os.path.join(str(config.output_dir), re.sub(r"[^\w.,=+-]+", "_", name))
@@ -211,8 +212,9 @@ def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
 def _print_total(folders: Sequence[str], started: float) -> None:
     """Print the total cost of the dry runs of all stages and sweep members.
 
-    folders: run folders, with those inside them. started: time before the first dry run; older
-    manifests do not count. Each cost is converted to hours with the assumed_tflops of its run.
+    folders: run folders, searched for manifests with all folders inside them. started: time in
+    seconds since the epoch before the first dry run; older manifests do not count. Each cost is
+    converted to hours with the assumed_tflops of its run.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     costs, unknown = [], 0  # (operations, assumed TFLOP/s) of a dry run
@@ -236,7 +238,7 @@ def _print_total(folders: Sequence[str], started: float) -> None:
 
 
 def check_required_settings(composed: DictConfig) -> None:
-    """Raise UserError for a setting that the experiment needs from its caller.
+    """Raise UserError for an empty setting that the experiment needs.
 
     Such a setting is empty by default, and the experiment refers to it as `${key}`.
     """
@@ -244,7 +246,7 @@ def check_required_settings(composed: DictConfig) -> None:
     for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):
         if key in composed and composed[key] == "":
             raise UserError(
-                f"{key} is empty, but experiment '{composed.experiment}' needs it. Give {key}=...; "
+                f"{key} is empty, but experiment '{composed.experiment}' needs it. Set {key}=...; "
                 f"the top of its file in conf/experiment describes it."
             )
 
@@ -252,7 +254,8 @@ def check_required_settings(composed: DictConfig) -> None:
 def run_on_file(composed: DictConfig, job: str, environment: dict[str, str] | None = None) -> int:
     """Run `python -m <job>` on a saved configuration in a fresh process. Returns its exit status.
 
-    environment: None inherits this process's.
+    environment: variables of the new process; None: as in this one. Raises Interrupted if a signal
+    stopped it.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
         file.write(OmegaConf.to_yaml(composed))

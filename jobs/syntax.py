@@ -17,7 +17,7 @@ EXPECTED = (
     "a value with spaces, commas, brackets or quotes, inside the quotes of the shell: "
     "'KEY=\"a, b\"'."
 )
-ENDS = "it is incomplete, such as without a closing bracket or quote"
+ENDS = "it is incomplete; a closing bracket or quote may be missing"
 # flags without a value; any other flag may be followed by one
 WITHOUT_VALUE = ("-m", "--multirun", "-h", "--help")
 
@@ -41,7 +41,7 @@ def check_syntax(arguments: list[str]) -> None:
 
 
 def _place(text: str, error: HydraException) -> str:
-    """Describe the syntax error and its position."""
+    """Describe a syntax error in `text` and, if the parser reports it, its position."""
     cause, message = error.__cause__, " ".join(str(error).split())
     if isinstance(cause, LexerNoViableAltException):
         return (
@@ -63,12 +63,15 @@ def _place(text: str, error: HydraException) -> str:
 
 
 def composition_error(error: Exception) -> UserError:
-    """Return the error for a command line and files of conf/ that do not compose."""
+    """Return the error for overrides and files of conf/ that do not compose.
+
+    error: the exception of Hydra, OmegaConf or YAML.
+    """
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group = error.missing_cfg_file.rpartition("/")[0]
         return UserError(
             f"{error.missing_cfg_file.replace('/', '=')}: there is no "
-            f"conf/{error.missing_cfg_file}.yaml, expected {group}= one of "
+            f"conf/{error.missing_cfg_file}.yaml. Set {group}= to one of "
             f"{', '.join(error.options)}"
         )
     message = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"

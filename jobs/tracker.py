@@ -62,10 +62,9 @@ class Tracker:
         charts: Sequence[Chart],
         images: dict[str, Path],
     ) -> None:
-        """Send named tables, charts and images to Weights & Biases, the images to tensorboard too.
+        """Send tables, charts and images to Weights & Biases, and the images to tensorboard too.
 
-        tables: name -> rows; a missing column stays empty. images: name -> file that both can read,
-        such as a PNG.
+        tables: name -> rows; a column that a row lacks stays empty. images: name -> PNG file.
         """
         if self._wandb is not None:
             self._wandb.log(_wandb_media(tables, charts, images))
@@ -86,8 +85,8 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Drop records after `step`, which a resumed run repeats, and an incomplete last line.
 
-        Tensorboard drops them too. Weights & Biases cannot, and ignores the repeated steps, whose
-        values are the same. Raises UserError for a damaged line before the last one.
+        Tensorboard drops these records too. Weights & Biases cannot, and ignores the repeated
+        steps, whose values are equal. Raises UserError for a damaged line before the last one.
         """
         self._file.close()
         lines = self.path.read_bytes().splitlines()
@@ -114,9 +113,9 @@ class Tracker:
 
 @contextmanager
 def track_run(folder: RunFolder, config: Any, inputs: list[Path]) -> Iterator[Tracker]:
-    """Write an unfinished manifest, and open a tracker inside the block. Only the main rank does.
+    """Write an unfinished manifest, and open a tracker inside the block.
 
-    inputs: files and folders of the run, for the manifest.
+    Call it on the main rank only. inputs: files and folders that the run reads, for the manifest.
     """
     folder.write_manifest(inputs, {}, finished=False)
     tracker = Tracker(folder.path, config.tracker, config.experiment, folder.config)
@@ -127,10 +126,10 @@ def track_run(folder: RunFolder, config: Any, inputs: list[Path]) -> Iterator[Tr
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError for an unknown mode, a missing package and a missing login.
+    """Raise UserError for an unknown mode, a missing package or a missing login.
 
-    The check comes before any model is loaded and uses no network, so the login is not verified.
-    Only rank 0 tracks, and a dry run does not.
+    The check uses no network, so a login is found but not verified. Dry runs and ranks other than 0
+    are not checked, because they do not track.
     """
     tracker = vars(config).get("tracker")
     if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
@@ -141,7 +140,7 @@ def check_tracker(config: JobConfig) -> None:
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
             "tracker.wandb is online, but no login to Weights & Biases was found. Run `wandb "
-            "login` once, set WANDB_API_KEY, or give tracker=wandb_offline (`wandb sync` uploads "
+            "login` once, set WANDB_API_KEY, or use tracker=wandb_offline (`wandb sync` uploads "
             "later) or tracker=none"
         )
 
@@ -153,7 +152,7 @@ def _check_mode(config: TrackerConfig) -> None:
 
 
 def _has_login() -> bool:
-    """Return whether wandb would find credentials: in the environment, settings or netrc file."""
+    """Return whether wandb would find credentials in the environment, settings or netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -172,9 +171,9 @@ def _has_login() -> bool:
 
 
 def _wandb_id(folder: Path) -> str:
-    """Return the id of a folder's W&B run, which a resumed run continues.
+    """Return the id of a folder's W&B run, so that a resumed run continues it.
 
-    The id is created on the first call. Raises UserError for a damaged file.
+    The first call creates the file `wandb_id`. Raises UserError if this file is damaged.
     """
     path = folder / "wandb_id"
     if not path.is_file():
@@ -229,13 +228,13 @@ def _wandb_media(
 
 
 def _summary_writer() -> Any:
-    """Return tensorboard's writer class. Raises UserError where it is not installed."""
+    """Return tensorboard's writer class. Raises UserError if tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise UserError(
-            f"tracker.tensorboard needs a package that is not installed ({error.name}): pip "
-            f'install "shallow-draft[train]", or give tracker=none'
+            f"tracker.tensorboard needs a package that is not installed ({error.name}). Run pip "
+            f'install "shallow-draft[train]", or use tracker=none'
         ) from error
     return SummaryWriter
 

@@ -49,7 +49,7 @@ class GenerateConfig(JobConfig):
     max_prompt_tokens: int = 0
     # system turn of every conversation; empty: the chat template's default
     system: str = ""
-    # chat template: one of ours by name, or auto: the tokenizer's; without one the head's, or
+    # chat template: a built-in one by name, or auto: the tokenizer's; if it has none, the head's or
     # Vicuna's
     template: str = "auto"
     # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, a ShareGPT file, or mt_bench; empty: an

@@ -10,7 +10,7 @@ DATASET = "HuggingFaceH4/mt_bench_prompts"
 
 
 def load_mt_bench() -> list[Prompt]:
-    """Return the questions with both turns. Raises UserError if cache and Hub lack them."""
+    """Return the questions with both turns. Raises UserError if neither cache nor Hub has them."""
     import datasets
 
     try:
@@ -19,7 +19,7 @@ def load_mt_bench() -> list[Prompt]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"MT-bench ({DATASET}) is neither in the cache of `datasets` nor available from the "
-            f"Hub: {' '.join(str(error).split())[:200]}. Give a local file such as FastChat's "
+            f"Hub: {' '.join(str(error).split())[:200]}. Use a local file such as FastChat's "
             f"question.jsonl (prompts=FILE.jsonl or --eval_mt_bench=FILE.jsonl), or run python -c "
             f"\"import datasets; datasets.load_dataset('{DATASET}')\" on a machine with network "
             f"access and copy its ~/.cache/huggingface."

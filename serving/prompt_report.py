@@ -30,7 +30,10 @@ ROWS = {
 def print_report(
     cfg: GenerateConfig, loaded: ChatModels, done: PromptRun, console: Console
 ) -> None:
-    """Print the report. At its end, raise UserError for an output that is not the target's."""
+    """Print the report, and then raise UserError if an output is not the target's.
+
+    A difference within the rounding of the dtype raises no error.
+    """
     console.print(_answer_table(done.answers))
     console.print()
     console.print(_total_table(cfg, done.answers))
@@ -74,7 +77,7 @@ def _answer_table(answers: Sequence[PromptAnswer]) -> Table:
 
 
 def _total_table(cfg: GenerateConfig, answers: Sequence[PromptAnswer]) -> Table:
-    """Return a table of totals, with plain decoding next to drafted where it was measured."""
+    """Return a table of totals, with a column for plain decoding if it was measured."""
     plain = [answer.plain for answer in answers if answer.plain is not None]
     columns = {"drafted" if plain else "": _totals(answers, [one.drafted for one in answers])}
     if plain:
@@ -95,9 +98,9 @@ def _total_table(cfg: GenerateConfig, answers: Sequence[PromptAnswer]) -> Table:
 
 
 def _totals(answers: Sequence[PromptAnswer], generations: Sequence[Generation]) -> dict[str, Any]:
-    """Return the totals over all answers, decoded in one way.
+    """Return the totals over all answers of one way of decoding, drafted or plain.
 
-    A batch takes as long as its longest row, and its rows share one prefill.
+    A batch takes as long as its slowest row, and its rows share one prefill.
     """
     seconds: dict[tuple[int, int], float] = {}
     prefill: dict[tuple[int, int], float] = {}
@@ -117,9 +120,10 @@ def _totals(answers: Sequence[PromptAnswer], generations: Sequence[Generation]) 
 
 
 def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tuple[str, bool]:
-    """Compare the drafted outputs with plain decoding's.
+    """Compare the outputs of drafted and plain decoding.
 
-    Returns the result in words, and whether a difference is larger than rounding explains.
+    Returns a description of the result, and whether a difference is larger than rounding can
+    explain.
     """
     settings, dtype = loaded.settings, loaded.engine.target.dtype
     if not is_compared(settings):

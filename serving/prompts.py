@@ -1,8 +1,8 @@
 """Batched answers to prompts with and without the drafter, for speed and token comparisons.
 
-Every prompt is answered, the last batch may be smaller. With and without the drafter, conversations
-continue with the drafted answers. Only decoding is timed, and batches alternate in which way comes
-first.
+Prompts that are too long are skipped and reported, and the last batch may be smaller. Both ways
+continue a conversation with the drafted answers. Speeds exclude the prefill. Whether decoding with
+or without the drafter comes first alternates between batches and between turns.
 """
 
 import json
@@ -30,7 +30,7 @@ from training.data.readers import Prompt, read_prompts
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """Answer to one turn."""
+    """Answer to one turn of a prompt, with the drafter and without it."""
 
     prompt: Prompt
     turn: int  # from 1
@@ -71,14 +71,14 @@ class PromptAnswer:
 
 @dataclass
 class PromptRun:
-    """All answers, and reason -> places of the skipped prompts."""
+    """All answers, and the skipped turns as reason -> places (`ID, turn N`)."""
 
     answers: list[PromptAnswer] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_prompts(cfg: GenerateConfig) -> list[Prompt]:
-    """Return the configured prompts. Raises UserError for an unreadable file."""
+    """Return the prompts to answer. Raises UserError if their file cannot be read."""
     prompts = load_mt_bench() if cfg.prompts == NAME else read_prompts(resolve(cfg.prompts))
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -117,14 +117,14 @@ def answer_prompts(
             for reason, places in done.left_out.items()
         )
         raise UserError(
-            f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Give shorter "
+            f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Shorten the "
             f"prompts, or raise the limit."
         )
     return done
 
 
 def _write(output: str, answers: Sequence[PromptAnswer]) -> None:
-    """Append answers to a JSONL file. An interrupted run keeps all previous ones."""
+    """Append answers to a JSONL file, so that an interrupted run keeps them."""
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
             file.writelines(
@@ -142,7 +142,7 @@ def _answer_batch(
 ) -> Iterator[list[PromptAnswer]]:
     """Yield the answers of one batch turn by turn, and record in `done` the turns that do not fit.
 
-    number: index of the batch, from which the noise of its requests is keyed.
+    number: index of the batch, which keys the noise of its requests.
     """
     answered: list[list[str]] = [[] for _ in batch]
     for turn in range(max(len(prompt.turns) for prompt in batch)):
@@ -181,7 +181,10 @@ def _decode_both(
     requests: list[int],
     plain_first: bool,
 ) -> tuple[list[Generation], list[Generation] | None]:
-    """Return drafted and plain generations; plain is None without a baseline or a drafter."""
+    """Return drafted and plain generations; the plain ones are None if they are not measured.
+
+    Without a drafter, the first list holds plain generations. requests: ids that key the noise.
+    """
     drafter = loaded.engine.drafter
     ways = [drafter, None] if drafter is not None and cfg.baseline else [drafter]
     found = {
@@ -194,7 +197,7 @@ def _decode_both(
 def _compare(
     loaded: ChatModels, settings: Settings, answer: PromptAnswer, ids: list[int], request: int
 ) -> PromptAnswer:
-    """Add the first difference from plain decoding where the outputs must be equal."""
+    """Return the answer with its first difference from plain decoding, if both must be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
     at = first_difference(answer.drafted.tokens, answer.plain.tokens)
@@ -218,7 +221,7 @@ def _render(
 
 
 def _refusal(loaded: ChatModels, cfg: GenerateConfig, length: int) -> str:
-    """Return why a prompt of this length is skipped; empty for one that fits."""
+    """Return the reason to skip a prompt of `length` tokens; empty if it fits."""
     context = loaded.engine.target.max_length
     if length >= context:
         return f"longer than the target's context of {context} tokens"

@@ -35,7 +35,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """Cost of one answer."""
+    """Generation of one answer, the length of its prompt, and how the answer ended."""
 
     generation: Generation
     prompt_tokens: int
@@ -44,7 +44,7 @@ class ChatAnswer:
 
 
 class ChatSession:
-    """One conversation; `reply` yields an answer, and `last` holds its cost."""
+    """One conversation; `reply` yields an answer, and `last` then holds its ChatAnswer."""
 
     def __init__(self, loaded: ChatModels, cfg: GenerateConfig) -> None:
         """Warm up the models and measure the costs of a round if the drafter needs them."""
@@ -60,14 +60,14 @@ class ChatSession:
         self._turn = 0
 
     def reset(self) -> None:
-        """Start a new conversation, which reuses the cache of a common beginning."""
+        """Start a new conversation. The cache of a prefix that both share is reused."""
         self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
         # token ids of the last answer if the next turn can be appended to them
         self._written: list[int] = []
 
     @property
     def plain_rate(self) -> float | None:
-        """Tokens per second of plain decoding over all measured tokens, or None."""
+        """Tokens per second of plain decoding over all measured tokens; None before the first."""
         return self.plain_tokens / self.plain_seconds if self.plain_seconds else None
 
     def reply(
@@ -75,9 +75,9 @@ class ChatSession:
     ) -> Generator[TextPiece, None, None]:
         """Yield the answer to a message.
 
-        stop: called between rounds; ends the answer if it returns true. The text so far stays in
-        the conversation. Raises UserError, with the conversation unchanged, for a message that
-        leaves no room for an answer.
+        stop: called between rounds; if it returns true, the answer ends, and its text so far stays
+        in the conversation. Raises UserError, with the conversation unchanged, for a message that
+        leaves no room for an answer or exceeds max_prompt_tokens.
         """
         message = {"role": "user", "content": text}
         prompt = self._render([*self.messages, message])
@@ -119,8 +119,8 @@ class ChatSession:
     def time_plain(self) -> int | None:
         """Decode the end of the last answer again without the drafter, and update `plain_rate`.
 
-        Returns the index, among these tokens, of the first one that differs; None if they are equal
-        or may differ.
+        Returns the index, among these tokens, of the first one that differs; None if all are equal,
+        or if they are samples, which may differ.
         """
         if self.last is None or self.engine.drafter is None:
             return None

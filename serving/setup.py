@@ -38,7 +38,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class ChatModels:
-    """Loaded models with their settings."""
+    """Loaded models, the settings to decode with, and their description."""
 
     engine: Engine
     settings: Settings  # without measured costs
@@ -66,17 +66,17 @@ def check(cfg: GenerateConfig) -> None:
         check_choice("stopping", cfg.stopping, NAMES)
     if not cfg.prompts and cfg.batch_size > 1:
         raise UserError(
-            f"batch_size is {cfg.batch_size}, but a chat is one conversation. Give prompts=FILE or "
+            f"batch_size is {cfg.batch_size}, but a chat is one conversation. Set prompts=FILE or "
             f"batch_size=1."
         )
     if cfg.max_prompts and not cfg.prompts:
         raise UserError(
-            f"max_prompts is {cfg.max_prompts}, but a chat has no prompts. Give prompts=FILE "
+            f"max_prompts is {cfg.max_prompts}, but a chat has no prompts. Set prompts=FILE "
             f"(--eval_mt_bench), or remove max_prompts="
         )
     if cfg.output and not cfg.prompts:
         raise UserError(
-            f"output={cfg.output} has no effect, as a chat is not recorded. Give prompts=FILE, or "
+            f"output={cfg.output} has no effect, as a chat is not recorded. Set prompts=FILE, or "
             f"remove output="
         )
     if cfg.output and not cfg.dry_run:
@@ -134,14 +134,15 @@ def load(cfg: GenerateConfig) -> ChatModels:
 
 
 def is_compared(settings: Settings) -> bool:
-    """Return whether the output must equal plain decoding's: if greedy or coupled."""
+    """Return whether drafted and plain outputs must be equal (greedy or coupled decoding)."""
     return settings.temperature == 0 or settings.verify == "coupled"
 
 
 def warm_up(engine: Engine, prompt: list[int], settings: Settings, batch_size: int = 1) -> Settings:
-    """Decode a few tokens with and without the drafter, as the first run of a shape is slow.
+    """Decode a few tokens with and without the drafter, because the first run of a shape is slow.
 
-    Returns the settings, with measured costs of a round if the drafter needs them.
+    prompt: token ids, repeated for every row of the batch. Returns the settings, with measured
+    round costs if the drafter needs them.
     """
     settings = with_costs(engine, prompt, settings, batch_size)
     brief = replace(settings, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -167,7 +168,10 @@ def _describe(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
 def load_drafter(
     cfg: GenerateConfig, target_folder: Path, device: str
 ) -> tuple[Drafter | None, DrafterUse]:
-    """Return the configured drafter, None for plain decoding, and its loop options."""
+    """Return the configured drafter (None for plain decoding) and its loop options.
+
+    Raises UserError if it does not fit the target, and for options that only eval.run supports.
+    """
     found = _mapping(cfg, device)
     if found is None:
         return None, DrafterUse()
@@ -176,7 +180,7 @@ def load_drafter(
     refuse_eval_options(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
-            f"drafter {name} has schedule={use[name].schedule}, which only eval.run supports. Give "
+            f"drafter {name} has schedule={use[name].schedule}, which only eval.run supports. Use "
             f"schedule=serial."
         )
     drafter: Drafter = build({name: mapping}, use, target_folder)[name]
@@ -184,7 +188,7 @@ def load_drafter(
 
 
 def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
-    """Raise UserError for a missing drafter or another target's head. Loads nothing."""
+    """Raise UserError for a missing drafter or a head of another target, without loading it."""
     if head := _head_folder(cfg):
         check_fits(target_folder, head)
 
@@ -212,16 +216,16 @@ def _holds_head(mapping: dict[str, Any]) -> bool:
 
 
 def _check_writable(file: Path) -> None:
-    """Raise UserError early if the output file is not writable or would be overwritten."""
+    """Raise UserError if the output file is not writable or already has content."""
     if file.is_file() and file.stat().st_size:
         raise UserError(
-            f"output={file} exists already. Give another file, or delete it to answer again."
+            f"output={file} exists already. Use another file, or delete it to answer again."
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     except OSError as error:
-        raise UserError(f"output={file} cannot be written: {error}. Give another file.") from error
+        raise UserError(f"output={file} cannot be written: {error}. Use another file.") from error
 
 
 def choose_template(
@@ -230,8 +234,8 @@ def choose_template(
     """Return the name of the chat template and, if it was inferred, its source.
 
     A head's card names the template of its training data. Heads in the published layout have no
-    card and use Vicuna's template, the only one in the published code. Targets with Vicuna in their
-    name use it too. Raises UserError if no template is found.
+    card and use Vicuna's template, the only one in the published code. Targets with `vicuna` in
+    their names use it too. Raises UserError if no template is found.
     """
     if cfg.template != "auto" or tokenizer.chat_template:
         return cfg.template, ""
@@ -252,8 +256,8 @@ def choose_template(
     if any(VICUNA in name.lower() for name in named):
         return VICUNA, "by the target's name"
     raise UserError(
-        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template. Name the one "
-        f"of the target's training, such as template=vicuna."
+        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template. Set template= "
+        f"to the one that the target was trained with, such as template=vicuna."
     )
 
 
@@ -264,7 +268,7 @@ def _head_folder(cfg: GenerateConfig) -> Path | None:
 
 
 def _resolve_model(name: str) -> Path:
-    """Return a model's folder. The error for a name of the Hub has the command to download it."""
+    """Return a model's folder. The error for a name on the Hub has the command to download it."""
     try:
         return resolve(name)
     except UserError as error:

@@ -26,7 +26,10 @@ HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new c
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed; a second Ctrl-C ends the block."""
+    """Yield a function that returns whether Ctrl-C was pressed in the block.
+
+    A second Ctrl-C raises KeyboardInterrupt there.
+    """
     pressed: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -42,7 +45,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
-    """Answer messages until exit, quit or the end of the input."""
+    """Answer messages until exit, quit, the end of the input, or Ctrl-C twice at the prompt."""
     print_notice(console, loaded.about)
     session = ChatSession(loaded, cfg)
     if loaded.engine.drafter is not None:
@@ -62,7 +65,7 @@ def chat(loaded: ChatModels, cfg: GenerateConfig, console: Console) -> None:
             session.reset()
             print_notice(console, "a new conversation")
         elif not text:
-            print_notice(console, f"an empty message: type a text ({HINT})")
+            print_notice(console, f"an empty message: type some text ({HINT})")
         else:
             try:
                 answer_turn(session, text, console)
@@ -99,7 +102,7 @@ def read_message(console: Console) -> str | None:
 
 
 def answer_turn(session: ChatSession, text: str, console: Console) -> None:
-    """Stream one answer and print its cost."""
+    """Print one answer as it is decoded, and then its cost."""
     differs = None
     with interrupts() as interrupted:
         try:
@@ -155,11 +158,14 @@ def cost_line(session: ChatSession, answer: ChatAnswer) -> str:
 
 
 def print_notice(console: Console, text: str, style: str = "dim") -> None:
-    """Print a line of the program, next to the answers."""
+    """Print a message of the program itself, dimmed to set it apart from the model's answers.
+
+    style: another style of `rich`, such as red for errors.
+    """
     console.print(Text(text, style), soft_wrap=True)
 
 
 def visible(text: str) -> str:
-    """Return the text with control characters escaped; a model must not control the terminal."""
+    """Return a text with its control characters escaped, so that it cannot control the terminal."""
     # C0 except tab and newline, DEL, and C1
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -47,12 +47,12 @@ def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source
 
 @dataclass
 class PruneContext:
-    """State that all modes and stages share."""
+    """Target, text, evaluation and accumulated costs of a pruning run."""
 
     config: PruneConfig
     # the frozen target
     teacher: Any
-    # training text by domain; without domains under an empty name
+    # name of a domain -> its training text; the name is empty without domains
     texts: dict[str, list[Sample]]
     held_out: list[Sample]
     parallel: Parallel
@@ -85,9 +85,9 @@ class PruneContext:
         return self.scorer()
 
     def data(self, rows_a_step: int) -> PackedData:
-        """Return the training text in packed rows, with domains mixed by their shares.
+        """Return the training text in packed rows, with domains mixed in their shares.
 
-        Raises UserError if there is too little text.
+        rows_a_step: number of rows per step. Raises UserError for fewer than LEAST_ROWS rows.
         """
         data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
@@ -99,7 +99,7 @@ class PruneContext:
         return data
 
     def rows(self, count: int) -> list[PackedBatch]:
-        """Return up to `count` packed rows of the training text, each as a batch."""
+        """Return up to `count` packed rows of the training text, each as a batch of one."""
         data = self.data(1)
         rows: list[list[int]] = []
         while len(rows) < min(count, len(data.rows)) and not data.ended:
@@ -112,14 +112,20 @@ class PruneContext:
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
     def tracker_config(self, part: str = "") -> TrackerConfig:
-        """Return the tracker configuration of this run, or of a part of it in the same group."""
+        """Return the tracker configuration of this run or, with `part`, of one part of it.
+
+        All parts are in the group of the run. part: ending of the tracked name.
+        """
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
     @contextmanager
     def track(self, part: str, folder: Path) -> Iterator[Tracker | None]:
-        """Track a training within this run in `folder`. Yields None except on rank 0."""
+        """Open a tracker for one part of this run inside the block; its records go to `folder`.
+
+        part: name of the part. Yields the tracker on rank 0, and None on all other ranks.
+        """
         if not self.parallel.is_main:
             yield None
             return
@@ -129,7 +135,7 @@ class PruneContext:
             yield tracker
 
     def cached(self, file: Path, compute: Callable[[], Any]) -> Any:
-        """Return the JSON value in a file, or compute and write it if the file is missing.
+        """Return the JSON value in a file; if the file is missing, compute and write the value.
 
         All ranks must call this method. They compute together and get the value of rank 0.
         """
@@ -153,7 +159,11 @@ class PruneContext:
         evaluate: Callable[[], dict[str, float]],
         flops_per_token: float,
     ) -> Progress:
-        """Train `model` on the training text and add up the costs; resumes from `folder`."""
+        """Train `model` on the training text, from the checkpoint in `folder` if there is one.
+
+        title: part of the work to which the seconds and FLOPs are added. evaluate: returns the
+        figures of a checkpoint.
+        """
         data = self.data(rows_of_step(self.config.data, loop))
         with self.account(title, 0.0):
             progress = fit(
@@ -170,7 +180,10 @@ class PruneContext:
         folder: Path,
         tracker: Tracker | None = None,
     ) -> Progress:
-        """Distil the target into `student` in loop.dtype; resumes from `folder`."""
+        """Distil the target into `student` in loop.dtype, from the checkpoint in `folder` if any.
+
+        title: part of the work to which the seconds and FLOPs are added.
+        """
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
         count, before = parameter_counts(student.config)["all"], self.states.tokens_read
         evaluate = partial(self.acceptance, student)

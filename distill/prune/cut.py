@@ -80,9 +80,10 @@ def keep_layers(config: Any, layers: Sequence[int]) -> Cut:
 def cut_state(
     state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True
 ) -> dict[str, Tensor]:
-    """Return copies of the student's weights by Hugging Face name.
+    """Return the student's weights by Hugging Face name, copied from the target's `state`.
 
-    Only the kept layers are read. head: include lm_head. Raises UserError for an unknown weight.
+    Only the kept layers are read. head: whether to include lm_head. Raises UserError for an unknown
+    weight.
     """
     hidden = cut.hidden_K
     kept = {"model.embed_tokens.weight": state["model.embed_tokens.weight"][:, hidden].clone()}
@@ -131,15 +132,16 @@ def _cut_layer(layer: Mapping[str, Tensor], cut: Cut, new: int, head_dim: int) -
 
 
 def _channels(heads_K: Tensor, head_dim: int) -> Tensor:
-    """Return the rows of a projection that belong to these heads."""
+    """Return the indices of a projection's channels that belong to these heads."""
     return (heads_K[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
 def cut_model(model: Any, cut: Cut, config: Any) -> Any:
     """Cut a student out of a Hugging Face model, in the model's dtype and on its device.
 
-    config: from distill.shapes.student_config. If `model` is sharded, all ranks must call this
-    function. It gathers one layer of the model at a time, and each rank gets the complete student.
+    config: the student's, from distill.shapes.student_config. If `model` is sharded, all ranks must
+    call this function. It gathers one layer of the model at a time, and each rank gets the complete
+    student. Raises UserError for an unknown weight.
     """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
@@ -157,7 +159,7 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
 
 
 def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> None:
-    """Write a cut with the hash of its target, and notes on the cut as JSON."""
+    """Write a cut as safetensors, with the hash of its target and notes that JSON can hold."""
     tensors = {name: getattr(cut, field) for name, field in _STORED.items()}
     tensors |= {"layers": torch.tensor(cut.layers)}
     head = {
@@ -172,7 +174,8 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
 def load_cut(path: Path, target_hash: str) -> Cut:
     """Read a cut that `save_cut` wrote.
 
-    Raises UserError for a missing or damaged file, and for the cut of another target.
+    Raises UserError for a missing or damaged file, another file format, and the cut of another
+    target.
     """
     if not path.is_file():
         raise UserError(
@@ -198,8 +201,8 @@ def load_cut(path: Path, target_hash: str) -> Cut:
         source = f"{folder}, " if folder else ""
         raise UserError(
             f"{path} was made for another target ({source}hash {head['target'][:12]}), expected "
-            f"one with hash {target_hash[:12]}. Prune this target, or use the model of the masks, "
-            f"which in a staged run is the model of the previous stage"
+            f"one with hash {target_hash[:12]}. Prune this target, or use the model that the masks "
+            f"were made for (in a staged run, the student of the previous stage)"
         )
     return Cut(
         layers=tuple(found["layers"].tolist()),
@@ -221,6 +224,6 @@ def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
     for name, size in kept.items():
         if asked[name] != size:
             raise UserError(
-                f"student.{name} is {asked[name]}, expected {size} as in {path}. Set the shape of "
-                f"the masks"
+                f"student.{name} is {asked[name]}, expected {size} as in {path}. Set the student's "
+                f"shape to the shape of the masks"
             )

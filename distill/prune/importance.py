@@ -54,7 +54,7 @@ class ImportanceScores:
 
     @staticmethod
     def zeros(config: Any) -> "ImportanceScores":
-        """Return the scores before the first row."""
+        """Return zero sums in the shapes of a model. config: its Hugging Face configuration."""
         widths, layers = target_widths(config), config.num_hidden_layers
         norms = (2 * layers + 1, widths["hidden_size"])
         units = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -62,7 +62,7 @@ class ImportanceScores:
         return ImportanceScores(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     def finished(self) -> "ImportanceScores":
-        """Return the roots of the sums of squares and the means of the other sums."""
+        """Return the roots of the sums of squares, and the means over rows of the other sums."""
         return ImportanceScores(
             self.units_LF.sqrt(),
             self.heads_LQ.sqrt(),
@@ -77,7 +77,7 @@ class ImportanceScores:
 def rank_batches(
     batches: Sequence[PackedBatch], parallel: Parallel
 ) -> list[tuple[PackedBatch, float]]:
-    """Return this rank's share of the batches with their weights.
+    """Return (batch, weight) for this rank's share of the batches.
 
     A sharded model needs the same number of forward passes on every rank. A rank with one batch
     fewer than others gets another batch with weight 0. All other batches have weight 1.
@@ -91,9 +91,9 @@ def rank_batches(
 def collect_scores(
     model: Any, batches: Sequence[PackedBatch], parallel: Parallel
 ) -> ImportanceScores:
-    """Return the sums of the scores over this rank's batches.
+    """Return the sums of the scores over this rank's share of the batches.
 
-    model: a Hugging Face model with packed attention.
+    model: Hugging Face model with packed attention. batches: the batches of all ranks.
     """
     scores, mine = ImportanceScores.zeros(model.config), rank_batches(batches, parallel)
     with (
@@ -110,9 +110,9 @@ def collect_scores(
 
 
 class _ScoreHooks:
-    """Hooks that add the inputs and outputs of modules to the scores.
+    """Hooks that add figures of the inputs and outputs of modules to the scores.
 
-    Every row has the same weight, whatever its padding.
+    Rows have equal weights, however many tokens are padding.
     """
 
     def __init__(self, scores: ImportanceScores) -> None:
@@ -210,12 +210,15 @@ def read_scores(path: Path) -> ImportanceScores | None:
 
 
 def write_scores(path: Path, scores: ImportanceScores, notes: dict[str, Any]) -> None:
-    """Write the scores; several runs may write the same scores at the same time."""
+    """Write the scores; several runs may write the same file at the same time."""
     write_tensors(path, vars(scores), {"notes": json.dumps(notes)})
 
 
 def read_order(path: Path, layers: int) -> list[int]:
-    """Return the layers that `write_order` wrote; none if the file is missing or damaged."""
+    """Return the layers that `write_order` wrote; empty if the file is missing or damaged.
+
+    layers: number of layers of the model.
+    """
     if not path.is_file():
         return []
     try:

@@ -136,10 +136,10 @@ def check(config: PruneConfig) -> None:
             f"less than loop.max_steps={max_steps}, because the masks must reach their peak "
             f"learning rate",
         ),
-        "largest_cut": (0 < config.largest_cut <= 1, "a share of more than 0, at most 1"),
+        "largest_cut": (0 < config.largest_cut <= 1, "a share above 0 and at most 1"),
         "masks": (
             not config.masks or not config.depths,
-            "an empty text with depths, because a file holds one cut",
+            "no file together with depths, because a file holds one cut",
         ),
         "cache_mb": (
             config.cache_mb == 0 or (config.cache_mb > 0 and kind not in SHARDED_WEIGHTS),
@@ -152,9 +152,9 @@ def check(config: PruneConfig) -> None:
 
 
 def plan_stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """Return the student's configuration after each stage.
+    """Return the student's Hugging Face configuration after each stage.
 
-    Raises UserError for a shape that the target cannot be cut to.
+    mode=random has one stage. Raises UserError for a shape to which the target cannot be cut.
     """
     final = student_config(config.student, target)
     depths = config.depths
@@ -185,10 +185,10 @@ def plan_stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
 
 
 def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Return the numbers of layers after each stage but the last.
+    """Return the number of layers after each stage but the last.
 
-    Each stage removes at most the share `largest_cut`, but at least one layer. For example, 32
-    layers, 3 final ones and 0.625 give [12, 5].
+    Each stage removes at most the share `largest_cut` of the layers, but at least one. For example,
+    a cut from 32 layers to 3 with 0.625 gives [12, 5].
     """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
@@ -197,7 +197,7 @@ def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int
 
 
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
-    """Start the processes and load the target and the text."""
+    """Join the other ranks, and load the target, the training text and the held-out text."""
     parallel, data = Parallel(config.parallel, config.target.device), config.data
     tokenizer = load_tokenizer(target_folder)
     texts = training_texts(tokenizer, data, parallel.is_main)
@@ -267,7 +267,7 @@ def read_finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
 
 
 def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the notes of a stage. Raises ValueError if some are missing."""
+    """Return the notes of a stage. Raises ValueError if a required one is missing."""
     if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
         raise ValueError(f"{', '.join(sorted(missing))} is missing")
     return values

@@ -32,7 +32,10 @@ class MaskedModel(nn.Module):
     metric_names = ("accuracy",)
 
     def __init__(self, model: Any, masks: Masks, config: L0Config, lr: float) -> None:
-        """Set the learning rates of the masks relative to `lr`, the weights' learning rate."""
+        """Free or freeze the weights, and set the masks' learning rates relative to the weights'.
+
+        lr: learning rate of the weights.
+        """
         super().__init__()
         self.model, self.masks = model, masks
         model.requires_grad_(config.train_weights)
@@ -46,7 +49,7 @@ class MaskedModel(nn.Module):
         self._hooks = contextlib.ExitStack()
 
     def begin(self, step: int, place: Place) -> None:
-        """Set the step, bound the logits, and set the share of the target sparsity."""
+        """Prepare a step: clamp the logits, and raise the target sparsity during the warm-up."""
         self.step = step
         for _, masks in self.masks.each():
             masks.bound()

@@ -4,7 +4,7 @@ No criterion alone is reliable at severe cuts, so candidate sets of layers are c
 acceptance:
 
 - even: evenly spaced layers from the first to the last
-- even_without_last: the same up to the last layer but one
+- even_without_last: evenly spaced layers from the first to the last but one
 - influence: the layers with the largest block influence
 - greedy: the layers left by a greedy removal that changes the next-token distribution least
 - contiguous: the first layers and the last
@@ -39,7 +39,7 @@ CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "e
 def propose_layer_sets(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
-    """Return sets of `count` of `layers` layers by criterion.
+    """Return criterion -> the set of `count` layers, out of `layers`, that it proposes.
 
     influence_L: block influence of each layer. removal: result of `find_removal_order`. distinct:
     omit sets that an earlier criterion proposed.
@@ -82,13 +82,13 @@ def find_removal_order(
 ) -> list[int]:
     """Return all layers but one in the order of their greedy removal from a Hugging Face model.
 
-    Each step removes the layer whose absence changes the next-token distribution least, by the
-    forward KL divergence from the complete model. Of equal layers, the later one is removed. The
+    Each step removes the layer whose absence changes the next-token distribution least, measured as
+    forward KL divergence from the complete model. Of equal layers, the last is removed. The
     candidates of a step share the forward pass up to their layer, so a step over k layers runs
-    about k^2 / 2 layers. Ranks divide the batches among them.
+    about k^2 / 2 layers. The ranks share the batches.
 
-    removed: layers that an interrupted search removed. save: called with all removed layers after
-    each step.
+    removed: layers that an interrupted search removed, in order. save: function that is called with
+    all removed layers after each step.
     """
     layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in removed]
     mine = rank_batches(batches, parallel)
@@ -108,9 +108,9 @@ def find_removal_order(
 
 
 def _kl_without_each(model: Any, batch: PackedBatch, layers: Sequence[int], p_NV: Tensor) -> Tensor:
-    """Return the KL divergence without each of the layers, summed over supervised tokens, [L].
+    """Return the KL divergence after removing each of the layers, summed over tokens, [L].
 
-    p_NV: log probabilities of the complete model.
+    Only supervised tokens count. p_NV: log probabilities of the complete model.
     """
     kl_L = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)

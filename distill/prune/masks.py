@@ -76,7 +76,8 @@ class HardConcrete(nn.Module):
     def penalty(self, warm: float) -> Tensor:
         """Return the Lagrangian, the mean over rows of l1 (s - t) + l2 (s - t)^2.
 
-        s: sparsity. t: target sparsity times `warm`, its share in the warm-up. l1, l2: multipliers.
+        s: sparsity. t: target sparsity times `warm`, which grows from 0 to 1 in the warm-up. l1,
+        l2: multipliers.
         """
         gap_W = self.sparsity_W() - self.target_sparsity * warm
         return (self.multipliers[0] * gap_W + self.multipliers[1] * gap_W.square()).mean()
@@ -87,9 +88,9 @@ class HardConcrete(nn.Module):
         return torch.zeros_like(self.logit_WU).scatter_(1, order_WU[:, : self.keep], 1.0)
 
     def margin(self) -> float:
-        """Return the gap between the lowest kept and the highest removed logit, minimal over rows.
+        """Return the smallest gap, over rows, of the lowest kept and the highest removed logit.
 
-        A gap of 0 means that the choice is arbitrary.
+        A gap of 0 means that the choice is arbitrary; it is infinite if nothing is removed.
         """
         if self.keep == self.logit_WU.shape[1]:
             return math.inf
@@ -133,7 +134,7 @@ class Masks(nn.Module):
             yield kind, masks
 
     def sample(self, *place: int) -> dict[str, Tensor]:
-        """Sample the masks of every kind; ones for kinds that are not cut.
+        """Sample the masks of every kind; a kind that is not cut gets ones.
 
         The random numbers depend only on (seed, *place), so a resumed run samples the same masks
         with any number of ranks.
@@ -147,7 +148,7 @@ class Masks(nn.Module):
         return self._with_ones(found)
 
     def binary(self) -> dict[str, Tensor]:
-        """Return the binary masks of the cut; ones for kinds that are not cut."""
+        """Return the binary masks of every kind; a kind that is not cut gets ones."""
         return self._with_ones({kind: masks.binary() for kind, masks in self.each()})
 
     def _with_ones(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +166,7 @@ class Masks(nn.Module):
         return total
 
     def figures(self) -> dict[str, float]:
-        """Return the largest sparsity gap and the margin of the cut, by kind."""
+        """Return sparsity_gap/KIND, the largest over rows, and margin/KIND for each kind."""
         found = {}
         for kind, masks in self.each():
             gap_W = masks.sparsity_W().detach() - masks.target_sparsity
@@ -174,7 +175,7 @@ class Masks(nn.Module):
         return found
 
     def cut(self) -> Cut:
-        """Return the cut of the binary masks."""
+        """Return the cut that keeps the units with binary mask 1, without scaling norms."""
         z = {kind: mask.bool().cpu() for kind, mask in self.binary().items()}
         layers = z["layers"][0].nonzero().flatten()
         groups_LK = _kept(z["groups"][layers])
@@ -240,6 +241,6 @@ def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> 
 
 
 def _kept(mask: Tensor) -> Tensor:
-    """Return the indices of the ones along the last dimension, of which all rows have as many."""
+    """Return the indices of the ones along the last dimension; rows have equal numbers of ones."""
     count = int(mask.sum(-1).flatten()[0])
     return mask.nonzero()[:, -1].view(*mask.shape[:-1], count)

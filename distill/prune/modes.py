@@ -112,7 +112,10 @@ def _cache_folder(context: PruneContext, source: SourceModel, rows: int) -> Path
 def _propose_layers(
     context: PruneContext, source: SourceModel, scores: ImportanceScores, count: int
 ) -> dict[str, list[int]]:
-    """Return the sets of layers to compare, by criterion; one set if the configuration names it."""
+    """Return criterion -> set of `count` layers to compare.
+
+    Only one set is returned if `student.layers` lists it or `importance.choice` names a criterion.
+    """
     settings, layers = context.config.importance, source.model.config.num_hidden_layers
     given = context.config.student.layers
     if given and len(given) == count:
@@ -125,9 +128,9 @@ def _propose_layers(
 
 
 def get_removal_order(context: PruneContext, source: SourceModel) -> list[int]:
-    """Return the order of the greedy removal of layers, from the cache as far as it is there.
+    """Return the order of the greedy removal of layers, continuing the order in the cache.
 
-    All ranks search together and save the order after each step.
+    All ranks search together. Rank 0 saves the order after each step.
     """
     rows, parallel = context.config.importance.greedy_sequences, context.parallel
     layers = source.model.config.num_hidden_layers
@@ -187,7 +190,7 @@ def _probe(context: PruneContext, student: Any, name: str, folder: Path) -> floa
 
 
 def _shorten(between: LoopConfig, steps: int) -> LoopConfig:
-    """Return a distillation of `steps` steps, bounded by nothing else.
+    """Return the settings of a distillation that is bounded by `steps` alone.
 
     The warm-up keeps its share of the steps, so the learning rate reaches its peak.
     """
@@ -208,7 +211,7 @@ def _shorten(between: LoopConfig, steps: int) -> LoopConfig:
 def prune_by_masks(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Learn masks, and weights with them, and cut by the masks. Returns (student, notes, cut)."""
+    """Train masks, and weights if configured, and cut by them. Returns (student, notes, cut)."""
     config = context.config
     masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed)
     masks = masks.to(context.parallel.device)
@@ -242,7 +245,7 @@ def prune_by_masks(
 def init_randomly(
     context: PruneContext, source: SourceModel, shape: Any, folder: Path
 ) -> tuple[Any, dict[str, Any], None]:
-    """Build the control with random weights. Returns (student, notes, None)."""
+    """Build the control, a student with random weights. Returns (student, notes, None)."""
     torch.manual_seed(context.config.seed)
     student = random_model(shape, source.model.dtype).to(context.parallel.device)
     return student, {"layers": None}, None
@@ -251,7 +254,7 @@ def init_randomly(
 def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None:
     """Record the figures of every stage, and a table of the compared sets of layers.
 
-    stages: the notes of every stage. A stage's number is its step.
+    stages: the notes of every stage. The number of a stage is the step of its record.
     """
     tracker.rewind(0)
     compared = ("acceptance_as_cut", "probe_acceptance")
@@ -259,7 +262,7 @@ def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None
     for number, notes in enumerate(stages, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in (*compared, "masks", "seconds", "flops"):
-            # `masks` may also be a text, the file of a saved cut.
+            # `masks` may also be a string, the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
         if notes["layers"]:

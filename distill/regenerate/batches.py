@@ -32,7 +32,11 @@ def answer_all(
     config: RegenerateConfig,
     show: bool,
 ) -> None:
-    """Answer all dialogues. known: answers so far, to which new ones are added."""
+    """Answer all dialogues.
+
+    known: answers so far, to which new ones are added. generate: answers a batch of requests. show:
+    whether to show a progress bar.
+    """
     ask = partial(next_request, tokenizer=tokenizer, config=config)
     dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
@@ -59,7 +63,8 @@ def answer_batch(
 ) -> Iterator[tuple[OpenRequests, list[Answer]]]:
     """Answer a batch turn by turn while at least half of its dialogues have a request.
 
-    ask: returns the next request of a dialogue, or None. Yields each turn with its new answers.
+    known: answers so far, to which new ones are added. ask: function that returns the next request
+    of a dialogue, or None. Yields each turn with the answers that were generated for it.
     """
     turn = batch
     # Earlier turns whose answers are known but not in the cache.
@@ -89,8 +94,8 @@ def next_requests(
 ) -> OpenRequests:
     """Return the next request of every dialogue that has one.
 
-    Dialogues with the most turns left and the longest requests come first, so a lack of memory
-    shows early.
+    Dialogues with the most requests left come first, and among them those with the longest next
+    request, so a lack of memory shows early.
     """
 
     def order(pair: tuple[Dialogue, Request]) -> tuple[int, int, Key]:
@@ -102,7 +107,7 @@ def next_requests(
 
 
 def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
-    """Return the dialogue's next request, or end the dialogue and return None."""
+    """Return the dialogue's next request; if there is none that fits, end it and return None."""
     if dialogue.ended:
         return None
     try:

@@ -71,7 +71,7 @@ class Answer:
 
 
 def make_answer(values: Mapping[str, Any]) -> Answer:
-    """Return the answer in a record of the journal. Raises TypeError for unknown fields."""
+    """Return the answer in a journal record. Raises TypeError for unknown or missing fields."""
     return Answer(**values)
 
 
@@ -107,7 +107,7 @@ class Dialogue:
         return self.generated[: self.kept]
 
     def add_answer(self, answer: Answer, config: RegenerateConfig) -> None:
-        """Add the answer to the next request, or discard it, and end the dialogue if necessary."""
+        """Keep or discard the answer to the next request, and end the dialogue if necessary."""
         history = self.history
         self.generated.append(answer)
         cut = answer.finish == "length" and config.on_length != "go_on"
@@ -128,7 +128,7 @@ class Dialogue:
     def record(self, samples: int) -> dict[str, Any]:
         """Return the chat in ShareGPT form, with the token count and the finish of each answer.
 
-        samples: number of samples of every chat; with several, the chat's number is recorded.
+        samples: number of samples of every chat; with several, the number of this one is recorded.
         """
         answers = iter(self.answers)
         turns: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ class Dialogue:
 
 
 def split_requests(messages: Sequence[Message]) -> list[list[Message]]:
-    """Split messages into requests, runs of system and human turns with at least one human turn.
+    """Return the requests: runs of system and human turns with at least one human turn.
 
     A last human turn without an answer is a request too. Answers without a request, at the start or
     after another answer, are ignored.
@@ -188,7 +188,8 @@ def build_dialogues(
 class Account:
     """Account of the input: success + skipped + failed = input.
 
-    A skipped chat was never answered, a failed one has no usable answer.
+    A skipped chat was never answered. A failed chat was, but has no usable answer or cannot be read
+    by training.
     """
 
     # records of the files x samples
@@ -201,9 +202,9 @@ class Account:
     ended_early: dict[str, int] = field(default_factory=dict)
 
     def add(self, dialogue: Dialogue, unreadable: str = "") -> bool:
-        """Count an ended dialogue. Returns True if it is a success.
+        """Count an ended dialogue. Returns whether it is a success.
 
-        unreadable: why training cannot read the dialogue, or an empty text.
+        unreadable: the reason why training cannot read the dialogue; empty if it can.
         """
         if dialogue.kept and not unreadable:
             self.success += 1
@@ -235,7 +236,7 @@ class Account:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of a report with the first places of every reason."""
+        """Yield the lines of a report: totals, and the count and first places of each reason."""
         yield (
             f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped):,} "
             f"skipped, {_total(self.failed):,} failed"

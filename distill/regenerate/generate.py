@@ -57,9 +57,9 @@ AnswerFunction = Callable[[Sequence[Request], bool], list[Answer]]
 
 
 class AnswerGenerator:
-    """Target and drafter in this process, loaded by the first call.
+    """Generator of answers with a target and a drafter, which the first call loads.
 
-    costs_file: file of the measured round costs, for a drafter whose policy weighs them.
+    costs_file: file that keeps the measured round costs, for a drafter whose policy needs them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AnswerGenerator:
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
-        """Drafter and its use. Raises UserError if the drafter does not fit the target."""
+        """Drafter (or None) and its loop options. Raises UserError if it does not fit."""
         mappings = describe_drafter(self.config)
         if not mappings:
             return None, DrafterUse()
@@ -128,7 +128,7 @@ class AnswerGenerator:
         ]
 
     def tokens_per_second(self, requests: Sequence[Request]) -> float:
-        """Measure the speed on a few tokens of a batch, after a warm-up."""
+        """Return the tokens per second of a batch, measured on a few tokens after a warm-up."""
         few = min(_PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
@@ -162,7 +162,7 @@ class AnswerGenerator:
         )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
-        """Return the settings of decoding, with round costs if the drafter's policy needs them."""
+        """Return the decoding settings, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
         if drafter is None or not decides_by_cost(drafter.capabilities, use.schedule, use.stopping):
@@ -176,7 +176,7 @@ class AnswerGenerator:
     ) -> RoundCosts:
         """Read the round costs from the file, or measure and write them.
 
-        The file makes a resumed run draft as before. requests: a typical batch to measure on.
+        With the file, a resumed run drafts as before. requests: a typical batch to measure on.
         """
         file = self.costs_file
         if file is not None and file.is_file():
@@ -202,9 +202,10 @@ class AnswerGenerator:
 
 
 def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
-    """Return the drafter's Hydra mapping by name; empty without a drafter.
+    """Return name -> Hydra mapping of the drafter; empty without a drafter.
 
-    Raises UserError for several drafters, and for a schedule other than serial.
+    Raises UserError for several drafters, a schedule other than serial, and options that only
+    eval.run supports.
     """
     if not config.drafters:
         return {}
@@ -228,7 +229,7 @@ def describe_drafter(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
 def rank_device(name: str) -> str:
     """Return the device of this rank: a GPU for each rank, or the CPU.
 
-    Raises UserError if `name` is one GPU for several ranks.
+    Raises UserError if `name` has an index (`cuda:0`) and there are several ranks.
     """
     if ranks.world_size() > 1 and ":" in name:
         raise UserError(

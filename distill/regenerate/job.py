@@ -99,7 +99,7 @@ def check(config: RegenerateConfig) -> None:
         *data_rules(data),
         ("target.backend", config.target.backend in BACKENDS, " or ".join(BACKENDS)),
         ("data.chats", bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
-        ("data.texts", not data.texts, "[], because a text has no requests"),
+        ("data.texts", not data.texts, "[], because plain text has no requests"),
         ("num_draft_tokens", config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size >= 1, "1 or more"),
         ("samples", config.samples >= 1, "1 or more"),
@@ -123,7 +123,7 @@ def check(config: RegenerateConfig) -> None:
 
 
 class Regeneration:
-    """Work of one rank, which answers every n-th chat; rank 0 also writes the result."""
+    """Work of one rank of n, which answers every n-th chat; rank 0 also writes the result."""
 
     def __init__(
         self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path
@@ -164,7 +164,7 @@ class Regeneration:
             self._finish()
 
     def _finish(self) -> None:
-        """Write the answers of all ranks in input order."""
+        """Write the chats with the answers of all ranks, in input order, and the manifest."""
         answers, config, file = self._read_answers(), self.config, self.run_folder.path / FILE
         others = [one for one in self.dialogues if one.chat % self.world_size != self.rank]
         known = _by_key(answers)
@@ -199,7 +199,7 @@ def _by_key(answers: Mapping[Path, Sequence[Answer]]) -> dict[Key, Answer]:
 
 
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
-    """Return the chats to answer and the counts of the input records."""
+    """Return the dialogues of the chats to answer, and the counts of the input records."""
     chats, counts = split_chats(config.data, "train")
     limit = config.data.max_samples
     return build_dialogues(chats, config.samples, limit, config.drop_duplicates), counts
@@ -222,7 +222,10 @@ def _refuse_changed(run_folder: RunFolder) -> None:
 
 
 def dry_run(config: RegenerateConfig) -> None:
-    """Print the number of requests and tokens and the maximum time. Writes nothing."""
+    """Print the numbers of requests and tokens, and the maximum time. Writes nothing.
+
+    Without assumed_tokens_per_second, the target is loaded and its speed measured on one batch.
+    """
     dialogues, counts = read_dialogues(config)
     if not target_is_here(config.target):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)

@@ -20,9 +20,10 @@ class Journal:
     """Append-only journal that continues after the last complete line of an existing file."""
 
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
-        """Open the journal, and repair it.
+        """Open the journal, and remove damaged lines from it.
 
-        make: converts a record. It raises TypeError, ValueError or KeyError for a damaged one.
+        make: function that converts a record, and raises TypeError, ValueError or KeyError for a
+        damaged one.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = read_journal_lines(path, make)

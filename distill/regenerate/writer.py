@@ -40,10 +40,10 @@ class RegeneratedChats:
 def collect_chats(
     dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
 ) -> RegeneratedChats:
-    """Collect the chats of ended dialogues.
+    """Collect the regenerated chats of ended dialogues, and account for all others.
 
-    counts: counts of the input records. samples: number of samples of every chat. Raises UserError
-    with the reasons if no chat is left.
+    counts: counts of the input records. samples: number of samples of every chat. Raises UserError,
+    which lists the reasons, if no chat is left.
     """
     account = Account(counts.read * samples, skipped=list_broken_records(counts, samples))
     records: list[dict[str, Any]] = []
@@ -71,12 +71,14 @@ def collect_chats(
 
 
 def list_broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
-    """Return the places of broken records by reason, once per sample."""
+    """Return reason -> places of the broken records, each place once per sample."""
     return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
 
 
 def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
-    """Count the answers whose rendered tokens equal the generated ones, without stop tokens.
+    """Return the number of answers whose rendered tokens equal the generated ones.
+
+    Stop tokens are not compared.
 
     Returns 0 if the rendered chat has another number of answers.
     """
@@ -101,10 +103,11 @@ def format_chats(records: Iterable[Mapping[str, Any]]) -> str:
 def compute_figures(
     found: RegeneratedChats, by_rank: Mapping[Path, Sequence[Answer]]
 ) -> dict[str, Any]:
-    """Return the counts and rates for the manifest.
+    """Return the figures of a run for the manifest.
 
-    Rates include discarded answers, counts do not. by_rank: all answers by journal. The tokens per
-    second of the ranks add up, because ranks work at the same time.
+    distinct_4, loop_share, block_efficiency and tokens_per_second include discarded answers; all
+    other figures count kept answers. tokens_per_second is the sum over ranks, which work at the
+    same time. by_rank: journal -> its answers.
     """
     generated = [answer for answers in by_rank.values() for answer in answers]
     rates = [

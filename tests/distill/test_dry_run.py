@@ -132,12 +132,12 @@ def test_a_sharded_target_needs_a_share_of_the_memory(tiny_target, tmp_path, cap
     )
     if not torch.cuda.is_available():
         assert (
-            "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in output
+            "memory of each of 8 ranks (fsdp; set parallel.processes for another number)" in output
         )
 
 
 def test_a_later_stage_also_holds_the_previous_student(tiny_target, tmp_path, capsys):
-    """Check that the target stays in memory while the previous student is cut."""
+    """Check that the memory of a later stage counts the target and the student to cut."""
     output = dry_output(tiny_target, tmp_path, capsys, "importance.choice=even", "depths=[12]")
     first, second = re.findall(r"memory of one process: [\d,.]+ GB \((.*)\)", output)[::2]
     assert "stage before" not in first
@@ -181,7 +181,7 @@ def test_the_cost_of_mask_training_is_printed(tiny_target, tmp_path, capsys):
 
 
 def test_a_dry_run_writes_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
-    """Check that every weight is zero, and that the tokenizer of an existing target is copied."""
+    """Check that all weights of the folder are zero, and that it has the target's tokenizer."""
     config = configured(
         tiny_target, tmp_path / "run", "student.hidden_size=16", "data.texts=[]", "dry_run=true"
     )
@@ -198,7 +198,7 @@ def test_a_dry_run_writes_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
 def test_a_dry_run_reads_no_weights(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Check that weights are not even hashed, and that card and manifest record this."""
+    """Check that a dry run does not even hash weights, and that card and manifest record this."""
 
     def read(path: Path) -> str:
         raise AssertionError(f"{path} was read")

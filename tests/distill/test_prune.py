@@ -391,7 +391,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
         (["student.hidden_size=64"], "hidden_size is 64, expected at most the target's 32"),
         (
             ["student.hidden_size=-16"],
-            "hidden_size is -16, expected 0 .the target.s 32. to 1,048,576",
+            "hidden_size is -16, expected 0 for the target's 32, or 1 to 1,048,576",
         ),
         (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
@@ -437,7 +437,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
         (
             ["masks=/nowhere", "depths=[3]"],
-            "expected an empty text with depths, because a file holds one cut",
+            "expected no file together with depths, because a file holds one cut",
         ),
         (
             ["cache_mb=5", "parallel=fsdp", "parallel.processes=2"],

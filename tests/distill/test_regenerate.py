@@ -215,7 +215,7 @@ def test_a_dry_run_counts_and_writes_nothing(
     [
         (["data.chats=[]"], r"data.chats is \[\], expected ShareGPT files"),
         (["data.chats=[nowhere.json]"], r"nowhere.json does not exist"),
-        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text has no requests"),
+        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*plain text has no requests"),
         (["target.path=nowhere"], r"nowhere does not exist"),
         (["data.max_length=1024"], r"data.max_length is 1024, but the context of .* is 512 tokens"),
         (

@@ -334,7 +334,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
         (
             ["parallel.processes=2"],
-            "parallel.kind is single in a job of 2 ranks: give parallel=ddp",
+            "parallel.kind is single in a job of 2 ranks: use parallel=ddp",
         ),
         (
             ["data.max_length=100000"],
@@ -354,7 +354,7 @@ def test_invalid_values_are_refused(
 
 @pytest.mark.long
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
-    """Check that a member that fails does not stop the others."""
+    """Check that every member has a folder, and that a failed member does not stop the others."""
     given = command(
         tiny_target, tmp_path / "sweep", "-m", "student.num_hidden_layers=0,1,2", "dry_run=true"
     )

@@ -68,7 +68,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     assert tree["multi_candidate"]["dtype"] == "bfloat16"
     with pytest.raises(
         UserError,
-        match=r"multi_candidate needs folder. Give it as a mapping: {use: multi_candidate, folder",
+        match=r"multi_candidate needs folder. Set it in a mapping: {use: multi_candidate, folder",
     ):
         describe(["multi_candidate"], target, False)
     given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)
@@ -205,11 +205,11 @@ def test_lookup_precedes_models_only(home):
     for wrong, words in (
         (
             {"lookup": 3, "schedule": "pearl_virtual"},
-            "lookup=3 does not work with schedule 'pearl_virtual', .* give schedule=serial",
+            "lookup=3 does not work with schedule 'pearl_virtual', .* use schedule=serial",
         ),
         (
             {"schedule": "pearl_virtual", "stopping": "entropy"},
-            "policy that learns .* Give stopping=fixed or confidence",
+            "policy that learns .* Use stopping=fixed or confidence",
         ),
     ):
         with pytest.raises(UserError, match=words):
@@ -252,11 +252,11 @@ def test_a_function_restricts_the_tokens(home):
     [
         (
             ["+experiment=every_way"],
-            "draft_model is empty, but experiment 'every_way' needs it. Give draft_model=",
+            "draft_model is empty, but experiment 'every_way' needs it. Set draft_model=",
         ),
         pytest.param(
             ["+experiment=pearl_case_study", "draft_model=runs/x"],
-            "benchmark_folder is empty, but experiment 'pearl_case_study' needs it. Give",
+            "benchmark_folder is empty, but experiment 'pearl_case_study' needs it. Set",
             marks=pytest.mark.long,
         ),
         pytest.param(

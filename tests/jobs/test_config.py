@@ -42,7 +42,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
 
 
 def schema_for(job: str, *overrides: str) -> type[JobConfig]:
-    """Return the schema of a job, which depends on the kind of head in heads.train."""
+    """Return the schema of a job; for heads.train, it depends on the kind of head."""
     return schema_of(find_kind_name(overrides)) if job == "heads.train" else SCHEMAS[job]
 
 
@@ -256,7 +256,7 @@ def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path):
             composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig
         )
         with pytest.raises(
-            UserError, match="is not a folder: .*taken.* is a file. Give another output_dir="
+            UserError, match="is not a folder: .*taken.* is a file. Set another output_dir="
         ):
             RunFolder(config)
 

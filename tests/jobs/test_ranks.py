@@ -131,7 +131,7 @@ def test_idle_ranks_are_allowed_only_in_a_stage(
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(
         UserError,
-        match="distill.train runs in one process, but was started in 2 ranks: give parallel=ddp",
+        match="distill.train runs in one process, but was started in 2 ranks: use parallel=ddp",
     ):
         ranks.is_idle_rank(config)
     assert not ranks.is_idle_rank(TrainConfig(parallel=ParallelConfig(kind="ddp")))
@@ -166,7 +166,7 @@ def test_ranks_idle_through_an_experiment_are_refused(
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(
         UserError,
-        match="distill.train runs in one process, but was started in 8 ranks: give parallel",
+        match="distill.train runs in one process, but was started in 8 ranks: use parallel",
     ):
         start(one)
     start(shared)

@@ -1,4 +1,4 @@
-"""Readers of run folders: a damaged file gives an error with a remedy."""
+"""Readers of run folders: a damaged file raises an error with a remedy."""
 
 import json
 from collections.abc import Callable

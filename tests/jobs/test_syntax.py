@@ -1,4 +1,4 @@
-"""Command lines that Hydra cannot read: the error gives the place and a correct form."""
+"""Command lines that Hydra cannot read: the error states the position and the correct form."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_valid_overrides_and_flags_are_accepted():
     [
         (
             "target=nowhere",
-            "target=nowhere: there is no conf/target/nowhere.yaml, expected target= .*embedded",
+            "target=nowhere: there is no conf/target/nowhere.yaml. Set target= .*embedded",
         ),
         ("+target=embedded", "the configuration does not compose: .*target"),
         ("seed=1,2", "the configuration does not compose: .*seed"),

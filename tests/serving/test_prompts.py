@@ -1,4 +1,4 @@
-"""Answers to prompts in batches: all answered, compared with plain decoding and counted."""
+"""Batched answers to prompts: they are compared with plain decoding, counted and saved."""
 
 import io
 import json
@@ -154,7 +154,7 @@ def test_a_template_is_inferred_from_the_heads_card_or_the_targets_name(
         assert choose_template(cfg, tokenizer, folder)[0] == template
         return
     with pytest.raises(
-        UserError, match="has no chat template. Name the one .* such as template=vicuna"
+        UserError, match="has no chat template. Set template= to the one .* such as template=vicuna"
     ):
         choose_template(cfg, tokenizer, folder)
 
@@ -252,7 +252,7 @@ def test_an_interrupted_run_keeps_its_answers(
         "c",
         "d",
     ]
-    with pytest.raises(UserError, match=f"output={file} exists already. Give another file"):
+    with pytest.raises(UserError, match=f"output={file} exists already. Use another file"):
         run(cfg)
 
 
@@ -324,7 +324,7 @@ def test_prompts_that_are_too_long_are_counted_and_listed(tiny_target: Path, tmp
     with pytest.raises(
         UserError,
         match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 "
-        r"\(--max_prompt_length\) \(fits, turn 1.*Give shorter",
+        r"\(--max_prompt_length\) \(fits, turn 1.*Shorten the",
     ):
         load_and_answer(replace(cfg, max_prompt_tokens=2))
 

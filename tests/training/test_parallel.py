@@ -230,7 +230,7 @@ def test_the_single_kind_refuses_several_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        UserError, match="parallel.kind is single in a job of 2 ranks: give parallel=ddp, zero1"
+        UserError, match="parallel.kind is single in a job of 2 ranks: use parallel=ddp, zero1"
     ):
         Parallel(ParallelConfig(), "cpu")
 
