@@ -7,6 +7,7 @@ from decoding.rounds.batch import Batch
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.schedules.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
+from decoding.stopping.policies import POLICIES
 
 VIRTUAL: dict[str, type[Pearl]] = {
     "pearl_virtual": Pearl,
@@ -21,7 +22,7 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
-NON_LEARNING = ("fixed", "confidence")  # policies without state
+NON_LEARNING = tuple(name for name, policy in POLICIES.items() if not policy.learns)
 
 
 def default_stopping(capabilities: Capabilities, schedule: str) -> str:

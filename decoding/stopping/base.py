@@ -29,6 +29,19 @@ class Fixed:
     """Policy that drafts exactly the budget."""
 
     reads = "nothing"
+    # Whether `update` changes what it decides. PEARL drafts before it knows the last outcome.
+    learns = False
+    # Whether it ends drafts itself. Evaluations then give it a cap, max_draft_tokens, and no gamma.
+    ends_itself = False
+
+    @classmethod
+    def make(cls, key: int, threshold: float | None) -> "Fixed":
+        """Return the policy of one request.
+
+        key: for random numbers. threshold: None for the policy's default, and always None for a
+        policy that reads nothing.
+        """
+        return cls()
 
     def limit(self, budget: int) -> int:
         """Return the budget."""

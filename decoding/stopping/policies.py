@@ -21,9 +21,14 @@ class Confidence(Fixed):
     """
 
     reads = "confidence"
+    ends_itself = True
 
     def __init__(self, threshold: float = 0.4) -> None:
         self.threshold = threshold
+
+    @classmethod
+    def make(cls, key: int, threshold: float | None) -> "Confidence":
+        return cls() if threshold is None else cls(threshold)
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
         assert token is not None
@@ -36,6 +41,8 @@ class Assisted(Confidence):
     The limit starts at 5. It grows by two after a round in which all tokens are accepted, and
     shrinks by one after any other.
     """
+
+    learns = True
 
     def __init__(self, threshold: float = 0.4) -> None:
         super().__init__(threshold)
@@ -55,6 +62,8 @@ class AdaptiveConfidence(Confidence):
     The threshold moves towards an acceptance of 90 % of the drafted tokens. Source: Zhang et al.
     2024 (arXiv 2309.08168), section 3.3.
     """
+
+    learns = True
 
     GOAL, STEP = 0.9, 0.01
 
@@ -103,11 +112,17 @@ class Thompson(Fixed):
     without costs drafts at least one.
     """
 
+    learns = True
+    ends_itself = True
     DISCOUNT = 0.99  # weight of old rounds, at every update
 
     def __init__(self, key: int) -> None:
         self._random = random.Random(key)
         self.accepted = self.rejected = 1.0
+
+    @classmethod
+    def make(cls, key: int, threshold: float | None) -> "Thompson":
+        return cls(key)
 
     def more(self, depth: int, token: TokenConfidence | None) -> bool:
         return self._random.random() < self._random.betavariate(self.accepted, self.rejected)
@@ -175,14 +190,18 @@ class CostRatio(CostRatioByRound):
         super().update(drafted, accepted)
 
 
-# Policies with a threshold. They read each sampled token, which on a GPU waits for the device.
-EAGER: dict[str, type[Confidence]] = {
+# Every policy but `cost_ratio`, which is made from costs.
+POLICIES: dict[str, type[Fixed]] = {
+    "fixed": Fixed,
     "confidence": Confidence,
     "assisted": Assisted,
     "adaptive_confidence": AdaptiveConfidence,
     "entropy": Entropy,
+    "thompson": Thompson,
 }
-NAMES = ("fixed", *EAGER, "thompson", "cost_ratio")
+NAMES = (*POLICIES, "cost_ratio")
+# Policies that compare each sampled token with a threshold, which on a GPU waits for the device.
+EAGER = tuple(name for name, kind in POLICIES.items() if kind.reads != "nothing")
 
 
 def make_stopping(
@@ -199,23 +218,18 @@ def make_stopping(
     several rows it never does. Raises UserError for an unknown name, for a threshold if the policy
     has none, and for `cost_ratio` without costs.
     """
-    given = {} if threshold is None else {"threshold": threshold}
-    if name in EAGER:
-        return [EAGER[name](**given) for _ in keys_B]
-    if given:
+    if name not in NAMES:
+        raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")
+    if threshold is not None and name not in EAGER:
         raise UserError(
             f"stopping '{name}' takes no threshold, found {threshold}. Remove stopping_threshold."
         )
-    if name == "fixed":
-        return [Fixed() for _ in keys_B]
-    if name == "thompson":
-        return [Thompson(key) for key in keys_B]
-    if name == "cost_ratio":
-        if costs is None:
-            raise UserError(
-                "stopping 'cost_ratio' needs measured costs, found None. Use "
-                "Settings(costs=time_parts(...).costs)."
-            )
-        kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
-        return [kind(costs) for _ in keys_B]
-    raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")
+    if name in POLICIES:
+        return [POLICIES[name].make(key, threshold) for key in keys_B]
+    if costs is None:
+        raise UserError(
+            "stopping 'cost_ratio' needs measured costs, found None. Use "
+            "Settings(costs=time_parts(...).costs)."
+        )
+    kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
+    return [kind(costs) for _ in keys_B]

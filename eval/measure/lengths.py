@@ -9,6 +9,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Target
 from decoding.models.native.model import NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
+from decoding.stopping.policies import POLICIES
 from eval.config import EvalConfig
 from eval.statistics.schema import DrafterFacts
 from jobs.drafter_use import ALONE, DrafterUse
@@ -27,7 +28,7 @@ CAPPED = ("own", "cap")  # rules under which the length is an upper bound, seldo
 # Stopping rules of published systems, which have no gamma: a swept one would cut drafts short
 # (Hugging Face's schedule begins at 5). `cost_ratio` uses costs measured at the sweep's widths, so
 # it has a cap only if its entry gives one.
-SELF_ENDING = ("confidence", "assisted", "adaptive_confidence", "entropy", "thompson")
+SELF_ENDING = tuple(name for name, policy in POLICIES.items() if policy.ends_itself)
 
 
 def rule_of(schedule: str, given: bool, length_cap: int | None = None) -> str:

@@ -4,6 +4,7 @@ Law 3 under every policy is in test_law_of_distribution.py.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from decoding.interfaces import Drafter, RoundCosts, TokenConfidence
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import default_stopping
+from decoding.stopping import policies
 from decoding.stopping.policies import (
     NAMES,
     Assisted,
@@ -198,3 +200,16 @@ def test_errors_name_the_policy() -> None:
         make_stopping("cost_ratio", [1], None, None)
     with pytest.raises(UserError, match=r"stopping 'thompson' takes no threshold, found 0\.3"):
         make_stopping("thompson", [1], 0.3, None)
+
+
+def test_the_guides_example_stops_when_the_draft_is_unlikely() -> None:
+    """Run the class that docs/adding_a_drafter.md prints."""
+    guide = (Path(__file__).parents[2] / "docs" / "adding_a_drafter.md").read_text(encoding="utf-8")
+    names = dict(vars(policies))
+    exec(guide.partition("```python\n")[2].partition("```")[0], names)
+    rule = names["Survival"].make(0, 0.5)
+    token = TokenConfidence(confidence=0.6, entropy=0.0)
+    for _ in range(2):
+        assert rule.limit(8) == 8
+        assert [rule.more(depth, token) for depth in (1, 2)] == [True, False]
+    assert (rule.reads, rule.learns, rule.ends_itself) == ("confidence", False, True)

@@ -183,7 +183,7 @@ def test_the_coupled_baseline_is_decoded_only_where_needed(home, three_rules, ca
         (
             {"max_draft_tokens": 8, "schedule": "pearl_virtual"},
             {"stopping": None},
-            "with schedule 'pearl_virtual', whose chunks",
+            "with schedule 'pearl_virtual', whose draft length",
         ),
         (
             {"use": "static_tree", "folder": "SHALLOW", "max_draft_tokens": 8},
