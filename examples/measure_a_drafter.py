@@ -41,11 +41,11 @@ def main(arguments: list[str]) -> None:
     folder = ROOT / settings["output_dir"]
     names = ("drafter", "temperature", "speedup", "speedup_low", "speedup_high")
     names += ("alpha", "tau", "cost_ratio", "lossless")
-    print("\n" + "".join(f"{name:<13}" for name in names))
+    print("\n" + "".join(f"{name:<15}" for name in names))
     for line in (folder / "results.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["part"] == "main":
-            print("".join(f"{format_value(row[name]):<13}" for name in names))
+            print("".join(f"{format_value(row[name]):<15}" for name in names))
 
 
 def format_value(value: object) -> str:

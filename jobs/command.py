@@ -10,7 +10,7 @@ import sys
 JOBS = {
     "distill.prune": "Cut a target down to a student of any smaller LLaMA shape",
     "distill.regenerate": "Answer chats with the target, as training data of a drafter",
-    "distill.train": "Distill the frozen target into a student of any LLaMA shape",
+    "distill.train": "Distil the frozen target into a student of any LLaMA shape",
     "distill.pretrain": "Train a LLaMA from scratch, also as the control of a pruning experiment",
     "distill.compact": "Remove a checkpoint's zero padding and check that its logits stay equal",
     "distill.skip_search": "Find the layers that a target can skip when it drafts for itself",

@@ -6,8 +6,8 @@
 #   TORCH_INDEX   index of torch on a CPU machine (default PyTorch's public CPU index; "" uses pip's
 #                 configured index)
 #
-# A CPU machine gets the CPU build, without CUDA packages (several GB); if that index is not
-# reachable, pip's configured index is used. A machine with an NVIDIA card gets pip's default build,
+# A CPU machine gets the CPU build, without CUDA packages (several GB); if that index lacks the version
+# or is not reachable, pip's configured index is used. A machine with an NVIDIA card gets pip's default build,
 # which includes CUDA.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -22,13 +22,21 @@ install_torch() {
     "$VENV/bin/pip" install --quiet "${TORCH:-torch>=2.11}"
     return
   fi
-  local index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" torch="${TORCH:-torch==2.13.0}"
+  local index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" torch="${TORCH:-torch==2.13.0}" output=""
   say "Installing torch for the CPU"
-  if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch"; then
-    return
+  if [ -n "$index" ]; then
+    # An error here has a remedy, so what pip prints is shown only if the remedy fails too.
+    if output="$("$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch" 2>&1)"; then
+      [ -z "$output" ] || printf '%s\n' "$output" >&2
+      return 0
+    fi
+    local name="PyTorch's CPU index"
+    [ -z "${TORCH_INDEX-}" ] || name="The index of TORCH_INDEX"
+    say "$name has no $torch here or cannot be reached; using pip's index, which may add CUDA packages (TORCH_INDEX=... names another)"
   fi
-  [ -z "$index" ] || say "No $torch from that index (the reason is above). Trying pip's configured index, which may install CUDA packages. To try another, press Ctrl-C and set TORCH_INDEX=..."
-  "$VENV/bin/pip" install --quiet "$torch"
+  "$VENV/bin/pip" install --quiet "$torch" && return 0
+  [ -z "$output" ] || printf 'The first index gave:\n%s\n' "$output" >&2
+  return 1
 }
 
 # ensure_environment EXTRAS: does nothing if the same EXTRAS of the same requirements are installed.
@@ -41,6 +49,7 @@ ensure_environment() {
   stamp="$VENV/.installed-${extras:-base}"
   wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" | sha256sum)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+  say "Installing into .venv, which takes some minutes"
   [ -x "$VENV/bin/python" ] || { say "Making .venv"; "$python" -m venv "$VENV"; }
   "$VENV/bin/python" -m pip install --quiet --upgrade pip
   install_torch
