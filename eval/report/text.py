@@ -44,10 +44,10 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
 
 
 def amount(value: int | None, unit: str = "") -> str:
-    """Return `3.3 MB` or `9.0 M`; a dash for None and 0."""
+    """Return `3.3 MB`, `9.0 M` or, as training does, `0.8 M`; a dash for None and 0."""
     giga = "G" if unit == "B" else "B"
-    for size, letter in ((1e9, giga), (1e6, "M"), (1e3, "k")):
-        if value and value >= size:
+    for least, size, letter in ((1e9, 1e9, giga), (1e5, 1e6, "M"), (1e3, 1e3, "k")):
+        if value and value >= least:
             return f"{value / size:.1f} {letter}{unit}"
     return f"{value} {unit}".strip() if value else NONE
 

@@ -16,6 +16,7 @@ from eval.report.page import evaluation_page as page
 from eval.report.tables import print_evaluation
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
+from training.models.shapes import millions
 
 VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
 
@@ -74,6 +75,25 @@ def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html):
     capped = [dataclasses.replace(row, length_rule="cap") for row in rows]
     assert "gamma &lt;= 4, alpha" in page(capped, records, PROVENANCE)
     assert "gamma 4, alpha" in html and "gamma &lt;= 4, alpha" not in html
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "label"),
+    [
+        (836_200, "", "0.8 M"),
+        (3_100_000, "", "3.1 M"),
+        (1_200_000_000, "", "1.2 B"),
+        (2628, "", "2.6 k"),
+        (836_200, "B", "0.8 MB"),
+        (12, "B", "12 B"),
+        (0, "", "–"),
+        (None, "", "–"),
+    ],
+)
+def test_counts_have_the_form_that_training_prints(count, unit, label):
+    assert texts.amount(count, unit) == label
+    if label.endswith(" M"):
+        assert label == millions(count)
 
 
 def test_every_table_shows_drafted_tokens_per_round(rows, html):
