@@ -90,7 +90,8 @@ def gamma_label(row: Row) -> str:
     """Return the draft length, `<= 16` for an upper bound, a dash if nothing is drafted."""
     if not row.num_draft_tokens:
         return NONE
-    return f"{'<= ' * (row.length_rule in CAPPED)}{row.num_draft_tokens}"
+    ends_early = row.length_rule in CAPPED or row.stopping not in ("", "fixed")
+    return f"{'<= ' * ends_early}{row.num_draft_tokens}"
 
 
 def prompts_label(row: Row) -> str:

@@ -71,9 +71,15 @@ def test_the_best_row_shows_its_number_of_rivals(rows, records, html):
     assert "Best of" not in page(alone, records, PROVENANCE), "control: a single row has no rivals"
 
 
-def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html):
-    capped = [dataclasses.replace(row, length_rule="cap") for row in rows]
+@pytest.mark.parametrize(
+    "changes",
+    [{"length_rule": "cap"}, {"stopping": "cost_ratio"}, {"stopping": "entropy"}],
+    ids=str,
+)
+def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html, changes):
+    capped = [dataclasses.replace(row, **changes) for row in rows]
     assert "gamma &lt;= 4, alpha" in page(capped, records, PROVENANCE)
+    assert all(row.stopping == "fixed" for row in rows)
     assert "gamma 4, alpha" in html and "gamma &lt;= 4, alpha" not in html
 
 
