@@ -13,6 +13,7 @@ from eval.measure.records import stalled
 from eval.report import tables
 from eval.report import text as texts
 from eval.report.page import evaluation_page as page
+from eval.report.plots import drafter_styles, speedup_by_gamma
 from eval.report.tables import print_evaluation
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
@@ -160,6 +161,22 @@ def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
     assert len(drawings) == 8
     for drawing in drawings:
         assert re.match(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', drawing)
+
+
+def test_a_single_prompt_is_not_plural(rows, records, html):
+    one = [dataclasses.replace(row, headline_prompts=1) for row in rows]
+    assert "\n1 prompt whose text does not loop" in page(one, records, PROVENANCE)
+    assert "prompts whose text does not loop" in html
+
+
+def test_a_caption_names_intervals_only_if_some_are_drawn(rows):
+    styles = drafter_styles({row.drafter: "" for row in rows})
+    swept = [row for row in rows if row.part == "sweep" and row.temperature == 0]
+    few = [dataclasses.replace(r, prompts=1, speedup_low=None, speedup_high=None) for r in swept]
+    caption = speedup_by_gamma(swept, styles, "greedy").caption
+    assert caption.startswith("Points: measured on 6 prompts, with 95 % intervals. Dashed")
+    caption = speedup_by_gamma(few, styles, "greedy").caption
+    assert caption.startswith("Points: measured on 1 prompt. Dashed")
 
 
 def test_the_report_shows_the_results(html, rows):
