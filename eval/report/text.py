@@ -97,9 +97,12 @@ def gamma_label(row: Row) -> str:
 def prompts_label(row: Row) -> str:
     """Return `96 prompts`, or `40 of 96 prompts` with the limit if max_seconds ended the run."""
     if row.prompts >= row.prompts_asked:
-        return f"{row.prompts} prompts"
-    limit = f"those that fit into {row.max_seconds:g} s"
-    return f"{row.prompts} of {row.prompts_asked} prompts ({limit})"
+        return count_label(row.prompts, "prompt")
+    why = f"those that fit into {row.max_seconds:g} s"
+    if row.overrun_seconds:
+        took = f"{row.overrun_seconds:.0f} s, limit {row.max_seconds:g} s"
+        why = f"the fewest measured; measuring took {took}"
+    return f"{row.prompts} of {row.prompts_asked} prompts ({why})"
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
