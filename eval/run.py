@@ -99,7 +99,7 @@ def _measure(
     session = Session(cfg, loaded, folder.path, deadline)
     session.measure()
     rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
-    rows = add_requested_prompts(rows, cfg, loaded)
+    rows = add_bound(rows, cfg, loaded, session.overrun_seconds)
     write_rows(results, rows)
     made = _provenance(cfg, folder, loaded, rows, session.records)
     write_text(report, evaluation_page(rows, session.records, made))
@@ -169,8 +169,13 @@ def _hint_prompts(cfg: EvalConfig) -> None:
         )
 
 
-def add_requested_prompts(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
-    """Return the rows; with max_seconds they also have the prompts requested, in full batches."""
+def add_bound(
+    rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded, overrun_seconds: float
+) -> list[Row]:
+    """Return the rows; with max_seconds they also have the prompts requested, in full batches.
+
+    overrun_seconds: see Row.overrun_seconds.
+    """
     if not cfg.max_seconds:
         return list(rows)
     asked = dict(zip(("sweep", "main"), map(len, prompts_by_part(cfg, loaded)), strict=True))
@@ -178,6 +183,7 @@ def add_requested_prompts(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) 
         dataclasses.replace(
             row,
             max_seconds=cfg.max_seconds,
+            overrun_seconds=overrun_seconds,
             prompts_asked=asked[row.part] // row.batch_size * row.batch_size,
         )
         for row in rows
@@ -255,9 +261,14 @@ def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[st
         found.append(f"{counts['over_limit']} prompts: over the limit of max_prompts.")
     first = main_rows(rows)[0]
     if (left := first.prompts_asked - first.prompts) > 0:
+        over = (
+            f"was over, after {first.overrun_seconds:.0f} s, when the fewest were measured"
+            if first.overrun_seconds
+            else "ended before they were measured"
+        )
         found.append(
-            f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} ended "
-            f"before they were measured. The prompts are measured in an order shuffled by the seed."
+            f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} {over}. "
+            f"The prompts are measured in an order shuffled by the seed."
         )
     for batch in {row.batch_size for row in rows}:
         if left := sum(len(part) % batch for part in prompts_by_part(cfg, loaded)):

@@ -86,6 +86,14 @@ class Deadline:
             return True
         return self.seconds + self._longest.get(part, 0.0) <= self.max_seconds * UNTIL[part]
 
+    def overrun_seconds(self, blocks: int) -> float:
+        """Return the seconds spent if the minimum of the main part exceeded the bound, else 0.
+
+        blocks: number of blocks of the main part that were measured.
+        """
+        spent = self.seconds
+        return spent if blocks <= LEAST["main"] and spent > self.max_seconds else 0.0
+
     def count(self, part: str, seconds: float) -> None:
         """Record the seconds that a block of a part took, and write the run folder's file."""
         self._longest[part] = max(seconds, self._longest.get(part, 0.0))

@@ -63,6 +63,7 @@ class Session:
         self.slices_file.unlink(missing_ok=True)
         append_lines(self.slices_file, self.slices)
         self._prompt = median_prompt(loaded.bench)
+        self.overrun_seconds = 0.0  # see Row.overrun_seconds; set by `measure`
         self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
     def measure(self) -> None:
@@ -90,7 +91,8 @@ class Session:
                 measured[part] += 1
                 if missing and self.deadline.bounds:
                     self.deadline.count(part, self.deadline.seconds - began)
-            progress.end()
+            self.overrun_seconds = self.deadline.overrun_seconds(measured["main"])
+            progress.end(self.overrun_seconds)
 
     def _arms(self, condition: Condition, part: str) -> list[Arm]:
         """Return the arms of a part besides the baselines; the main part needs a finished sweep."""
@@ -291,10 +293,16 @@ class _Progress:
         self.seconds += seconds
         self._update(f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
 
-    def end(self) -> None:
-        """Show the final count if not all generations were measured."""
+    def end(self, overrun_seconds: float) -> None:
+        """Show the final count if not all generations were measured.
+
+        overrun_seconds: see Row.overrun_seconds.
+        """
         if self.count < self.total:
-            note = f"as many as fit into {self.deadline.max_seconds:g} s"
+            limit = f"{self.deadline.max_seconds:g} s"
+            note = f"as many as fit into {limit}"
+            if overrun_seconds:
+                note = f"the fewest, in {overrun_seconds:.0f} s (limit {limit})"
             self.bar.update(self.count, note, self.count)
 
     def _update(self, note: str) -> None:

@@ -25,6 +25,7 @@ from matplotlib.ticker import MaxNLocator
 from decoding.costs.prediction import iso_cost_ratio
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES
+from eval.report.text import count_label
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.panels import COSTS, Panel, chains, usual_costs
 from eval.statistics.metrics import MIN_TESTS, Interval, add_by_depth
@@ -148,6 +149,16 @@ def _errorbar(axes: Axes, x: Sequence[float], speeds: Sequence[Interval], **look
     axes.errorbar(x, [one.value for one in speeds], lengths, elinewidth=1, **look)
 
 
+def _with_intervals(speeds: Sequence[Interval]) -> str:
+    """Return the part of a caption that names the intervals, or "" if none is drawn."""
+    drawn = any(one.low is not None and one.high is not None for one in speeds)
+    return ", with 95 % intervals" if drawn else ""
+
+
+def _speedup(row: Row) -> Interval:
+    return Interval(row.speedup, row.speedup_low, row.speedup_high)
+
+
 # ------------------------------------------------------------------------------------ an evaluation
 @rc_context(SETTINGS)
 def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
@@ -160,15 +171,17 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
         gammas = [row.num_draft_tokens + shift for row in mine]
         predicted = [row.predicted_speedup or np.nan for row in mine]
         axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), color=styles[name].colour)
-        speeds = [Interval(row.speedup, row.speedup_low, row.speedup_high) for row in mine]
+        speeds = [_speedup(row) for row in mine]
         colour, marker = styles[name].colour, styles[name].marker
         _errorbar(axes, gammas, speeds, color=colour, marker=marker, label=shorten(name))
     axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
     axes.grid(axis="x", visible=False)
+    measured = count_label(rows[0].prompts, "prompt")
+    measured += _with_intervals([_speedup(row) for row in rows])
     return _plot(
         axes,
-        f"Points: measured on {rows[0].prompts} prompts, with 95 % intervals. Dashed: predicted. "
-        f"Below 1x the drafter costs more than it gains.",
+        f"Points: measured on {measured}. Dashed: predicted. Below 1x the drafter costs more "
+        f"than it gains.",
     )
 
 
@@ -314,10 +327,11 @@ def depth(panel: Panel, styles: Styles) -> Plot:
         axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
         axes.set_xticks(layers)
     axes.grid(axis="x", visible=False)
+    lengths = "fastest draft length" + _with_intervals([entry.ranked_speedup for entry in drawn])
     return _plot(
         axes,
-        "Each drafter at its fastest draft length, with 95 % intervals. Hollow: drafts nothing. "
-        "Dashed: the control, in a band over the runs.",
+        f"Each drafter at its {lengths}. Hollow: drafts nothing. Dashed: the control, in a "
+        f"band over the runs.",
         f"depth_{panel.slug}",
     )
 

@@ -44,10 +44,10 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
 
 
 def amount(value: int | None, unit: str = "") -> str:
-    """Return `3.3 MB` or `9.0 M`; a dash for None and 0."""
+    """Return `3.3 MB`, `9.0 M` or, as training does, `0.8 M`; a dash for None and 0."""
     giga = "G" if unit == "B" else "B"
-    for size, letter in ((1e9, giga), (1e6, "M"), (1e3, "k")):
-        if value and value >= size:
+    for least, size, letter in ((1e9, 1e9, giga), (1e5, 1e6, "M"), (1e3, 1e3, "k")):
+        if value and value >= least:
             return f"{value / size:.1f} {letter}{unit}"
     return f"{value} {unit}".strip() if value else NONE
 
@@ -90,15 +90,19 @@ def gamma_label(row: Row) -> str:
     """Return the draft length, `<= 16` for an upper bound, a dash if nothing is drafted."""
     if not row.num_draft_tokens:
         return NONE
-    return f"{'<= ' * (row.length_rule in CAPPED)}{row.num_draft_tokens}"
+    ends_early = row.length_rule in CAPPED or row.stopping not in ("", "fixed")
+    return f"{'<= ' * ends_early}{row.num_draft_tokens}"
 
 
 def prompts_label(row: Row) -> str:
     """Return `96 prompts`, or `40 of 96 prompts` with the limit if max_seconds ended the run."""
     if row.prompts >= row.prompts_asked:
-        return f"{row.prompts} prompts"
-    limit = f"those that fit into {row.max_seconds:g} s"
-    return f"{row.prompts} of {row.prompts_asked} prompts ({limit})"
+        return count_label(row.prompts, "prompt")
+    why = f"those that fit into {row.max_seconds:g} s"
+    if row.overrun_seconds:
+        took = f"{row.overrun_seconds:.0f} s, limit {row.max_seconds:g} s"
+        why = f"the fewest measured; measuring took {took}"
+    return f"{row.prompts} of {row.prompts_asked} prompts ({why})"
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from decoding.errors import UserError
 from eval.measure.origins import origin_of, write_origins
 from eval.report.page import Provenance, comparison_page
-from eval.report.plots import styles_of_entries
+from eval.report.plots import depth, styles_of_entries
 from eval.report.tables import (
     differences_table,
     entry_cells,
@@ -134,6 +134,18 @@ def test_the_best_is_shown_with_its_interval_and_its_number_of_rivals(runs):
     )
     assert cells["simulated-1"]["best other"] == compared.rival.name
     assert cells["simulated-1"]["shared prompts"] == str(compared.shared)
+
+
+def test_the_plot_of_depths_names_intervals_only_if_some_are_drawn(runs):
+    entries = entries_of(evaluations_of(*three(runs)), "headline")
+    nothing = {"headline_speedup_low": None, "headline_speedup_high": None}
+    without = [
+        dataclasses.replace(entry, row=dataclasses.replace(entry.row, **nothing))
+        for entry in entries
+    ]
+    for found, words in ((entries, " length, with 95 % intervals. "), (without, " length. Hollow")):
+        panel = panels_of(found, 50, 0)[0]
+        assert words in depth(panel, styles_of_entries(found)).caption
 
 
 def test_a_cap_is_distinguished_from_a_length(runs):

@@ -112,6 +112,31 @@ def test_as_many_prompts_as_fit_are_measured_and_reported(home, clock, capsys):
     assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
 
 
+def test_a_minimum_that_exceeds_the_bound_is_reported_with_its_seconds(home, clock, capsys):
+    folder = run(bounded(home, "over", max_seconds=20.0), clock)
+    assert clock.now == 2 * 6 + 5 * 4
+    assert {row.overrun_seconds for row in read_rows(folder / "results.jsonl")} == {32.0}
+    words = "5 of 12 prompts (the fewest measured; measuring took 32 s, limit 20 s)"
+    told = capsys.readouterr()
+    assert words in " ".join(told.out.split()) and "fit into" not in told.out + told.err
+    assert "the fewest, in 32 s (limit 20 s)" in " ".join(told.err.split())
+    page = (folder / "report.html").read_text()
+    assert words in page and "fit into" not in page
+    unmeasured = "max_seconds=20 was over, after 32 s, when the fewest were measured"
+    assert f"7 of 12 prompts: {unmeasured}" in page
+    run(bounded(home, "over", max_seconds=20.0), clock)
+    assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
+
+
+def test_a_minimum_within_the_bound_is_no_overrun(home, clock):
+    folder = run(bounded(home, "within", max_seconds=32.0), clock)
+    rows = read_rows(folder / "results.jsonl")
+    assert {(row.part, row.prompts, row.overrun_seconds) for row in rows} == {
+        ("sweep", 2, 0.0),
+        ("main", 5, 0.0),
+    }
+
+
 def test_time_sets_the_number_of_prompts_and_not_which(home, clock):
     short, long = (measured(home, clock, f"{s:.0f}", max_seconds=s) for s in (36.0, 44.0))
     short, long = (next(iter(prompts_of(records).values())) for records in (short, long))

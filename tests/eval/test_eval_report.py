@@ -13,9 +13,11 @@ from eval.measure.records import stalled
 from eval.report import tables
 from eval.report import text as texts
 from eval.report.page import evaluation_page as page
+from eval.report.plots import drafter_styles, speedup_by_gamma
 from eval.report.tables import print_evaluation
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
+from training.models.shapes import millions
 
 VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
 
@@ -70,10 +72,35 @@ def test_the_best_row_shows_its_number_of_rivals(rows, records, html):
     assert "Best of" not in page(alone, records, PROVENANCE), "control: a single row has no rivals"
 
 
-def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html):
-    capped = [dataclasses.replace(row, length_rule="cap") for row in rows]
+@pytest.mark.parametrize(
+    "changes",
+    [{"length_rule": "cap"}, {"stopping": "cost_ratio"}, {"stopping": "entropy"}],
+    ids=str,
+)
+def test_a_headline_distinguishes_a_cap_from_a_length(rows, records, html, changes):
+    capped = [dataclasses.replace(row, **changes) for row in rows]
     assert "gamma &lt;= 4, alpha" in page(capped, records, PROVENANCE)
+    assert all(row.stopping == "fixed" for row in rows)
     assert "gamma 4, alpha" in html and "gamma &lt;= 4, alpha" not in html
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "label"),
+    [
+        (836_200, "", "0.8 M"),
+        (3_100_000, "", "3.1 M"),
+        (1_200_000_000, "", "1.2 B"),
+        (2628, "", "2.6 k"),
+        (836_200, "B", "0.8 MB"),
+        (12, "B", "12 B"),
+        (0, "", "–"),
+        (None, "", "–"),
+    ],
+)
+def test_counts_have_the_form_that_training_prints(count, unit, label):
+    assert texts.amount(count, unit) == label
+    if label.endswith(" M"):
+        assert label == millions(count)
 
 
 def test_every_table_shows_drafted_tokens_per_round(rows, html):
@@ -134,6 +161,22 @@ def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
     assert len(drawings) == 8
     for drawing in drawings:
         assert re.match(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', drawing)
+
+
+def test_a_single_prompt_is_not_plural(rows, records, html):
+    one = [dataclasses.replace(row, headline_prompts=1) for row in rows]
+    assert "\n1 prompt whose text does not loop" in page(one, records, PROVENANCE)
+    assert "prompts whose text does not loop" in html
+
+
+def test_a_caption_names_intervals_only_if_some_are_drawn(rows):
+    styles = drafter_styles({row.drafter: "" for row in rows})
+    swept = [row for row in rows if row.part == "sweep" and row.temperature == 0]
+    few = [dataclasses.replace(r, prompts=1, speedup_low=None, speedup_high=None) for r in swept]
+    caption = speedup_by_gamma(swept, styles, "greedy").caption
+    assert caption.startswith("Points: measured on 6 prompts, with 95 % intervals. Dashed")
+    caption = speedup_by_gamma(few, styles, "greedy").caption
+    assert caption.startswith("Points: measured on 1 prompt. Dashed")
 
 
 def test_the_report_shows_the_results(html, rows):
