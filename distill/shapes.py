@@ -121,7 +121,7 @@ def _refuse_bad_heads(
         raise UserError(
             f"student.hidden_size is {hidden}, expected a multiple of the {heads} query heads, "
             f"because transformers loads no other LLaMA. Use "
-            f"{nearest_divisible_width(hidden, heads)}, the next smaller width that fits"
+            f"{nearest_divisible_width(hidden, heads) or heads}, for example"
         )
 
 

@@ -145,9 +145,10 @@ def _open(
 
 
 def _step_seconds(drafter: Drafter, frontier: int, device: torch.device) -> float:
-    """Return the mean seconds of a draft step, over several in a row if a step drafts a token.
+    """Return the mean seconds of a draft step.
 
-    A worker times its steps itself, since messages belong to the rest of a round.
+    Steps that draft one token each are timed STEPS_IN_A_ROW at a time. A remote drafter is timed by
+    its worker's clock, since its messages count as overhead of the round and not as drafting.
     """
     steps = STEPS_IN_A_ROW if drafter.capabilities.steps == "token" else 1
     if isinstance(drafter, RemoteChain):

@@ -113,9 +113,9 @@ class DraftProcessors:
         self._held_BX: Tensor | None = None
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Return the changed logits after the texts and their drafted tokens.
+        """Apply the repetition penalty and `allowed` to the logits after each text and its draft.
 
-        A row is left unconstrained if every allowed token has logit -inf.
+        `allowed` is ignored for a row in which it allows nothing, or only tokens with logit -inf.
         """
         processors = self._processors
         if processors.repetition_penalty != 1:

@@ -130,7 +130,9 @@ def measure_rounds(
     rows: int = 1,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Measure rounds of the full length, their parts, and the rest, in milliseconds.
+    """Measure rounds of the full length: milliseconds of the round, of its parts, of the remainder.
+
+    Returns these with the nodes per round and tau.
 
     length: drafted tokens of a beam. sampling: further fields of Settings.
     """

@@ -204,10 +204,10 @@ def sum_by_work(accounts: Mapping[str, float]) -> dict[str, float]:
 
 
 def least_costs(journal: PartJournal) -> dict[str, dict[str, dict[str, float]]]:
-    """Return side -> work -> the least seconds and operations of any run.
+    """Return side -> "work, to N layers" -> unit (seconds, flops) -> the least value of any run.
 
-    Other processes can only add to a run's seconds. Scores and the order of layers serve all cuts
-    of a seed.
+    The least is taken because other processes can only slow a run down. Scores and the order of
+    layers are computed once per seed and reused by its other cuts.
     """
     spent: dict[str, dict[str, dict[str, float]]] = {}
     for part, found in journal.all():

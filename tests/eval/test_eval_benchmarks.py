@@ -87,7 +87,7 @@ def test_a_named_chat_template_renders_both_turns(tmp_path, shared_data, llama_t
     )
     with pytest.raises(
         UserError,
-        match=r"benchmark.render=text leaves them .*benchmark.chat_template=vicuna\|llama2",
+        match=r"benchmark.render=text to leave prompts .*benchmark.chat_template=vicuna\|llama2",
     ):
         load_benchmark(BenchmarkConfig(path=path), words, **options)
 

@@ -79,7 +79,7 @@ def split_after_round(batch: Pearl, wanted: int) -> list[Pearl]:
 
 
 def state(generation: Generation, lane: Lane, met: tuple[int, int]) -> tuple[int, ...]:
-    """Return the state by which rows that agreed before their last round may now differ.
+    """Return the key for splitting a batch: all in which rows that agreed so far can now differ.
 
     met: accepted and tested tokens of that round.
     """

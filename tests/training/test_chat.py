@@ -167,7 +167,8 @@ def test_real_chats_with_a_template_without_marks(
 ) -> None:
     """Check that real chats are rendered and masked correctly by a template without marks.
 
-    The tokenizer's tokens include the preceding blank, so prefixes are rendered.
+    Answers are located by rendering prefixes. An answer's first token includes the blank before it,
+    which the comparison removes.
     """
     tokenizer = AutoTokenizer.from_pretrained(chat24m)
     for record in json.loads((shared_data / "chat" / f"{name}.json").read_text())[:100]:

@@ -148,7 +148,7 @@ def test_a_file_that_does_not_fit_its_configuration_is_named(
     monkeypatch.setattr(Parallel, "shards_weights", True)
     monkeypatch.setattr(Parallel, "place_frozen", lambda self, model: model.to_empty(device="cpu"))
     with pytest.raises(
-        UserError, match=r"tensor 'model.norm.weight' has shape \[32\], expected \[64\] by"
+        UserError, match=r"tensor 'model.norm.weight' has shape \[32\], expected \[64\] according"
     ):
         load_frozen(tmp_path, torch.float32, parallel)
 

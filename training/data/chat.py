@@ -349,7 +349,7 @@ def _tokenize(
             token += 1
         if not any(mask[first:token]):
             raise UserError(
-                f"turn {turn} (assistant) has no token of its own, as the tokenizer merges its "
-                f"text with the prompt's"
+                f"turn {turn} (assistant) is empty, or the tokenizer merges all of its text with "
+                f"the prompt's. Remove the chat, or use a template with a separator before answers"
             )
     return Rendered(list(encoded["input_ids"]), mask)

@@ -124,9 +124,10 @@ class GreedyChain:
     def _matches(
         self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
-        """Return [F]: the number of correct drafted tokens after each possible tip of a round.
+        """Return [F]: how many drafted tokens are correct before the first wrong one, after each tip.
 
-        alone: tips that are the only token of their prompt, and draft from zeros.
+        It is 0 where no round can begin. alone: tips that are their prompt's only token, from which
+        the head drafts with a zero state.
         """
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
         tips_M = torch.cat(
