@@ -404,7 +404,7 @@ def test_no_stage_removes_more_than_the_largest_cut():
         ),
         (
             ["student.hidden_size=18"],
-            r"hidden_size is 18, expected a multiple of the 4 query heads.*Use 16, the next",
+            r"hidden_size is 18, expected a multiple of the 4 query heads.*Use 16, for example",
         ),
         (["mode=magic"], "mode is magic, expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is best, expected one of probe"),

@@ -124,7 +124,7 @@ class GreedyChain:
     def _matches(
         self, batch: PackedBatch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
-        """Return [F]: how many drafted tokens are correct before the first wrong one, after each tip.
+        """Return [F]: how many drafted tokens after each tip are correct before the first error.
 
         It is 0 where no round can begin. alone: tips that are their prompt's only token, from which
         the head drafts with a zero state.
