@@ -60,11 +60,9 @@ def collected_tests(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="session")
 def deepspeed() -> None:
-    """Require DeepSpeed and the C++ compiler with which it builds its CPU communication."""
+    """Require DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
         _lacking("needs DeepSpeed: pip install shallow-draft[train]")
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        _lacking("needs a C++ compiler (g++, or CXX): DeepSpeed builds its CPU messages with it")
 
 
 @pytest.fixture(scope="session")

@@ -95,9 +95,20 @@ def test_the_deepspeed_launcher_needs_no_other_arguments(
 
 @pytest.mark.long
 def test_our_launcher_starts_the_ranks_of_zero(
-    alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
+    alone: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    deepspeed: None,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """Check that ZeRO trains the same drafter, and that DeepSpeed compiles nothing for it.
+
+    A rank killed while it compiled used to leave a lock for which every later run waited.
+    """
+    extensions = tmp_path / "extensions"
+    monkeypatch.setitem(ENVIRONMENT, "TORCH_EXTENSIONS_DIR", str(extensions))
     done([sys.executable, *job(tiny_target, tmp_path, "parallel=zero3", "parallel.processes=2")])
+    assert not extensions.exists()
     same_drafter(tmp_path, alone)
 
 

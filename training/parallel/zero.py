@@ -1,7 +1,7 @@
 """ZeRO by DeepSpeed and accelerate: shards of optimizer states (1), gradients (2), weights (3).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
-optimizer is torch's AdamW, so DeepSpeed compiles none of its optimizers. Learning rate, divisor,
+optimizer is torch's AdamW, so DeepSpeed compiles nothing. Learning rate, divisor,
 clipping and checkpoints belong to the loop. DeepSpeed is imported only here.
 """
 
@@ -43,6 +43,13 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if use_cpu:
+        import deepspeed
+
+        # DeepSpeed would compile its own exchange through shared memory when a rank starts. It
+        # needs a C++ compiler, and a rank killed meanwhile leaves a lock for which every later run
+        # waits without end. Gloo carries the same messages.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed uses deprecated names of torch, which warn in every step.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     from accelerate import DeepSpeedPlugin
