@@ -1,0 +1,113 @@
+"""An engine in a process of its own, which decodes one batch at a time."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from serving.engines.interface import Answer, BatchResult, EngineConfig, Sampling
+
+WORKERS = Path(__file__).parent / "workers"
+TAIL = 15  # lines of the engine's log in an error
+
+
+class EngineProcess:
+    """A started engine. Use it as a context manager, so that its process ends."""
+
+    def __init__(
+        self,
+        worker: str,
+        config: EngineConfig,
+        log: Path,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """Start the engine and wait until it is ready.
+
+        worker: file name of the program in `workers`. log: file for what the engine prints.
+        python: interpreter of the environment that the engine is installed in. environment: added
+        variables. timeout: seconds to wait for the start and for each batch. Raises UserError with
+        the engine's own words if it does not start.
+        """
+        self.config, self.log, self.timeout = config, log, timeout
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [python, str(WORKERS / worker)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env={**os.environ, **(environment or {})},
+            )
+        try:
+            self._send(asdict(config))
+            self.version = str(self._receive("starting")["ready"])
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> BatchResult:
+        """Decode prompts, given as token ids, together. Raises UserError if the engine fails."""
+        self._send({"prompts": [list(ids) for ids in prompts], "sampling": asdict(sampling)})
+        reply = self._receive("decoding")
+        answers = [Answer(**answer) for answer in reply.pop("answers")]
+        return BatchResult(answers=answers, **reply)
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:  # it ended before it read everything
+                    continue
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(values).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failed("it ended") from error
+
+    def _receive(self, doing: str) -> dict[str, Any]:
+        """Return the next reply. Raises UserError for an error, a timeout and a dead process."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], self.timeout)
+        if not ready:
+            self._process.kill()
+            raise self._failed(f"no reply within {self.timeout:g} s while {doing}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed(f"it ended while {doing}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise self._failed(f"{doing}: {reply['error']}")
+        return reply
+
+    def _failed(self, how: str) -> UserError:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        method = self.config.method
+        drafter = f" {method.drafter}" if method.drafter else ""
+        return UserError(
+            f"the engine failed with {method.name}{drafter} for {self.config.target}: {how}. The "
+            f"end of {self.log}:\n" + "\n".join(f"  {line}" for line in lines)
+        )
