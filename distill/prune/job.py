@@ -61,7 +61,7 @@ class Prune(TargetJob[PruneConfig]):
         self.shapes = plan_stage_shapes(config, self.target)
 
     def inputs(self) -> list[Path]:
-        return [self.target_folder, *data_files(self.config.data)]
+        return [self.target_folder, *data_files(self.config.data, self.config.dry_run)]
 
     def dry_run(self, run: Run) -> float | None:
         planned = dry_prune(self.config, self.target, self.shapes, self.target_folder, run)
