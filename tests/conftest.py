@@ -137,6 +137,12 @@ def stories260k() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct, a real public chat model."""
+    return _shared("models", "smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
 def llama_tokenizer() -> Path:
     """Return the folder of LLaMA's tokenizer: tokenizer.model, and tokenizer.json of equal ids."""
     return _shared("tokenizers", "llama")

@@ -152,6 +152,8 @@ RECIPES = {
         ("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "depth_sweep"), "distill.train"
     ),
     **dict.fromkeys(("redrafter_vicuna_7b", "redrafter_chat24m"), "recurrent_drafting.train"),
+    **dict.fromkeys(("smollm2_135m", "smollm2_135m_quick", "smollm2_135m_depths"), "distill.train"),
+    **dict.fromkeys(("redrafter_smollm2", "redrafter_smollm2_quick"), "recurrent_drafting.train"),
 }
 
 
@@ -167,9 +169,38 @@ def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str
     assert stages["eval.compare"].runs == ["/run/eval.run"] == [stages["eval.run"].output_dir]
     benchmark = stages["eval.run"].benchmark
     assert (benchmark.render, benchmark.chat_template) == ("auto", "vicuna")
-    tracked = {(stage.tracker.wandb, stage.tracker.group) for stage in stages.values()}
-    assert tracked == {("offline", experiment)}
-    assert {stage.tracker.name for stage in stages.values()} <= {experiment, "depth_7"}
+    trackers = [stage.tracker for stage in stages.values() if hasattr(stage, "tracker")]
+    assert {(one.wandb, one.group) for one in trackers} == {("offline", experiment)}
+    assert {one.name for one in trackers} <= {experiment, "depth_7", "depth_8"}
+    assert len(trackers) == len(stages.keys() - {"distill.regenerate"})
+
+
+@pytest.mark.parametrize(
+    ("experiment", "trained"),
+    [
+        ("smollm2_135m", "distill.train"),
+        ("smollm2_135m_quick", "distill.train"),
+        ("smollm2_135m_depths", "distill.train:distilled"),
+        ("redrafter_smollm2", "recurrent_drafting.train"),
+        ("redrafter_smollm2_quick", "recurrent_drafting.train"),
+    ],
+)
+def test_recipes_of_smollm2_train_on_the_answers_that_they_share(experiment: str, trained: str):
+    """Check that every recipe reads the answers it makes, and that all ask for the same ones.
+
+    So a folder of answers that one recipe has finished is used by the others.
+    """
+    stages = compose_stages(experiment, job=RECIPES[experiment])[1]
+    asked = stages["distill.regenerate"]
+    for name in {trained, "distill.prune"} & stages.keys():
+        data = stages[name].data
+        assert (data.chats, data.max_samples) == ([f"{asked.output_dir}/chats.json"], 0), name
+        assert data.held_out_chats == asked.data.held_out_chats
+    first = "smollm2_135m_quick" if experiment.endswith("_quick") else "smollm2_135m"
+    theirs = compose_stages(first)[1]["distill.regenerate"]
+    assert replace(asked, output_dir=theirs.output_dir) == theirs
+    assert asked.target.path == "models/smollm2_135m"
+    assert Path(asked.output_dir).name == "distill.regenerate"
 
 
 @pytest.mark.long

@@ -56,8 +56,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     _refuse_variants(file)
     sizes = {field: file.value(f"{ARCHITECTURE}.{key}", _COUNT) for field, key in _SIZES.items()}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    rope_dim = file.value(f"{ARCHITECTURE}.rope.dimension_count", _COUNT, hidden // heads)
-    head_dim = file.value(f"{ARCHITECTURE}.attention.key_length", _COUNT, rope_dim)
+    head_dim = file.value(f"{ARCHITECTURE}.attention.key_length", _COUNT, hidden // heads)
+    rope_dim = file.value(f"{ARCHITECTURE}.rope.dimension_count", _COUNT, head_dim)
     if rope_dim != head_dim:
         raise UserError(
             f"{file.path}: rotary positions cover {rope_dim} of {head_dim} channels of a head, "
