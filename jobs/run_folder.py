@@ -37,6 +37,11 @@ _FREE_KEYS = (
     "parallel",
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
+    "server",  # the job compares the model that it serves
+    "server_requests",
+    "server_timeout_s",
+    "server_retries",
+    "server_retry_s",
 )
 _PACKAGES = (
     "torch",
