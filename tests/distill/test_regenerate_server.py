@@ -63,6 +63,12 @@ def journal(folder: Path) -> Path:
     return folder / "answers" / "rank_0.jsonl"
 
 
+def count_ended(folder: Path, reason: str) -> int:
+    """Return the number of chats that ended for a reason, with or without an answer."""
+    found = metrics(folder)
+    return int(found["failed"].get(reason, 0) + found["ended_early"].get(reason, 0))
+
+
 # ------------------------------------------------------------------------------------ equal answers
 @pytest.mark.parametrize("prompts", ["tokens", "messages"])
 def test_a_server_gives_the_bytes_of_a_local_run(
@@ -107,6 +113,7 @@ def test_a_target_without_weights_is_enough(home: Path, local: bytes, tmp_path: 
 
 def test_samples_repeat_and_every_setting_is_sent(home: Path, tmp_path: Path):
     given = ("temperature=0.9", "top_k=40", "min_p=0.01", "top_p=0.95", "samples=2")
+    given = (*given, "data.max_samples=6")
     with serve(home / "target") as served:
         one, two = (ask(home, served, tmp_path / name, *given) for name in "ab")
         other = ask(home, served, tmp_path / "c", *given, "seed=1")
@@ -120,18 +127,21 @@ def test_samples_repeat_and_every_setting_is_sent(home: Path, tmp_path: Path):
         "max_tokens": 16,
     }
     assert body["repetition_penalty"] == 1.0 and body["model"] == "the-target"
-    seeds = {(body["seed"], json.dumps(body["prompt"])) for body in served.asked[:40]}
-    assert len({seed for seed, _ in seeds}) == len(seeds) == 40 and max(seeds)[0] < 2**31
+    seeds = {(body["seed"], json.dumps(body["prompt"])) for body in served.asked[:12]}
+    assert len({seed for seed, _ in seeds}) == len(seeds) == 12 and max(seeds)[0] < 2**31
     samples = json.loads(one)
-    assert len(samples) == 2 * len(MANY) and {record["sample"] for record in samples} == {0, 1}
+    assert len(samples) == metrics(tmp_path / "a")["success"] > 8
+    assert {record["sample"] for record in samples} == {0, 1}
 
 
 def test_a_server_without_extensions_is_asked_without_them(home: Path, tmp_path: Path):
     with serve(home / "target", token_ids=False) as served:
         records = json.loads(ask(home, served, tmp_path, "server_extensions=false"))
     assert not {"top_k", "min_p", "return_token_ids"} & set(served.asked[0])
-    assert [record["id"] for record in records] == [chat["id"] for chat in MANY]
+    ids = {record["id"] for record in records}
+    assert [record["id"] for record in records] == [one["id"] for one in MANY if one["id"] in ids]
     found = metrics(tmp_path)
+    assert len(records) == found["success"] > 12
     assert found["as_drawn_share"] is None and found["block_efficiency"] is None
     assert all(answer["tokens"] for answer in read_journal(journal(tmp_path)))
 
@@ -198,18 +208,16 @@ def test_unusable_answers_are_counted_and_left_out(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    with serve(home / "target", lambda number: fault if number in (7, 9) else "") as served:
+    with serve(home / "target", lambda number: fault if number in (7, 10) else "") as served:
         records = json.loads(ask(home, served, tmp_path, "server_requests=1"))
     found = metrics(tmp_path)
-    failed, early = found["failed"].get(reason, 0), found["ended_early"].get(reason, 0)
-    assert failed + early == 2 and found["input"] == len(MANY) == found["success"] + failed
+    assert count_ended(tmp_path, reason) == count_ended(home / "local", reason) + 2
+    assert found["input"] == len(MANY) == found["success"] + sum(found["failed"].values())
     output = capsys.readouterr().out
     assert reason in output
-    left_out = {chat["id"] for chat in MANY} - {record["id"] for record in records}
-    assert len(left_out) == failed
-    expected = {record["id"]: record for record in json.loads(local)}
-    same = [record for record in records if record == expected[record["id"]]]
-    assert len(same) == len(MANY) - 2, "other chats are unchanged"
+    expected = json.loads(local)
+    same = [record for record in expected if record in records]
+    assert len(same) == len(expected) - 2, "other chats are unchanged"
     if more:
         words = [
             one["text"] for one in read_journal(journal(tmp_path)) if one["finish"] == "refused"
@@ -333,7 +341,7 @@ def test_a_dry_run_measures_the_server(
     with serve(home / "target") as served:
         ask_nothing = ("temperature=0", f"server={served.url}", "dry_run=true")
         run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", *ask_nothing))
-        assert len(served.asked) == 16
+        assert len(served.asked) == len(MANY) // 2
     assert "tokens/s (measured on one batch)" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 

@@ -108,6 +108,7 @@ def serve(
             self.send(200, {"choices": [choice], "usage": usage}, truncate=fault == "truncate")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False  # no thread may outlive the test
     served.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -127,6 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     """
 
     protocol_version = "HTTP/1.1"
+    timeout = 5  # seconds that an idle connection stays open
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
