@@ -13,7 +13,7 @@ from distill.regenerate.generate import PACE_TOKENS, AnswerGenerator
 from distill.regenerate.server import ServerAnswers
 from distill.regenerate.writer import list_broken_records
 from jobs.amounts import hours
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from training.models.build import target_is_here
 
 
@@ -24,7 +24,7 @@ def dry_run(config: RegenerateConfig) -> None:
     at its server.
     """
     dialogues, counts = read_dialogues(config)
-    if not target_is_here(config.target):
+    if not target_is_here(config.target, weights=not config.server):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)
         print(
             f"would answer {requests:,} requests of {len(dialogues):,} chats; the number of tokens "
@@ -32,7 +32,7 @@ def dry_run(config: RegenerateConfig) -> None:
         )
         print(f"note: {config.target.path} does not exist, so its tokenizer is missing")
         return
-    folder = resolve(config.target.path)
+    folder = resolve_model(config.target.path, weights=not config.server)
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
     pending = next_requests(dialogues, tokenizer, config)
     account = Account(

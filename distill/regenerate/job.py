@@ -49,7 +49,7 @@ def run(config: RegenerateConfig) -> Path:
     if config.dry_run:
         dry_run(config)
         return artefact
-    target_folder = find_target_folder(config.target, dry_run=False)
+    target_folder = find_target_folder(config.target, dry_run=False, weights=not config.server)
     if not config.server:
         check_model(target_folder)
     processes = count_processes(config.parallel)

@@ -27,9 +27,10 @@ MANY = [
         "id": f"{chat['id']} {n}",
         "conversations": [(role, f"{text} {n}") for role, text in chat["conversations"]],
     }
-    for n in range(4)
+    for n in range(2)
     for chat in CHATS
 ]
+LONG = pytest.mark.long
 FAST = ("server_retry_s=0.01", "server_retries=3")
 
 
@@ -81,7 +82,7 @@ def test_a_server_gives_the_bytes_of_a_local_run(
     arrived = [answer["chat"] for answer in read_journal(journal(tmp_path))]
     assert arrived != sorted(arrived), "answers that arrive out of order are tested"
     finish = metrics(tmp_path)["finish"]
-    assert finish["stop"] > 3 and finish["length"] > 3, "both ways to finish are tested"
+    assert finish["stop"] > 0 and finish["length"] > 0, "both ways to finish are tested"
 
 
 def test_answers_of_another_model_differ(home: Path, local: bytes, tmp_path: Path):
@@ -141,13 +142,16 @@ def test_a_server_without_extensions_is_asked_without_them(home: Path, tmp_path:
     ids = {record["id"] for record in records}
     assert [record["id"] for record in records] == [one["id"] for one in MANY if one["id"] in ids]
     found = metrics(tmp_path)
-    assert len(records) == found["success"] > 12
+    assert len(records) == found["success"] > 6
     assert found["as_drawn_share"] is None and found["block_efficiency"] is None
     assert all(answer["tokens"] for answer in read_journal(journal(tmp_path)))
 
 
 # ------------------------------------------------------------------------------------------- faults
-@pytest.mark.parametrize("fault", ["drop", "half", "truncate", "500", "429"])
+@pytest.mark.parametrize(
+    "fault",
+    ["drop", "truncate", *(pytest.param(one, marks=LONG) for one in ("half", "500", "429"))],
+)
 def test_a_failed_request_is_sent_again(
     fault: str, home: Path, local: bytes, requests: int, tmp_path: Path
 ):
@@ -227,6 +231,7 @@ def test_unusable_answers_are_counted_and_left_out(
         assert "note: the server refused the request of chat" in output
 
 
+@LONG
 @pytest.mark.parametrize(("on_length", "kept"), [("end", True), ("drop", False), ("go_on", True)])
 def test_cut_answers_follow_on_length(on_length: str, kept: bool, home: Path, tmp_path: Path):
     given = ("temperature=0", f"on_length={on_length}")
@@ -245,10 +250,10 @@ def test_a_kill_in_the_middle_changes_nothing(
     with serve(home / "target", delay_s=0.05) as served:
         given = ("temperature=0", f"server={served.url}", f"server_requests={flying}")
         process = start(home, tmp_path, *given)
-        wait_for_answers(process, journal(tmp_path), 12)
+        wait_for_answers(process, journal(tmp_path), 6)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
-        assert 12 <= journal(tmp_path).read_bytes().count(b"\n") < requests
+        assert 6 <= journal(tmp_path).read_bytes().count(b"\n") < requests
         assert not (tmp_path / "chats.json").exists()
         first = len(served.asked)
         assert ask(home, served, tmp_path, f"server_requests={flying}") == local
@@ -260,6 +265,7 @@ def test_a_kill_in_the_middle_changes_nothing(
         assert len(served.asked) == before, "the journal answers everything"
 
 
+@LONG
 def test_sigterm_ends_a_run_with_requests_in_flight(home: Path, tmp_path: Path):
     with serve(home / "target", delay_s=0.05) as served:
         process = start(home, tmp_path, f"server={served.url}", "server_requests=3")
