@@ -30,6 +30,7 @@ MANY = [
     for n in range(2)
     for chat in CHATS
 ]
+EVERY = 12  # every 12th token ends a text
 LONG = pytest.mark.long
 FAST = ("server_retry_s=0.01", "server_retries=3")
 
@@ -37,7 +38,7 @@ FAST = ("server_retry_s=0.01", "server_retries=3")
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     folder = tmp_path_factory.mktemp("regenerate_server")
-    with_stops(tiny_target, folder / "target", every=20)
+    with_stops(tiny_target, folder / "target", every=EVERY)
     write_chats(folder / "chats.jsonl", MANY)
     return folder
 
@@ -89,7 +90,7 @@ def test_answers_of_another_model_differ(home: Path, local: bytes, tmp_path: Pat
     """Control: the server's weights give the answers, not those of target.path."""
     from safetensors.torch import load_file, save_file
 
-    with_stops(home / "target", tmp_path / "other", every=20)
+    with_stops(home / "target", tmp_path / "other", every=EVERY)
     weights = load_file(tmp_path / "other" / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"].roll(1, 0)
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
