@@ -22,6 +22,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
+from decoding.models.hub import find_folder
 from decoding.models.load import load_target
 from decoding.models.text.messages import Prompt, prompt_ids
 from decoding.models.text.text_stream import TextStream
@@ -69,11 +70,13 @@ def load(
     parallel: str = "none",
     processes: int = 0,
 ) -> Engine:
-    """Load a target folder with a drafter, and the target's tokenizer.
+    """Load a target with a drafter, and the target's tokenizer.
 
-    drafter: the folder of a model or of a head, the name of a drafter without a folder (such as
-    "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
-    option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
+    target: a model folder, or a name on the Hugging Face Hub (OWNER/NAME or OWNER/NAME@REVISION),
+    which is downloaded once. drafter: such a folder or name of a model or of a head, the name of a
+    drafter without a folder (such as "prompt_lookup"; all are in decoding/drafters/registry.py), a
+    mapping {"use": name or folder, option: value}, a `Drafter`, or None (autoregressive decoding).
+    It uses the target's dtype and
     device unless its options specify others. The other settings are described at `load_target`.
 
     Raises UserError for an invalid setting, for a folder that cannot be loaded, and for a drafter
@@ -81,6 +84,7 @@ def load(
     """
     if not isinstance(target, str | Path):
         raise UserError(f"target is {quote(target)}, expected the path of a model folder.")
+    target = find_folder(target)
     choice = None
     if isinstance(drafter, str | Path | Mapping):
         choice = choose_drafter(drafter)

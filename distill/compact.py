@@ -29,7 +29,7 @@ from decoding.models.folder import load_state, read_config
 from decoding.models.model_check import check_model
 from distill.config import CompactConfig
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from jobs.protocol import Job, Run
 from training.drafter_folder import write_model
 from training.models.build import dtype_of, known_config
@@ -54,7 +54,7 @@ class Compact(Job[CompactConfig]):
 
     def __init__(self, config: CompactConfig) -> None:
         super().__init__(config)
-        self.folder = resolve(config.model)
+        self.folder = resolve_model(config.model)
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":
             raise UserError(

@@ -127,7 +127,7 @@ class RegenerateConfig(JobConfig):
     max_new_tokens: int = 256
     # number of answers per chat, each sampled with independent noise
     samples: int = 1
-    # number of requests decoded together, grouped by length
+    # number of requests decoded together, grouped by length; a server forms its own batches
     batch_size: int = 32
     # answers cut at max_new_tokens: end (kept as the last answer of the chat) | drop (discarded) |
     # go_on (kept, and the chat continues)
@@ -140,6 +140,26 @@ class RegenerateConfig(JobConfig):
     assumed_tokens_per_second: float = 0.0
     # kind=ddp: the chats are divided among the ranks
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # base URL of an OpenAI-compatible server of the target (http://127.0.0.1:8000/v1), which then
+    # answers; of target.path only the tokenizer is read; empty: load the target
+    server: str = ""
+    # name of the model in requests; empty: the only one that the server lists
+    server_model: str = ""
+    # number of requests in flight
+    server_requests: int = 16
+    # tokens: send the token ids of the target's own chat template, to /completions | messages: send
+    # chats to /chat/completions, where the server's template renders them
+    server_prompts: str = "tokens"
+    # send the fields top_k, min_p, repetition_penalty, stop_token_ids and return_token_ids, which
+    # vLLM and others have added to OpenAI's
+    server_extensions: bool = True
+    # longest wait for an answer, in seconds
+    server_timeout_s: float = 600.0
+    # number of times that a request is sent again after a dropped connection, a timeout, an
+    # incomplete answer, or HTTP 429 or 5xx
+    server_retries: int = 6
+    # seconds before the first of them; doubled for each further one, up to 60
+    server_retry_s: float = 1.0
 
 
 @dataclass

@@ -23,7 +23,7 @@ from distill.shapes import (
 )
 from jobs.amounts import operations, size
 from jobs.config import ParallelConfig
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from jobs.protocol import Run
 from jobs.ranks import ZERO
 from training.config import LoopConfig, TrainingJobConfig
@@ -55,7 +55,7 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
     print_missing(config.target)
     target = target_config(config.target)
     if config.student.init == "folder" and config.student.path:
-        student: Any = known_config(resolve(config.student.path))
+        student: Any = known_config(resolve_model(config.student.path))
         student.vocab_size = target.vocab_size  # training resizes it
     else:
         student = student_config(config.student, target)

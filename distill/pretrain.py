@@ -14,7 +14,7 @@ from distill.config import PretrainConfig
 from distill.dry_run import print_cost
 from distill.shapes import WIDEST
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from jobs.protocol import Job, Run
 from training.config import check_values
 from training.data.from_config import data_files, held_out_samples, training_data
@@ -43,12 +43,16 @@ class Pretrain(Job[PretrainConfig]):
         super().__init__(config)
         check(config)
 
+    @property
+    def _tokenizer_folder(self) -> Path:
+        return resolve_model(self.config.tokenizer, weights=False)
+
     def inputs(self) -> list[Path]:
         config, start = self.config, self.config.init_from
-        tokenizer = resolve(config.tokenizer)
+        tokenizer = self._tokenizer_folder
         if config.dry_run:
             return [tokenizer]
-        return [tokenizer, *([resolve(start)] if start else []), *data_files(config.data)]
+        return [tokenizer, *([resolve_model(start)] if start else []), *data_files(config.data)]
 
     def dry_run(self, run: Run) -> float:
         self.prepare(run)
@@ -59,7 +63,7 @@ class Pretrain(Job[PretrainConfig]):
         return print_cost(config, config.loop, model.config, {})
 
     def prepare(self, run: Run) -> None:
-        self.tokenizer = load_tokenizer(resolve(self.config.tokenizer), of_model=False)
+        self.tokenizer = load_tokenizer(self._tokenizer_folder, of_model=False)
 
     def work(self, run: Run) -> None:
         config, tokenizer = self.config, self.tokenizer
@@ -70,7 +74,7 @@ class Pretrain(Job[PretrainConfig]):
         )
         if config.init_from:
             model.load_state_dict(
-                load_causal_lm(resolve(config.init_from), model.dtype).state_dict()
+                load_causal_lm(resolve_model(config.init_from), model.dtype).state_dict()
             )
         data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
         held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
@@ -87,7 +91,10 @@ class Pretrain(Job[PretrainConfig]):
         progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
         if parallel.is_main:
             write_model(
-                model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype)
+                model,
+                resolve_model(config.tokenizer, weights=False),
+                run.artefact,
+                dtype_of(config.export_dtype),
             )
             metrics = {
                 "held_out_loss": progress.best["loss"],

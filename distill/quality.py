@@ -28,7 +28,7 @@ from distill.config import QualityConfig
 from jobs.config_checks import refuse
 from jobs.files import write_text
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.run_files import read_object
 from jobs.run_folder import RunFolder
 from training.data import corpus
@@ -188,7 +188,7 @@ def run(config: QualityConfig) -> Path:
     """Measure the model, print figures and samples, and return output_dir/quality.json."""
     refuse(config, [("functions", config.functions >= 1, "1 or more")])
     check_settings(config, ("temperature", "max_new_tokens"))
-    folder = resolve(config.model)
+    folder = resolve_model(config.model)
     known_config(folder)
     run_folder = RunFolder(config)
     path = run_folder.path / "quality.json"

@@ -36,7 +36,7 @@ from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.files import write_bytes, write_text
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.progress import ProgressBar
 from jobs.protocol import Job, Run
 from jobs.run_files import journal_bytes, read_journal_lines, read_object
@@ -107,7 +107,7 @@ class SkipSearch(Job[SkipSearchConfig]):
         check(config)
 
     def inputs(self) -> list[Path]:
-        return [resolve(self.config.target.path), resolve(self.config.held_out.prompts)]
+        return [resolve_model(self.config.target.path), resolve(self.config.held_out.prompts)]
 
     def dry_run(self, run: Run) -> None:
         target, steps = load(self.config)
@@ -153,7 +153,7 @@ def check(config: SkipSearchConfig) -> None:
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
     """Load the target. Returns it with the maximum number of sub-layers to skip."""
     target = load_target(
-        resolve(config.target.path),
+        resolve_model(config.target.path),
         backend="native",
         dtype=config.target.dtype,
         device=config.target.device,

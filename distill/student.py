@@ -11,7 +11,7 @@ from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
 from distill.prune.cut import cut_model, keep_layers
 from distill.shapes import student_config
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from jobs.ranks import rank
 from training.config import StudentConfig
 from training.models.build import load_causal_lm, random_model
@@ -91,7 +91,7 @@ def _from_folder(
             "student.path is empty, but student.init=folder needs a student folder, such as one "
             "that distill.prune wrote"
         )
-    folder = resolve(shape.path)
+    folder = resolve_model(shape.path)
     read_config(folder)
     student = load_causal_lm(folder, dtype)
     found, wanted = student.config.vocab_size, target.vocab_size

@@ -16,7 +16,7 @@ from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from training.bounds import Progress
@@ -169,7 +169,7 @@ def finish(
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.student.name, target_folder, progress)
     from_folder = config.student.init == "folder"
-    pruning = read_pruning(resolve(config.student.path)) if from_folder else None
+    pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
     write_card(folder, student, origin, pruning)
     close_run(run, origin, progress)
     print(

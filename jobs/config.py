@@ -49,7 +49,7 @@ class JobConfig:
 class TargetConfig:
     """Target, which stays exact in decoding and frozen in training."""
 
-    # model folder in Hugging Face form
+    # model folder in Hugging Face form, or a name on the Hub: OWNER/NAME or OWNER/NAME@REVISION
     path: str = MISSING
     # its published config.json (conf/target), for a dry run where `path` does not exist
     config: dict[str, Any] = field(default_factory=dict)

@@ -25,11 +25,12 @@ from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import CARD, read_json
+from decoding.models.hub import parse_hub_name, revision_of
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, DrafterUse
-from jobs.paths import data_folder, resolve
+from jobs.paths import data_folder, resolve_model
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 # class of a chain drafter whose schedule runs it at the same time as the target
@@ -74,9 +75,13 @@ def _name_of(mapping: Mapping[str, Any]) -> str:
         return str(mapping["name"])
     options = [mapping[key] for key in ("schedule", "stopping", "verify") if key in mapping]
     options += ["lookup"] * ("lookup" in mapping)
-    return "+".join(
-        [Path(str(mapping.get("folder", mapping["_target_"]))).name, *map(str, options)]
-    )
+    return "+".join([_folder_name(mapping.get("folder", mapping["_target_"])), *map(str, options)])
+
+
+def _folder_name(folder: str | Path) -> str:
+    """Return the last part of a path, or of the repository's name for the Hub's cache."""
+    found = revision_of(Path(folder))
+    return Path(folder if found is None else found[0]).name
 
 
 def _expand_folders(entries: Sequence[Any]) -> list[Any]:
@@ -99,8 +104,8 @@ def _expand_folders(entries: Sequence[Any]) -> list[Any]:
                     f"{Path.cwd()}). Correct the pattern."
                 )
             found += [{"use": path, "name": read_card_name(Path(path))} for path in folders]
-        elif "/" in entry and last[Path(entry).name] > 1 and resolve(entry).is_dir():
-            found.append({"use": entry, "name": read_card_name(resolve(entry))})
+        elif "/" in entry and last[Path(entry).name] > 1 and resolve_model(entry).is_dir():
+            found.append({"use": entry, "name": read_card_name(resolve_model(entry))})
         else:
             found.append(entry)
     return found
@@ -249,10 +254,11 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         )
     if use in _known_names():
         name = use
-    elif Path(use).exists():
-        head = head_of(use)
+    elif Path(use).exists() or parse_hub_name(use):
+        folder = resolve_model(use)
+        head = head_of(folder)
         name = head or "chain"
-        given = {"folder": use, **({"name": Path(use).name} if head else {}), **given}
+        given = {"folder": str(folder), **({"name": _folder_name(folder)} if head else {}), **given}
     else:
         raise unknown_drafter("drafters:", use, _known_names())
     mapping = {**_class_and_options(name), **given}
@@ -266,7 +272,7 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         return {"name": name, **mapping}
     return with_target_settings(
         _find_class(use, mapping),
-        {**mapping, "folder": str(resolve(mapping["folder"]))},
+        {**mapping, "folder": str(resolve_model(mapping["folder"]))},
         backend=target.backend,
         dtype=target.dtype,
         device=target.device,

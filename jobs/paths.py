@@ -4,6 +4,7 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
+from decoding.models.hub import find_cached, find_folder, parse_hub_name
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 
@@ -43,6 +44,20 @@ def resolve(name: str) -> Path:
             f"folder, or embedded:NAME"
         )
     return path
+
+
+def resolve_model(name: str, weights: bool = True) -> Path:
+    """Return a model's folder, given as a path, `embedded:NAME` or a name on the Hugging Face Hub.
+
+    weights: False if only the tokenizer is read, and no weights are downloaded for it. Raises
+    UserError as `resolve` does, and for a name that the Hub does not have.
+    """
+    return resolve(name) if parse_hub_name(name) is None else find_folder(name, weights)
+
+
+def model_is_here(name: str, weights: bool = True) -> bool:
+    """Return whether a model's path exists, or its files are in the Hub's cache."""
+    return is_here(name) or find_cached(name, weights) is not None
 
 
 def is_here(name: str) -> bool:

@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 from decoding import __version__, devices
 from decoding.errors import UserError
 from decoding.models.folder import INDEX, WEIGHTS, hash_input
+from decoding.models.hub import revision_of
 from jobs import ranks
 from jobs.config import JobConfig, plain
 from jobs.files import write_text
-from jobs.paths import ROOT, data_folder, is_here
+from jobs.paths import ROOT, data_folder, model_is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
 from jobs.saved_config import add_stamp, read_config, upgrade_config
@@ -37,6 +38,11 @@ _FREE_KEYS = (
     "parallel",
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
+    "server",  # the job compares the model that it serves
+    "server_requests",
+    "server_timeout_s",
+    "server_retries",
+    "server_retry_s",
 )
 _PACKAGES = (
     "torch",
@@ -112,6 +118,7 @@ class RunFolder:
         read them. metrics: results so far. finished: whether to record the artefacts' hashes too.
         """
         dry = self.config["dry_run"]
+        revisions = self._pin_revisions(inputs)
         manifest = {
             "job": self.config["job"],
             "experiment": self.config["experiment"],
@@ -120,6 +127,7 @@ class RunFolder:
             "inputs": {
                 str(path): "not read (dry run)" if dry else hash_input(path) for path in inputs
             },
+            **({"revisions": revisions} if revisions else {}),
             **({"artefacts": hash_artefacts(self.path, self._artefacts)} if finished else {}),
             "git_revision": git_revision(),
             "versions": versions(),
@@ -129,6 +137,21 @@ class RunFolder:
             "metrics": metrics,
         }
         write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
+
+    def _pin_revisions(self, inputs: list[Path]) -> dict[str, str]:
+        """Return the commits of the inputs in the Hub's cache, by the names of their repositories.
+
+        Raises UserError if the run started with another commit.
+        """
+        found = dict(filter(None, map(revision_of, inputs)))
+        for name, commit in self.manifest.get("revisions", {}).items():
+            if not self.was_dry and found.get(name, commit) != commit:
+                raise UserError(
+                    f"{name} is at commit {found[name]} in the Hub's cache, but the run in "
+                    f"{self.path} started with {commit}. Set another output_dir=, or delete the "
+                    f"folder to start over; {name}@{commit} names the commit that it used"
+                )
+        return found
 
     def command(self) -> str:
         """Return the command line that repeats this run."""
@@ -165,7 +188,11 @@ class RunFolder:
 def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
     """Remove the target's published configuration if the target's folder exists and replaces it."""
     target = config.get("target")
-    if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
+    if (
+        not isinstance(target, dict)
+        or not target.get("config")
+        or not model_is_here(target["path"])
+    ):
         return config
     return {**config, "target": {**target, "config": {}}}
 

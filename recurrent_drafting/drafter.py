@@ -29,6 +29,7 @@ from decoding.interfaces import (
     Stopping,
     Target,
 )
+from decoding.models.hub import name_of
 from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS
 from decoding.sampling.token_chooser import TokenChooser
@@ -74,7 +75,7 @@ class RecurrentDrafter(HeadDrafter):
         a GPU and eager on a CPU. Raises UserError for an invalid folder or argument.
         """
         head = load_to_draft(folder, head, load_head, dtype, device)
-        name = name or ("recurrent" if folder is None else Path(folder).resolve().name)
+        name = name or ("recurrent" if folder is None else name_of(folder))
         super().__init__(name, head.config, head.output)
         self.head = for_drafting(head)
         drafted = head.config.num_drafted

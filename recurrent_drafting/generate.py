@@ -12,7 +12,7 @@ from rich.console import Console
 from decoding.errors import UserError
 from jobs.interrupts import Interrupted
 from jobs.job import job_main
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from recurrent_drafting.cmd.flags import print_flags, to_overrides
 from serving.config import GenerateConfig
 from serving.prompt_report import print_report
@@ -57,7 +57,7 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
 
     Raises UserError for a missing target or an unusable drafter.
     """
-    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", DEFAULT_DRAFTER)
+    folder, drafter = resolve_model(cfg.target.path), cfg.drafter.get("use", DEFAULT_DRAFTER)
     check_drafter(cfg, folder)
     doing = "chat"
     if cfg.prompts:

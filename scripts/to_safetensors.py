@@ -3,10 +3,12 @@
     python scripts/to_safetensors.py FOLDER
 
 Pickles can run code when they are opened, so no job opens them. This script reads them with
-`weights_only=True`, which refuses anything but tensors. The .bin files are kept. Tensors that share
-storage (tied heads) are stored once.
+`weights_only=True`, which refuses anything but tensors. The .bin files are kept. Shards are
+converted one by one. Tensors of a file that share storage (tied heads) are stored once.
 """
 
+import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -15,37 +17,96 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from decoding.errors import UserError
-from jobs.files import save_tensors
+from decoding.models.folder import INDEX, WEIGHTS, read_json
+from jobs.files import save_tensors, write_text
+
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 
 def convert(folder: Path) -> Path:
-    """Write FOLDER/model.safetensors from pytorch_model*.bin.
+    """Write model.safetensors, or shards with their index, from a folder's .bin files.
 
-    Raises UserError if the folder has no such files, or has model.safetensors already.
+    Returns the path of model.safetensors or of the index. Raises UserError for a folder without
+    such files or with converted ones, for a missing or damaged shard, and for an index that names
+    other tensors than the shards hold.
     """
-    files = sorted(folder.glob("pytorch_model*.bin"))
-    target = folder / "model.safetensors"
-    if not files:
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if not pickles and not (folder / PICKLE_INDEX).is_file():
         raise UserError(
             f"{folder} has no pytorch_model*.bin. Expected a Hugging Face model folder with "
             f"pickled weights."
         )
-    if target.exists():
-        raise UserError(f"{target} exists already. Delete it to convert again.")
+    for name in (WEIGHTS, INDEX):
+        if (folder / name).exists():
+            raise UserError(f"{folder / name} exists already. Delete it to convert again.")
+    if (folder / PICKLE_INDEX).is_file():
+        return _convert_shards(folder)
+    if PICKLE not in pickles:
+        raise UserError(
+            f"{folder} has the shard {pickles[0]}, but no {PICKLE_INDEX}, which lists all shards. "
+            f"Copy or download it too."
+        )
+    _convert_file(folder / PICKLE, folder / WEIGHTS)
+    return folder / WEIGHTS
+
+
+def _convert_shards(folder: Path) -> Path:
+    """Convert every file of the index, and write the new index last."""
+    index = read_json(folder / PICKLE_INDEX)
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(one, str) for one in named.values()):
+        raise UserError(
+            f"{folder / PICKLE_INDEX} has no weight_map, expected the file of every tensor. "
+            f"Download the index again."
+        )
+    shards = sorted(set(named.values()))
+    for shard in shards:
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise UserError(
+                f"{folder}: the shard {shard} is missing, one of {len(shards)} in {PICKLE_INDEX}. "
+                f"Copy or download it again."
+            )
+    weight_map: dict[str, str] = {}
+    for shard in shards:
+        file = Path(shard.replace("pytorch_model", "model")).with_suffix(".safetensors").name
+        expected = {name for name, place in named.items() if place == shard}
+        written = _convert_file(folder / shard, folder / file, expected)
+        weight_map |= dict.fromkeys(written, file)
+    content = {"metadata": index.get("metadata", {}), "weight_map": weight_map}
+    write_text(folder / INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
+    return folder / INDEX
+
+
+def _convert_file(source: Path, file: Path, expected: set[str] | None = None) -> list[str]:
+    """Convert one .bin file, and return the names of the tensors that are written.
+
+    expected: names of all tensors in the file. Raises UserError for others and for a damaged file.
+    """
+    try:
+        tensors = torch.load(source, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise UserError(
+            f"{source} holds more than tensors, or is damaged ({' '.join(str(error).split())[:200]}"
+            f"). It was not opened; copy or download it again."
+        ) from error
+    if expected is not None and expected != set(tensors):
+        other = sorted(expected ^ set(tensors))
+        raise UserError(
+            f"{source} and {PICKLE_INDEX} differ in {len(other)} tensors (such as '{other[0]}'). "
+            f"Copy or download both again."
+        )
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    # all shards stay in memory: a freed tensor's address could be reused, and look like a tied one
-    shards = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-    for shard in shards:
-        for name, tensor in shard.items():
-            # a tensor with two names is tied, and is written once
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                weights[name] = tensor.contiguous()
-    partial = folder / ".model.safetensors.partial"
+    for name, tensor in tensors.items():
+        # a tensor with two names is tied, and is written once
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.contiguous()
+    partial = file.with_name(f".{file.name}.partial")
     save_tensors(weights, partial, {"format": "pt"})
-    partial.replace(target)
-    return target
+    partial.replace(file)
+    return list(weights)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, read_card_name, uses
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from serving.config import GenerateConfig
 
 NONE = "none"  # drafter=none: plain decoding
@@ -85,13 +85,13 @@ def check(cfg: GenerateConfig) -> None:
 
 def load(cfg: GenerateConfig) -> ChatModels:
     """Load target, tokenizer and drafter. Raises UserError if they do not fit together."""
-    folder = _resolve_model(cfg.target.path)
+    folder = resolve_model(cfg.target.path)
     device = device_of(cfg.target.device)
     trusted = cfg.target.trust_remote_code
     if not cfg.tokenizer:
         tokenizer = load_tokenizer(folder, trusted)
     else:
-        tokenizer = load_tokenizer(_resolve_model(cfg.tokenizer), of_model=False)
+        tokenizer = load_tokenizer(resolve_model(cfg.tokenizer, weights=False), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
     drafter, use = load_drafter(cfg, folder, device)
@@ -264,16 +264,4 @@ def choose_template(
 def _head_folder(cfg: GenerateConfig) -> Path | None:
     """Return the folder of the configured head, or None."""
     found = _mapping(cfg, "cpu")
-    return resolve(found[1]["folder"]) if found and _holds_head(found[1]) else None
-
-
-def _resolve_model(name: str) -> Path:
-    """Return a model's folder. The error for a name on the Hub has the command to download it."""
-    try:
-        return resolve(name)
-    except UserError as error:
-        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            raise UserError(
-                f"{error}. To download it from the Hub, run hf download {name} --local-dir FOLDER"
-            ) from error
-        raise
+    return resolve_model(found[1]["folder"]) if found and _holds_head(found[1]) else None

@@ -16,7 +16,7 @@ from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
 from jobs.config import TargetConfig
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from training.config import DataConfig, HeldOutConfig
 from training.data.chat import choose_rendering, render_prompt, render_text, template_source
 from training.data.from_config import each_data
@@ -52,7 +52,7 @@ def check_stages(config: StagedFields) -> None:
     """
     if config.dry_run or not target_is_here(config.target):
         return
-    tokenizer = load_tokenizer(resolve(config.target.path))
+    tokenizer = load_tokenizer(resolve_model(config.target.path, weights=False))
     template = config.data.template
     if any(one.chats or one.held_out_chats for one in each_data(config.data)):
         template_source(tokenizer, template)

@@ -24,6 +24,7 @@ from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import exists, read_config
+from decoding.models.hub import find_folder, parse_hub_name
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.values import quote
@@ -123,9 +124,10 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
         )
     name = str(use)
     if use not in DRAFTERS:
-        if not exists(Path(use)):
+        if not exists(Path(use)) and not parse_hub_name(use):
             raise unknown_drafter("drafter", name, sorted(DRAFTERS))
-        name, given = head_of(use) or "chain", {"folder": use, **given}
+        folder = find_folder(use)
+        name, given = head_of(folder) or "chain", {"folder": folder, **given}
     entry = DRAFTERS[name]
     kind: type = imported(entry.kind)
     options = {**entry.options, **given}
@@ -141,6 +143,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
                 f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Set the "
                 f"path of a model folder."
             )
+        options["folder"] = find_folder(options["folder"])
         if not head_of(options["folder"]):
             read_config(options["folder"])
     return DrafterChoice(kind, options)

@@ -12,6 +12,7 @@ from decoding.models.distributed.parallel import ParallelTarget, processes_of
 from decoding.models.folder import load_state, read_config, refuse_unsupported_attention
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.hf import HFTarget
+from decoding.models.hub import name_of
 from decoding.models.model_check import check_model, check_tied_head
 from decoding.models.native.model import EXECUTIONS, NativeTarget
 from decoding.models.native.weights import FAMILIES
@@ -66,7 +67,7 @@ def load_target(
     count = processes_of(parallel, processes, backend, device)
     _check_execution(execution, backend, count)
     check_tied_head(folder)
-    name = Path(folder).resolve().name
+    name = name_of(folder)
     target: NativeTarget | HFTarget | ParallelTarget
     place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
     try:

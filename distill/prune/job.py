@@ -30,7 +30,7 @@ from distill.shapes import refuse_wider, student_config
 from distill.student import choose_layers
 from jobs.config import refuse_parallel
 from jobs.files import write_text
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS, is_rank
 from jobs.run_files import read_object
@@ -288,7 +288,7 @@ def finish(
     origin = Provenance(
         config.student.name,
         config.target.path,
-        resolve(config.target.path),
+        resolve_model(config.target.path),
         {"sources": sources(config.data)},
         {
             "name": None,

@@ -24,8 +24,11 @@ ON_LENGTH = ("end", "drop", "go_on")
 COMPLETE = "complete"
 # Reasons to end a chat before its last request, or to skip the chat.
 CUT, EMPTY, LOOP = "answer cut at max_new_tokens", "empty answer", "answer loops"
+REJECTED = "refused by the server"
 FULL, NO_REQUEST = "no room in the context", "no human turn"
 DUPLICATE, OVER_LIMIT = "duplicate of an earlier chat", "over data.max_samples"
+
+REFUSED = "refused"  # finish of an answer that the server did not give
 
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -44,13 +47,17 @@ class Answer:
     read_tokens: int
     # with the stop token
     tokens: list[int]
-    # stop | length
+    # stop | length | refused
     finish: str
+    # the server's words if the answer is refused
     text: str
-    # number of target forwards, prefill excluded
+    # number of target forwards, prefill excluded; 0: unknown, from a server
     rounds: int
-    # seconds of the batch times this answer's share of its tokens
+    # seconds of the batch times this answer's share of its tokens; from a server, the seconds since
+    # the answer that arrived before
     seconds: float
+    # whether the tokens are the generated ones; False: those of the text, tokenized again
+    generated: bool = True
 
     @property
     def key(self) -> Key:
@@ -111,7 +118,9 @@ class Dialogue:
         history = self.history
         self.generated.append(answer)
         cut = answer.finish == "length" and config.on_length != "go_on"
-        if not answer.text.strip():
+        if answer.finish == REFUSED:
+            self.ended = REJECTED
+        elif not answer.text.strip():
             self.ended = EMPTY
         elif answer.loops and config.drop_loops:
             self.ended = LOOP

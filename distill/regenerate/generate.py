@@ -36,7 +36,7 @@ from jobs.run_files import read_object
 # Fields of the configuration that are settings of decoding under the same name.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
 # Answer length when only the speed is measured.
-_PACE_TOKENS = 32
+PACE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class AnswerGenerator:
 
     def tokens_per_second(self, requests: Sequence[Request]) -> float:
         """Return the tokens per second of a batch, measured on a few tokens after a warm-up."""
-        few = min(_PACE_TOKENS, self.config.max_new_tokens)
+        few = min(PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
         self.turns.forget()

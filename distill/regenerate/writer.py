@@ -16,7 +16,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.rounds.stats import LOOPING_BELOW
-from distill.regenerate.dialogues import Account, Answer, Dialogue
+from distill.regenerate.dialogues import REFUSED, Account, Answer, Dialogue
 from training.data.chat import Rendered, render_chat
 from training.data.counts import Counts
 
@@ -78,7 +78,7 @@ def list_broken_records(counts: Counts, samples: int) -> dict[str, list[str]]:
 def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
     """Return the number of answers whose rendered tokens equal the generated ones.
 
-    Stop tokens are not compared.
+    Stop tokens are not compared, nor answers whose generated tokens are unknown.
 
     Returns 0 if the rendered chat has another number of answers.
     """
@@ -91,7 +91,7 @@ def count_same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
     if len(runs) != len(answers):
         return 0
     pairs = zip(runs, answers, strict=True)
-    return sum(run[: len(answer.body)] == answer.body for run, answer in pairs)
+    return sum(answer.generated and run[: len(answer.body)] == answer.body for run, answer in pairs)
 
 
 def format_chats(records: Iterable[Mapping[str, Any]]) -> str:
@@ -107,15 +107,20 @@ def compute_figures(
 
     distinct_4, loop_share, block_efficiency and tokens_per_second include discarded answers; all
     other figures count kept answers. tokens_per_second is the sum over ranks, which work at the
-    same time. by_rank: journal -> its answers.
+    same time. as_drawn_share and block_efficiency are None if a server does not return token ids
+    and rounds. by_rank: journal -> its answers.
     """
-    generated = [answer for answers in by_rank.values() for answer in answers]
+    generated = [
+        answer for answers in by_rank.values() for answer in answers if answer.finish != REFUSED
+    ]
     rates = [
         sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
         for answers in by_rank.values()
         if answers
     ]
     kept = found.kept
+    rounds = sum(answer.rounds for answer in generated)
+    with_tokens = sum(answer.generated for answer in kept)
     return {
         **found.account.figures(),
         "answers": len(kept),
@@ -123,11 +128,12 @@ def compute_figures(
         "prompt_tokens": sum(answer.prompt_tokens for answer in kept),
         "read_tokens": sum(answer.read_tokens for answer in kept),
         "finish": {how: sum(answer.finish == how for answer in kept) for how in ("stop", "length")},
-        "as_drawn_share": found.retokenized / len(kept),
+        "as_drawn_share": found.retokenized / with_tokens if with_tokens else None,
         "distinct_4": fmean(answer.distinct_4 for answer in generated),
         "loop_share": fmean(answer.loops for answer in generated),
-        "block_efficiency": sum(len(answer.tokens) for answer in generated)
-        / sum(answer.rounds for answer in generated),
+        "block_efficiency": (
+            sum(len(answer.tokens) for answer in generated) / rounds if rounds else None
+        ),
         "tokens_per_second": round(sum(rates), 1),
     }
 
@@ -136,16 +142,21 @@ def print_figures(
     found: RegeneratedChats, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
 ) -> None:
     """Print the account of the chats and the figures of their answers."""
+    share, efficiency = metrics["as_drawn_share"], metrics["block_efficiency"]
+    drawn = (
+        "the server returns no token ids"
+        if share is None
+        else f"{share:.1%} are tokenized back into the generated tokens"
+    )
+    per_forward = "" if efficiency is None else f"{efficiency:.2f} tokens per target forward; "
     print("\n".join(found.account.lines()))
     print(
         f"answers: {metrics['answers']:,} with {metrics['answer_tokens']:,} tokens, "
-        f"{metrics['finish']['length']:,} cut at max_new_tokens; {metrics['as_drawn_share']:.1%} "
-        f"are tokenized back into the generated tokens"
+        f"{metrics['finish']['length']:,} cut at max_new_tokens; {drawn}"
     )
     print(
         f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop "
-        f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, "
-        f"{metrics['block_efficiency']:.2f} tokens per target forward; "
+        f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, {per_forward}"
         f"{metrics['read_tokens']:,} of {metrics['prompt_tokens']:,} prompt tokens were read, the "
         f"others were cached"
     )

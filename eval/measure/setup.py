@@ -33,7 +33,7 @@ from eval.measure.records import Arm, Condition
 from eval.statistics.budgets import Shapes, shapes_of
 from eval.statistics.schema import DrafterFacts, RunFacts
 from jobs import drafters as drafter_list
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24
@@ -112,7 +112,7 @@ def load(cfg: EvalConfig) -> Loaded:
 
     Raises UserError for parts that are missing or damaged, or that do not fit together.
     """
-    folder, device = resolve(cfg.target.path), device_of(cfg.target.device)
+    folder, device = resolve_model(cfg.target.path), device_of(cfg.target.device)
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )

@@ -25,6 +25,7 @@ from decoding.interfaces import (
     Stopping,
     Target,
 )
+from decoding.models.hub import name_of
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
@@ -58,7 +59,7 @@ class MedusaDrafter(HeadDrafter):
         name: str | None = None,
     ) -> None:
         heads = load_to_draft(folder, heads, load_heads, dtype, device)
-        name = name or ("medusa" if folder is None else Path(folder).resolve().name)
+        name = name or ("medusa" if folder is None else name_of(folder))
         super().__init__(name, heads.config, heads.projection(0))
         self.heads, self.config = heads, heads.config
         self.children = check_kind(children, self.name)

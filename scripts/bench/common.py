@@ -27,7 +27,7 @@ from jobs.config import ParallelConfig, plain, typed
 from jobs.files import write_text
 from jobs.help import field_docs
 from jobs.malloc import keep_memory
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.run_folder import git_revision, hardware, versions
 from scripts.bench.padded import SAME_LOSS, agree
 from training.config import LoopConfig
@@ -247,7 +247,7 @@ def read_chat_samples(
 ) -> tuple[list[Sample], Account]:
     """Return the chats of ShareGPT files as samples with supervised answers, and their account."""
     chats, _ = read_chats([resolve(file) for file in files])
-    tokenizer = load_tokenizer(resolve(target))
+    tokenizer = load_tokenizer(resolve_model(target))
     samples, account = chat_samples(tokenizer, chats, "auto", max_length, "answers")
     print(account.line("chats"), file=sys.stderr)
     return samples, account

@@ -35,7 +35,7 @@ from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from training.data.chat import render_prompt
@@ -62,13 +62,13 @@ class ModelPair:
 
     def __init__(self, chosen: Options, dtype: str, prompts: list[list[int]]) -> None:
         self.chosen, self.dtype, self.prompts = chosen, dtype_of(dtype), prompts
-        folder, drafter = resolve(chosen.target), chosen.drafter
+        folder, drafter = resolve_model(chosen.target), chosen.drafter
         self.target = load_target(folder, dtype=dtype, device=chosen.device)
         self.peer = self._load_peer(folder)
         self.drafter = self.peer_drafter = None
         if drafter:
-            self.drafter = ChainDrafter(resolve(drafter), dtype=dtype, device=chosen.device)
-            self.peer_drafter = self._load_peer(resolve(drafter))
+            self.drafter = ChainDrafter(resolve_model(drafter), dtype=dtype, device=chosen.device)
+            self.peer_drafter = self._load_peer(resolve_model(drafter))
             settings = self.peer_drafter.generation_config
             settings.num_assistant_tokens = chosen.num_draft_tokens
             settings.num_assistant_tokens_schedule = "constant"
@@ -197,7 +197,7 @@ def measure_overhead(models: ModelPair, temperature: float) -> float:
 def main() -> None:
     """Measure every dtype and temperature, and write the results after each."""
     chosen = common.read_options(Options)
-    tokenizer = load_tokenizer(resolve(chosen.target))
+    tokenizer = load_tokenizer(resolve_model(chosen.target))
     chats = (
         [{"role": "user", "content": p.turns[0]}] for p in read_prompts(resolve(chosen.prompts))
     )

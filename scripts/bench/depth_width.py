@@ -38,7 +38,7 @@ from distill.shapes import student_config
 from eval.config import BenchmarkConfig
 from jobs.config import TargetConfig, plain
 from jobs.drafters import CONTROL
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.part_journal import Difference, PartJournal, paired
 from scripts.bench.students import StudentOptions, Students, prune_config
@@ -115,7 +115,7 @@ def check_equal_bytes(chosen: Options) -> dict[str, int]:
 
 def make_answers(chosen: Options) -> Callable[[int], list[Sample]]:
     """Return a function from a seed to the target's answers to the held-out prompts."""
-    folder, tokens = resolve(chosen.target), min(96, chosen.max_length // 2)
+    folder, tokens = resolve_model(chosen.target), min(96, chosen.max_length // 2)
 
     @functools.lru_cache(maxsize=1)
     def answers(seed: int) -> list[Sample]:
@@ -145,7 +145,7 @@ def distil_student(
     on_text = students.distil(f"{shape.name} {seed}", context, student)
     teacher, length = context.teacher, chosen.max_length
     on_answers = HeldOutAcceptance(student, teacher, answers(seed), length, 1.0)()
-    write_model(student, resolve(chosen.target), folder, torch.float32)
+    write_model(student, resolve_model(chosen.target), folder, torch.float32)
     return {
         "layers": notes["layers"],
         "acceptance": on_answers["acceptance"],

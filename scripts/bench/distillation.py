@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.student import build_student
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
 from scripts.bench.padded import both_losses, trainer_rate
@@ -47,7 +47,7 @@ class Options(BenchOptions):
 def load_models(chosen: Options) -> tuple[Any, Any]:
     """Return a student and its frozen teacher, with packed attention."""
     dtype = dtype_of(chosen.dtype)
-    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
+    teacher = freeze(load_causal_lm(resolve_model(chosen.target), dtype)).to(chosen.device)
     student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     return student.to(chosen.device), teacher
 

@@ -29,7 +29,7 @@ from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.acceptance import AcceptanceSums, HeldOutAcceptance
 from distill.student import build_student
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from scripts.bench.part_journal import PartJournal, paired_figures
@@ -118,8 +118,8 @@ class Comparison:
 
     def __init__(self, chosen: Options) -> None:
         self.chosen = chosen
-        self.domains = read_domains(chosen, load_tokenizer(resolve(chosen.target)))
-        model = load_causal_lm(resolve(chosen.target), dtype_of(chosen.dtype))
+        self.domains = read_domains(chosen, load_tokenizer(resolve_model(chosen.target)))
+        model = load_causal_lm(resolve_model(chosen.target), dtype_of(chosen.dtype))
         self.teacher = freeze(model).to(chosen.device)
         self.states = TeacherStates(self.teacher, chosen.cache_mb * 10**6)
         self.steer = {name: self._scorer(of.steer) for name, of in self.domains.items()}

@@ -33,7 +33,7 @@ from distill.dry_run import importance_flops
 from distill.prune.job import plan_stage_shapes
 from distill.shapes import student_config
 from jobs.config import TargetConfig
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.part_journal import PartJournal, paired_figures
 from scripts.bench.students import StudentOptions, Students, prune_config
@@ -87,7 +87,7 @@ def measure(
     before = context.acceptance(student)["acceptance"]
     after = students.distil(f"{side} {layers} {seed}", context, student)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(student, resolve(chosen.target), Path(folder), torch.float32)
+        write_model(student, resolve_model(chosen.target), Path(folder), torch.float32)
         greedy, sampled = block_efficiencies(chosen, Path(folder), seed)
     return {
         "layers": notes["layers"],
@@ -103,7 +103,7 @@ def measure(
 
 def block_efficiencies(chosen: Options, drafter: Path, seed: int) -> list[float]:
     """Return the block efficiency over all prompts, greedy and at temperature 1."""
-    engine = load(resolve(chosen.target), drafter, device=chosen.device)
+    engine = load(resolve_model(chosen.target), drafter, device=chosen.device)
     asked = read_prompts(resolve(chosen.prompts))[: chosen.max_prompts]
     prompts = [ids for _, ids in common.fitting_prompts(engine, asked, chosen.max_new_tokens)]
     found = []

@@ -24,7 +24,7 @@ from eval.statistics.schema import Row
 from jobs.config import TargetConfig
 from jobs.drafters import CONTROL
 from jobs.files import write_text
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from scripts.bench.common import (
     evaluate_drafters,
     fitting_prompts,
@@ -44,7 +44,7 @@ def measure_generation(chosen: Any) -> dict[str, Any]:
     """Measure speedups by beam width and compare greedy output with the target's."""
     if not chosen.head:
         raise UserError("head is empty. Set it to the folder of a recurrent head.")
-    engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
+    engine = load(resolve_model(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
     wanted = chosen.max_prompts + chosen.sweep_prompts
     prompts = read_prompts(resolve(chosen.prompts))
     asked, kept = find_prompts_without_loops(engine, prompts, wanted, chosen.max_new_tokens)
@@ -117,13 +117,13 @@ def compare_outputs(
         stop_token_ids=engine.stop_token_ids,
     )
     plain = [decode(engine.target, None, [ids], settings)[0].tokens for ids in prompts]
-    options = {"use": "recurrent", "folder": resolve(chosen.head), "dtype": chosen.head_dtype}
+    options = {"use": "recurrent", "folder": resolve_model(chosen.head), "dtype": chosen.head_dtype}
     shared = {"backend": "native", "dtype": chosen.decode_dtype, "device": chosen.device}
     found = {}
     for width in chosen.exact_widths:
         counts = found[str(width)] = {"equal": 0, "tie": 0, "different": 0}
         choice = choose_drafter({**options, "by_cost": False, "beam_width": width})
-        head = make_drafter(choice, resolve(chosen.target), **shared)
+        head = make_drafter(choice, resolve_model(chosen.target), **shared)
         for ids, tokens in zip(prompts, plain, strict=True):
             at = first_difference(decode(engine.target, head, [ids], settings)[0].tokens, tokens)
             kind = "equal"

@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from decoding.loop import prefill_batch
 from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, token_tree
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.common import fitting_prompts, goal
 from scripts.bench.operations import Operations, run_methods_within
@@ -55,13 +55,13 @@ def measure_drafting(chosen: Any) -> dict[str, Any]:
     for name, (children, temperature) in WAYS.items():
         drafter = {
             "use": "recurrent",
-            "folder": resolve(chosen.head),
+            "folder": resolve_model(chosen.head),
             "beam_width": chosen.beam_width,
             "children": children,
             "by_cost": False,
             "dtype": chosen.head_dtype,
         }
-        target, dtype = resolve(chosen.target), chosen.decode_dtype
+        target, dtype = resolve_model(chosen.target), chosen.decode_dtype
         engine = load(target, drafter, device=chosen.device, dtype=dtype)
         settings = Settings(
             max_new_tokens=chosen.max_new_tokens,

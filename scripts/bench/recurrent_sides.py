@@ -22,7 +22,7 @@ import torch
 from decoding.engine import Engine, load
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from recurrent_drafting.build import head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
         """Store the options. files: chats `found`, `answered` by the target, and `held_out`."""
         self.chosen, self.files = chosen, files
-        self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+        self.folder, self.dtype = resolve_model(chosen.target), dtype_of(chosen.dtype)
         self.device = torch.device(chosen.device)
 
     @cached_property

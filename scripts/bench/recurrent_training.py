@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import (
@@ -193,7 +193,7 @@ def compare_losses(
 
 def run(chosen: Any) -> dict[str, Any]:
     """Measure the rates of all sides in turn, their peak memory, and the padding of batches."""
-    folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+    folder, dtype = resolve_model(chosen.target), dtype_of(chosen.dtype)
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
     eager: Any = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"

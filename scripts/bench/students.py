@@ -20,7 +20,7 @@ from distill.prune.job import build_context
 from distill.prune.modes import MODES
 from distill.shapes import student_config
 from jobs.config import TargetConfig
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from training.config import DataConfig, StudentConfig
@@ -92,7 +92,7 @@ class Students:
     def context(self, config: PruneConfig) -> PruneContext:
         """Return the context of one student, with the data of its seed and empty cost accounts."""
         if self._context is None or self._context.config.seed != config.seed:
-            self._context = context = build_context(config, resolve(config.target.path))
+            self._context = context = build_context(config, resolve_model(config.target.path))
             held_out, length = context.held_out, config.data.max_length
             context.scorer = HeldOutAcceptance(
                 context.teacher, context.teacher, held_out, length, 1.0
@@ -108,7 +108,7 @@ class Students:
         config = context.config
         torch.manual_seed(config.seed)
         shape = student_config(config.student, context.teacher.config)
-        source = SourceModel(context.teacher, resolve(config.target.path))
+        source = SourceModel(context.teacher, resolve_model(config.target.path))
         with tempfile.TemporaryDirectory() as folder:
             student, notes, _ = MODES[config.mode](context, source, shape, Path(folder))
         return student, notes

@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,20 +11,19 @@ import pytest
 
 from decoding.errors import UserError
 from distill.regenerate.resume import Journal, read_journal
-from jobs.job import CONF
 from jobs.run_files import read_journal_lines
 from tests.support.regeneration import (
     CHATS,
-    arguments,
     configured,
     metrics,
     regenerated,
     run,
+    start,
+    wait_for_answers,
     with_stops,
     write_chats,
 )
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 MANY = [{**chat, "id": f"{chat['id']} {n}"} for n in range(8) for chat in CHATS]
 
 
@@ -175,32 +171,6 @@ def test_lines_without_a_checksum_are_read(tmp_path: Path):
     assert read_journal(path) == [{"a": 1}, {"a": "é"}, {"a": 2}]
 
 
-def started(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "distill.regenerate",
-        *arguments(home / "target", home / "chats.jsonl", folder),
-    ]
-    return subprocess.Popen(
-        [*command, *overrides],
-        cwd=CONF.parent,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) -> None:
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if journal.is_file() and journal.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")
-
-
 @pytest.mark.parametrize(
     "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
@@ -209,7 +179,7 @@ def test_a_kill_in_the_middle_changes_nothing(
 ):
     folder = tmp_path / "run"
     journal = folder / "answers" / "rank_0.jsonl"
-    process = started(home, folder)
+    process = start(home, folder)
     wait_for_answers(process, journal, 5)
     process.send_signal(ending)
     _, words = process.communicate(timeout=60)
@@ -229,7 +199,7 @@ def test_a_kill_in_the_middle_changes_nothing(
 
 @pytest.mark.long
 def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tmp_path: Path):
-    process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
+    process = start(home, tmp_path, "parallel=ddp", "parallel.processes=2")
     output, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
@@ -249,7 +219,7 @@ def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tm
 def test_a_dead_rank_is_named_and_one_process_finishes_its_work(
     home: Path, straight: Path, tmp_path: Path
 ):
-    process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
+    process = start(home, tmp_path, "parallel=ddp", "parallel.processes=2")
     wait_for_answers(process, tmp_path / "answers" / "rank_1.jsonl", 3)
     (second,) = [
         child

@@ -1,7 +1,11 @@
 """Chats of every form, a target whose answers end soon, and runs of distill.regenerate."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +111,31 @@ def metrics(folder: Path) -> dict[str, Any]:
     """Return the metrics in a run folder's manifest."""
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["metrics"]
     return found
+
+
+def start(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start the job in a process, on the target and the chats in `home`."""
+    command = [
+        sys.executable,
+        "-m",
+        "distill.regenerate",
+        *arguments(home / "target", home / "chats.jsonl", folder),
+    ]
+    return subprocess.Popen(
+        [*command, *overrides],
+        cwd=CONF.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) -> None:
+    """Wait until a journal holds `count` answers. Raises AssertionError if the process ends."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if journal.is_file() and journal.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")

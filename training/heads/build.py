@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from training.data.packing import Sample
 from training.heads.checkpoint import check_sizes
 from training.heads.config import HeadJobConfig, HeadOptions
@@ -21,7 +21,7 @@ def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
     """
     if not config.head.path:
         return kind.shape(config, target)
-    folder = resolve(config.head.path)
+    folder = resolve_model(config.head.path)
     shape = kind.read_shape(folder)
     check_sizes(folder, shape, target)
     return shape
@@ -42,7 +42,7 @@ def build_head(
     Raises UserError if the folder in head.path holds no head of this kind.
     """
     if options.path:
-        return kind.load(resolve(options.path)).requires_grad_(True).train()
+        return kind.load(resolve_model(options.path)).requires_grad_(True).train()
     head = kind.empty(shape)
     if shape.draft_vocab_size:
         head.token_ids_V = choose_tokens(samples, shape.vocab_size, shape.draft_vocab_size, show)

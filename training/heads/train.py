@@ -17,7 +17,7 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS, is_rank
 from jobs.run_folder import RunFolder
@@ -68,13 +68,13 @@ class HeadJob(TargetJob[HeadJobConfig]):
         if overridden and not is_rank():
             print(f"note: {overridden}")
         if config.head.path and not config.dry_run:
-            check_fits(self.target_folder, resolve(config.head.path))
+            check_fits(self.target_folder, resolve_model(config.head.path))
 
     def inputs(self) -> list[Path]:
         config = self.config
         if config.dry_run:
             return [self.target_folder]
-        head = [resolve(config.head.path)] if config.head.path else []
+        head = [resolve_model(config.head.path)] if config.head.path else []
         files = [*head, *data_files(config.data), resolve(config.held_out.prompts)]
         return list(dict.fromkeys([self.target_folder, *files]))
 

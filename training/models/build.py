@@ -19,11 +19,12 @@ from transformers import (
 from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
 from decoding.models.folder import read_config
+from decoding.models.hub import parse_hub_name
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
 from decoding.values import check_choice
 from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
-from jobs.paths import data_folder, is_here, resolve
+from jobs.paths import data_folder, model_is_here, resolve_model
 from jobs.ranks import SHARDED_WEIGHTS
 from training.config import DataConfig, StudentConfig
 from training.models.attention import PACKED
@@ -134,19 +135,25 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def target_is_here(target: TargetConfig) -> bool:
-    """Return whether the target's folder exists; without it only dry runs are possible."""
-    return is_here(target.path)
+def target_is_here(target: TargetConfig, weights: bool = True) -> bool:
+    """Return whether the target's folder exists; without it only dry runs are possible.
+
+    The folder may be in the Hub's cache. weights: whether it needs them.
+    """
+    return model_is_here(target.path, weights)
 
 
-def target_config(target: TargetConfig) -> PretrainedConfig:
+def target_config(target: TargetConfig, weights: bool = True) -> PretrainedConfig:
     """Return the configuration in the target's folder; without the folder, the published one.
 
-    Raises UserError, with the names of published targets, if there is neither, and for an invalid
-    configuration.
+    A target on the Hub without a published configuration is downloaded. weights: whether the job
+    needs its weights. Raises UserError, with the names of published targets, if there is neither,
+    and for an invalid configuration.
     """
-    if target_is_here(target):
-        return known_config(resolve(target.path), target.trust_remote_code)
+    if not target.config and parse_hub_name(target.path):
+        return known_config(resolve_model(target.path, weights), target.trust_remote_code)
+    if target_is_here(target, weights):
+        return known_config(resolve_model(target.path, weights), target.trust_remote_code)
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set "
@@ -164,10 +171,13 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         ) from error
 
 
-def find_target_folder(target: TargetConfig, dry_run: bool) -> Path:
-    """Return the target's folder. Raises UserError if it is missing, except in a dry run."""
-    if target_is_here(target):
-        return resolve(target.path)
+def find_target_folder(target: TargetConfig, dry_run: bool, weights: bool = True) -> Path:
+    """Return the target's folder. Raises UserError if it is missing, except in a dry run.
+
+    weights: whether the job needs the target's weights.
+    """
+    if target_is_here(target, weights):
+        return resolve_model(target.path, weights)
     if not dry_run:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set it to "

@@ -22,6 +22,7 @@ from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
 from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_divisible
 from decoding.models.folder import read_config
+from decoding.models.hub import name_of
 from decoding.models.native.weights import NativeConfig
 from decoding.models.taps import check_taps
 from decoding.values import check_choice
@@ -87,7 +88,7 @@ class ParallelTarget:
         """
         config = NativeConfig.from_dict(read_config(folder))
         check_divisible(config, kind, processes, str(folder))
-        self.name = Path(folder).resolve().name
+        self.name = name_of(folder)
         self.backend = f"native ({kind} over {processes} processes)"
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
         self.hidden_size = config.hidden_size
