@@ -18,6 +18,7 @@ from transformers import (
 
 from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import draft_vocab_size, load_restricted
 from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
@@ -117,9 +118,11 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
     Raises UserError if the folder holds no language model, or a damaged one.
     """
-    known_config(folder)
+    config = known_config(folder)
     check_model(folder)
     check_tied_head(folder)
+    if draft_vocab_size(folder):
+        return load_restricted(folder, config, dtype, attn_implementation=PACKED)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
