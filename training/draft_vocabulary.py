@@ -34,7 +34,7 @@ def choose_tokens(
     share = counts[chosen].sum() / max(1, counts.sum())
     if show:
         print(
-            f"shortlist: {len(chosen):,} of {vocab_size:,} tokens, {share:.2%} of the "
+            f"draft vocabulary: {len(chosen):,} of {vocab_size:,} tokens, {share:.2%} of the "
             f"training answers' tokens"
         )
     return torch.from_numpy(np.sort(chosen))
