@@ -105,6 +105,20 @@ def restrict_head(model: Any, ids_N: Tensor) -> None:
     model.config.draft_vocab_size = len(ids_N)
 
 
+def complete_head(model: Any, others_H: Tensor) -> None:
+    """Give a model with a draft vocabulary an lm_head of all tokens.
+
+    others_H: the row of every token outside the draft vocabulary.
+    """
+    head, (ids_N, V) = model.get_output_embeddings(), (token_ids(model), model.config.vocab_size)
+    weight_VH = others_H.to(head.weight.dtype).repeat(V, 1)
+    weight_VH[ids_N] = head.weight.detach()
+    complete = nn.Linear(len(others_H), V, bias=False, device="meta")
+    complete.weight = nn.Parameter(weight_VH)
+    model.set_output_embeddings(complete)
+    del model.d2t, model.config.draft_vocab_size
+
+
 def load_restricted(folder: str | Path, config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """Load a causal LM that has a draft vocabulary, as a Hugging Face model.
 
