@@ -46,8 +46,8 @@ def describe_vocabulary(card: dict[str, Any]) -> str:
     if copied := card.get("copy_of"):
         return (
             f"A copy with an lm_head row for every token, of a drafter that proposes "
-            f"{copied['drafted']:,} tokens. Their probabilities are the same up to "
-            f"{copied['largest_mass']:.1e}, measured on {copied['states']:,} states.\n\n"
+            f"{copied['drafted']:,} tokens. In {1 - copied['same_argmax']:.3%} of the states it "
+            f"drafts another token, measured on {copied['states']:,} states of text.\n\n"
         )
     vocabulary = card.get("draft_vocabulary")
     if not vocabulary:
