@@ -21,9 +21,11 @@ from decoding.rounds.settings import Settings
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PretrainConfig
 from distill.pretrain import check as check_pretraining
+from distill.prune.job import run as prune
 from distill.student import build_student, restrict_vocabulary
 from distill.train import run
 from scripts.full_vocabulary import export
+from tests.distill.test_prune import configured as pruning
 from tests.distill.test_train import configured
 from training import checkpoint
 from training.config import StudentConfig
@@ -189,6 +191,11 @@ def test_an_impossible_size_is_refused(tiny_target: Path, tmp_path: Path, size: 
         run(configured(tiny_target, tmp_path, f"student.draft_vocab_size={size}"))
 
 
+def test_a_drafter_with_a_draft_vocabulary_is_no_target(finished: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="is a drafter of 300 tokens, expected a model with an lm"):
+        run(configured(finished / "drafter", tmp_path))
+
+
 def test_pretraining_has_no_draft_vocabulary():
     shape = StudentConfig(
         hidden_size=32, num_attention_heads=4, intermediate_size=48, draft_vocab_size=10
@@ -206,6 +213,14 @@ def test_a_dry_run_counts_the_rows_and_writes_all_tokens(
         V,
         32,
     )
+
+
+def test_pruning_notes_that_it_keeps_all_tokens(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = ("dry_run=true", f"student.draft_vocab_size={SIZE}")
+    prune(pruning(tiny_target, tmp_path, *given))
+    assert "the pruned one keeps all tokens" in capsys.readouterr().out
 
 
 def test_costs_count_the_rows_of_the_draft_vocabulary(student):

@@ -145,11 +145,19 @@ def target_is_here(target: TargetConfig) -> bool:
 def target_config(target: TargetConfig) -> PretrainedConfig:
     """Return the configuration in the target's folder; without the folder, the published one.
 
-    Raises UserError, with the names of published targets, if there is neither, and for an invalid
-    configuration.
+    Raises UserError, with the names of published targets, if there is neither, for an invalid
+    configuration, and for a model with a draft vocabulary.
     """
     if target_is_here(target):
-        return known_config(resolve(target.path), target.trust_remote_code)
+        folder = resolve(target.path)
+        config = known_config(folder, target.trust_remote_code)
+        if size := draft_vocab_size(folder):
+            raise UserError(
+                f"target.path={target.path} is a drafter of {size} tokens, expected a model with "
+                f"an lm_head row for each of its {config.vocab_size}. Set target.path to the "
+                f"drafter's target"
+            )
+        return config
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set "
