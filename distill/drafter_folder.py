@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from decoding.models.draft_vocabulary import token_ids
 from decoding.models.folder import CARD, read_json
 from jobs.paths import shown
 from training import drafter_folder
@@ -29,8 +30,34 @@ def write_card(
         "parameters": model.num_parameters(),
         "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
+        "draft_vocabulary": vocabulary_on_card(model),
     }
     drafter_folder.write_card(folder, origin, about, format_readme)
+
+
+def vocabulary_on_card(model: Any) -> dict[str, Any] | None:
+    """Return the size and the token ids of a model's draft vocabulary; None: all tokens."""
+    ids = token_ids(model)
+    return None if ids is None else {"size": len(ids), "ids": ids.tolist()}
+
+
+def describe_vocabulary(card: dict[str, Any]) -> str:
+    """Return a README paragraph about a draft vocabulary or a copy without it; "" for others."""
+    if copied := card.get("copy_of"):
+        return (
+            f"A copy with an lm_head row for every token, of a drafter that proposes "
+            f"{copied['drafted']:,} tokens. In {1 - copied['same_argmax']:.3%} of the states it "
+            f"drafts another token, measured on {copied['states']:,} states of text.\n\n"
+        )
+    vocabulary = card.get("draft_vocabulary")
+    if not vocabulary:
+        return ""
+    return (
+        f"It proposes {vocabulary['size']:,} of the target's {card['shape']['vocab_size']:,} "
+        f"tokens (`ids` in `drafter_card.json`), which only Shallow Draft reads. For the engines "
+        f"below, make a copy with all tokens and name it instead of `.`:\n\n"
+        f"```\npython scripts/full_vocabulary.py FOLDER COPY\n```\n\n"
+    )
 
 
 # How each launch line was tested, for a drafter's README.
@@ -85,7 +112,7 @@ A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card[
 {training_on_card(card)}. Held-out: {figures_on_card(card)}.
 It only proposes tokens. The target verifies all of them, so the output is the target's.
 
-{tokenizer_on_card(card)}{lines}
+{tokenizer_on_card(card)}{describe_vocabulary(card)}{lines}
 
 `drafter_card.json` lists its target, data and code. Made with Shallow Draft.
 """  # noqa: E501

@@ -5,6 +5,7 @@ count products with weights: per weight and token, two in a forward pass and fou
 pass. Attention scores are not counted.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from training.models.build import dtype_of, known_config, print_missing, random_
 from training.models.shapes import (
     bytes_a_step,
     forward_flops,
+    head_rows,
     layers_of,
     millions,
     parameter_counts,
@@ -59,6 +61,9 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
         student.vocab_size = target.vocab_size  # training resizes it
     else:
         student = student_config(config.student, target)
+    complete = copy.deepcopy(student)
+    if size := config.student.draft_vocab_size:
+        student.draft_vocab_size, student.tie_word_embeddings = size, False
     print_sizes(student, target, name=config.student.name)
     frozen = {"target": target}
     flops = print_cost(config, config.loop, student, frozen)
@@ -68,7 +73,13 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
         "weights": parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize,
     }
     print(answering_line(held | answering_bytes(target, config)))
-    _write(config, student, target, target_folder, run)
+    if head_rows(student) < student.vocab_size:
+        vars(complete).pop("draft_vocab_size", None)
+        print(
+            "note: the draft vocabulary is counted from the data, which a dry run does not read: "
+            "the untrained student has all tokens"
+        )
+    _write(config, complete, target, target_folder, run)
     return flops
 
 

@@ -123,7 +123,9 @@ def check(config: PretrainConfig) -> None:
     for name in WIDTHS:
         least = 1 if name in REQUIRED else 0
         widths[f"model.{name}"] = (least <= vars(shape)[name] <= WIDEST, f"{least} to {WIDEST:,}")
-    check_values(config, {"model.num_hidden_layers": layers, **widths})
+    drafted = (shape.draft_vocab_size == 0, "0, as only drafters have a draft vocabulary")
+    rules = {"model.num_hidden_layers": layers, "model.draft_vocab_size": drafted, **widths}
+    check_values(config, rules)
     check_mixture(config.data, ("loss",))
 
 

@@ -1,11 +1,13 @@
 """Initial student of `distill.train`: layers of the target, a pruned model, or random weights."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import restrict_head, token_ids
 from decoding.models.folder import read_config
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
@@ -14,9 +16,12 @@ from distill.shapes import student_config
 from jobs.paths import resolve_model
 from jobs.ranks import rank
 from training.config import StudentConfig
+from training.data.packing import Sample
+from training.draft_vocabulary import choose_tokens
 from training.models.build import load_causal_lm, random_model
 from training.models.shapes import WIDTHS, target_widths
 
+SIZE = "student.draft_vocab_size"
 INITS = ("layers", "folder", "random")
 
 
@@ -95,6 +100,11 @@ def _from_folder(
     read_config(folder)
     student = load_causal_lm(folder, dtype)
     found, wanted = student.config.vocab_size, target.vocab_size
+    if found != wanted and token_ids(student) is not None:
+        raise UserError(
+            f"{folder} drafts for a vocabulary of {found}, expected the target's {wanted}. Start "
+            f"from a student without a draft vocabulary"
+        )
     if found != wanted:
         if target_folder is None or not has_tokenizer(folder):
             raise UserError(
@@ -110,3 +120,39 @@ def _from_folder(
         student.config.pad_token_id = target.pad_token_id  # the target may lack the student's
         student.resize_token_embeddings(wanted, mean_resizing=False)
     return student.train()
+
+
+def restrict_vocabulary(
+    student: Any,
+    shape: StudentConfig,
+    samples: Sequence[Sample],
+    special: Iterable[int],
+    show: bool,
+) -> None:
+    """Restrict the student's lm_head to shape.draft_vocab_size tokens, if it is not 0.
+
+    They are the special tokens and the most frequent supervised tokens of the samples. A student
+    from a folder with a draft vocabulary keeps it. show: print the share of the supervised tokens.
+    Raises UserError for a size that the vocabulary or the folder does not allow.
+    """
+    size, vocabulary = shape.draft_vocab_size, student.config.vocab_size
+    check_draft_vocabulary(size, vocabulary)
+    kept = token_ids(student)
+    if kept is not None and size in (0, len(kept)):
+        if show:
+            print(f"draft vocabulary: the {len(kept):,} tokens of {shape.path}")
+    elif kept is not None:
+        raise UserError(
+            f"{SIZE} is {size}, but {shape.path} drafts from {len(kept)} tokens, expected the same "
+            f"number. Use 0 to keep its tokens, or start from a student without a draft vocabulary"
+        )
+    elif size:
+        restrict_head(student, choose_tokens(samples, vocabulary, size, show, special))
+
+
+def check_draft_vocabulary(size: int, vocab_size: int) -> None:
+    """Raise UserError unless a draft vocabulary of this size exists; 0 is the full vocabulary."""
+    if not 0 <= size <= vocab_size:
+        raise UserError(
+            f"{SIZE} is {size}, expected 0 for all tokens, or at most the target's {vocab_size}"
+        )

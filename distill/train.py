@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from decoding.engine import stop_tokens
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.acceptance import HeldOutAcceptance, score_mixture
@@ -14,7 +15,7 @@ from distill.config import TrainConfig
 from distill.drafter_folder import read_pruning, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
-from distill.student import build_student
+from distill.student import build_student, check_draft_vocabulary, restrict_vocabulary
 from jobs.job import job_main
 from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
@@ -55,6 +56,7 @@ class Distil(TargetJob[TrainConfig]):
         return dry_run(self.config, self.target_folder, run)
 
     def prepare(self, run: Run) -> None:
+        check_draft_vocabulary(self.config.student.draft_vocab_size, self.target.vocab_size)
         if self.config.student.init != "folder":
             student_config(self.config.student, self.target)  # refuses invalid shapes
         super().prepare(run)
@@ -68,6 +70,8 @@ class Distil(TargetJob[TrainConfig]):
         teacher = load_frozen(target_folder, dtype, parallel)
         student = build_student(config.student, teacher, dtype, target_folder)
         data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        special = {*tokenizer.all_special_ids, *stop_tokens(target_folder, tokenizer)}
+        restrict_vocabulary(student, config.student, data.samples, special, parallel.is_main)
         if parallel.is_main:
             print_overview(config, student, teacher, data)
         objective = make_objective(config, student, teacher)

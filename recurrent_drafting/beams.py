@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from decoding.interfaces import Chooser
+from decoding.models.draft_vocabulary import spread
 from recurrent_drafting.head import Context, Head
-from training.heads.draft_vocabulary import spread
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import check_tokens
 from decoding.models.folder import WEIGHTS, load_state, read_config
 from recurrent_drafting.head import MOST_BLOCKS, HeadConfig, RecurrentHead
 from training.heads import checkpoint
-from training.heads.draft_vocabulary import check_tokens
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 # key -> smallest and largest value

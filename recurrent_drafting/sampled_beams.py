@@ -36,12 +36,12 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.trees.sampled_children import Siblings
 from decoding.interfaces import Chooser, TopRows
+from decoding.models.draft_vocabulary import spread
 from decoding.sampling import noise
 from decoding.stopping.planner import PRIOR, chance_of
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.head import Head
 from recurrent_drafting.prefix_tree import edges
-from training.heads.draft_vocabulary import spread
 
 CANDIDATES = 64  # the head's likeliest tokens that are symbols
 

@@ -33,6 +33,9 @@ class StudentConfig:
     head_dim: int = 0
     # width of the MLP
     intermediate_size: int = 0
+    # tokens that a drafter of distill.train proposes: the most frequent of the training answers,
+    # and all special tokens; 0: all tokens, as in every other job
+    draft_vocab_size: int = 0
 
 
 @dataclass

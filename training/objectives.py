@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decoding.models.draft_vocabulary import token_ids
 from training.bounds import Place
 from training.data.packing import PackedBatch
-from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
+from training.draft_vocabulary import index_tokens
+from training.losses.chunked import (
+    chunked_cross_entropy,
+    chunked_forward_kl,
+    cross_entropy_rows,
+    listed_cross_entropy_rows,
+)
+from training.losses.soft import chunked_kl_on_tokens
 from training.models.attention import document_mask
 from training.optimizer import Rate
 
@@ -44,15 +52,25 @@ class LanguageModelling(StaticObjective):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (sum of -log q in nats, number of correct argmaxes [1]) over supervised tokens."""
+        """Return (sum of -log q in nats, number of correct argmaxes [1]) over supervised tokens.
+
+        A token outside the model's draft vocabulary has no loss and counts as wrong.
+        """
         hidden_NH = batch.at_supervised(hidden_states(self.model, batch))
-        return chunked_cross_entropy(
-            hidden_NH, self.model.lm_head.weight, batch.at_supervised(batch.next_RT)
-        )
+        labels_N, rows = batch.at_supervised(batch.next_RT), cross_entropy_rows
+        ids_V = token_ids(self.model)
+        if ids_V is not None:
+            labels_N = index_tokens(ids_V, self.model.config.vocab_size)[labels_N]
+            rows = listed_cross_entropy_rows
+        return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, labels_N, rows=rows)
 
 
 class Distillation(StaticObjective):
-    """Forward KL from a frozen teacher at the supervised positions."""
+    """Forward KL from a frozen teacher at the supervised positions.
+
+    With a draft vocabulary the sum over its tokens: mass x KL(p / mass || q), where mass is the
+    teacher's probability of these tokens.
+    """
 
     metric_names = ("acceptance",)
 
@@ -77,13 +95,11 @@ class Distillation(StaticObjective):
         """Return sums over supervised tokens: KL(teacher || student) in nats, and min(p, q) [1]."""
         teacher_NG = self._states(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
-        return chunked_forward_kl(
-            hidden_NH,
-            self.student.lm_head.weight,
-            teacher_NG,
-            self._states.teacher.lm_head.weight,
-            temperature=self.temperature,
-        )
+        weights = (self.student.lm_head.weight, teacher_NG, self._states.teacher.lm_head.weight)
+        ids_V = token_ids(self.student)
+        if ids_V is None:
+            return chunked_forward_kl(hidden_NH, *weights, temperature=self.temperature)
+        return chunked_kl_on_tokens(hidden_NH, *weights, ids_V, temperature=self.temperature)
 
 
 class TeacherStates:

@@ -82,7 +82,7 @@ def forward_budget(
         attending * (C * (queries + 2 * keys) + queries * C)
         + feeding * 3 * C * config.intermediate_size
     )
-    matrices += C * config.vocab_size  # the head, tied to the embedding or not
+    matrices += C * config.head_rows  # tied to the embedding or not
     tokens = batch_size * new_tokens
     cache = 2 * attending * keys * context * batch_size
     attention = 4 * attending * queries * (context + new_tokens / 2) * tokens

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import D2T
 from decoding.models.folder import Tensors, load_state, read_config, read_headers
 from decoding.models.native.weights import FAMILIES
 from decoding.values import (
@@ -59,6 +60,7 @@ _OPTIONAL = {
     **dict.fromkeys(("architectures", "layer_types"), _WORDS),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    "draft_vocab_size": whole_number(0),
     "max_position_embeddings": whole_number(2),
     "rms_norm_eps": number_where(lambda value: 0 < value < 1, "more than 0 and less than 1"),
     "rope_theta": _POSITIVE,
@@ -181,6 +183,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
             f"{file}: hidden_size is {hidden}, expected a multiple of num_attention_heads {heads}. "
             f"Correct one of them, or set head_dim."
         )
+    _check_draft_vocabulary(file, config)
     if heads % groups:
         raise UserError(
             f"{file}: num_attention_heads is {heads}, expected a multiple of num_key_value_heads "
@@ -190,6 +193,22 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
         raise UserError(
             f"{file}: head_dim is {_head_dim(config)}, expected an even number, since rotary "
             f"positions rotate pairs of channels. Correct head_dim or the number of heads."
+        )
+
+
+def _check_draft_vocabulary(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a draft vocabulary that is too large or has no lm_head of its own."""
+    size, vocabulary = config.get("draft_vocab_size") or 0, config["vocab_size"]
+    if size > vocabulary:
+        raise UserError(
+            f"{file}: draft_vocab_size is {size}, expected at most vocab_size {vocabulary}. Use "
+            f"the config.json that was written with these weights."
+        )
+    if size and config.get("tie_word_embeddings"):
+        raise UserError(
+            f"{file}: tie_word_embeddings is true, expected false with draft_vocab_size {size}, "
+            f"since the lm_head has fewer rows than the embedding. Use the config.json that was "
+            f"written with these weights."
         )
 
 
@@ -207,7 +226,11 @@ def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
     V, C = config["vocab_size"], config["hidden_size"]
     yield Expected(EMBEDDING, [V, C], "vocab_size, hidden_size")
     yield Expected("model.norm.weight", [C], "hidden_size")
-    if not config.get("tie_word_embeddings"):
+    N = config.get("draft_vocab_size")
+    if N:
+        yield Expected(HEAD, [N, C], "draft_vocab_size, hidden_size")
+        yield Expected(D2T, [N], "draft_vocab_size")
+    elif not config.get("tie_word_embeddings"):
         yield Expected(HEAD, [V, C], "vocab_size, hidden_size; tie_word_embeddings is false")
     for index in range(config["num_hidden_layers"]):
         for name, shape, why in _layer_tensors(config):
@@ -263,7 +286,13 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
             f"{wanted.shape} according to {folder / 'config.json'} ({wanted.why}). Use "
             f"config.json and weights of the same model."
         )
-    if found.dtype not in FLOATS:
+    if wanted.name == D2T:
+        if found.dtype != "I64":
+            raise UserError(
+                f"{found.file}: tensor '{D2T}' is stored as {found.dtype}, expected I64. Use the "
+                f"file that distill.train wrote."
+            )
+    elif found.dtype not in FLOATS:
         raise UserError(
             f"{found.file}: tensor '{wanted.name}' is stored as {found.dtype}, expected one of "
             f"{', '.join(FLOATS)}. Use the model before it was quantized."

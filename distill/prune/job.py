@@ -71,6 +71,11 @@ class Prune(TargetJob[PruneConfig]):
         super().prepare(run)
         if (note := describe_wide_dtype(self.config, self.target)) and not is_rank():
             print(note)
+        if self.config.student.draft_vocab_size and not is_rank():
+            print(
+                "note: student.draft_vocab_size restricts a student in distill.train; the pruned "
+                "one keeps all tokens"
+            )
 
     def work(self, run: Run) -> None:
         config, target_folder, shapes = self.config, self.target_folder, self.shapes

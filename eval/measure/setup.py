@@ -17,6 +17,7 @@ from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
+from decoding.models.draft_vocabulary import draft_vocab_size
 from decoding.models.load import load_target
 from decoding.models.native.model import EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
@@ -154,7 +155,7 @@ def load(cfg: EvalConfig) -> Loaded:
         if "folder" in mapping
     }
     facts = {
-        name: _facts_of(cfg, name, drafter, uses[name], target, folders.get(name, ("", ""))[1])
+        name: _facts_of(cfg, name, drafter, uses[name], target, folders.get(name))
         for name, drafter in drafters.items()
     }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
@@ -244,12 +245,12 @@ def _facts_of(
     drafter: Drafter,
     use: drafter_list.DrafterUse,
     target: Target,
-    dtype: str,
+    stored: tuple[Path, str] | None,
 ) -> DrafterFacts:
     """Return the facts that rows state about a drafter.
 
-    dtype: dtype of the drafter's model, empty if it has none. Raises UserError if the drafter's
-    entry sets a max_draft_tokens that would have no effect.
+    stored: folder and dtype of the drafter's model; None: it has none. Raises UserError if the
+    drafter's entry sets a max_draft_tokens that would have no effect.
     """
     length_cap = length_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
     return DrafterFacts(
@@ -261,8 +262,9 @@ def _facts_of(
         schedule=use.schedule,
         length_rule=rule_of(use.schedule, bool(cfg.num_draft_tokens), length_cap),
         verify=use.verify,
-        dtype=dtype,
+        dtype=stored[1] if stored else "",
         length_cap=length_cap,
+        draft_vocab_size=draft_vocab_size(stored[0]) if stored else 0,
     )
 
 

@@ -57,8 +57,10 @@ def count_label(count: int, noun: str) -> str:
 
 
 def model_size(row: Row) -> str:
-    """Return `1 layer, 3.1 M`, with the drafter's dtype if it is not the run's."""
+    """Return `1 layer, 3.1 M`, with the draft vocabulary, and the dtype if it is not the run's."""
     size = f"{count_label(row.drafter_layers, 'layer')}, {amount(row.drafter_parameters)}"
+    if row.draft_vocab_size:
+        size += f", {row.draft_vocab_size:,} ids"
     same = row.drafter_dtype in ("", row.dtype)
     return size if same else f"{size}, {SHORT_DTYPES.get(row.drafter_dtype, row.drafter_dtype)}"
 

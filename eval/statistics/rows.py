@@ -95,6 +95,7 @@ def build_row(
         drafter_layers=facts.layers,
         drafter_parameters=facts.parameters,
         drafter_dtype=facts.dtype,
+        draft_vocab_size=facts.draft_vocab_size,
         **{name: vars(first)[name] for name in OF_RECORDS},
         **{name: vars(facts)[name] for name in ("length_rule", "schedule", "stopping")},
         lossless=equality.word,

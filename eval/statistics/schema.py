@@ -32,6 +32,7 @@ class DrafterFacts:
     dtype: str = ""  # of its model; empty: it has none
     # cap on the lengths that its stopping rule sets (length_rule "cap"), else None
     length_cap: int | None = None
+    draft_vocab_size: int = 0  # tokens that it can propose; 0: all
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ class Row:
     max_seconds: float = 0.0  # bound on the measurement; 0: none
     # seconds of measurement if the fewest prompts took longer than max_seconds, else 0
     overrun_seconds: float = 0.0
+    draft_vocab_size: int = 0  # tokens that the drafter can propose; 0: all
     prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound
 
     @property

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import check_tokens
 from decoding.models.folder import WEIGHTS, load_state, read_json
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from training.heads import checkpoint
-from training.heads.draft_vocabulary import check_tokens
 
 MODEL_TYPE = "medusa"
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"

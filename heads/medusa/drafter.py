@@ -25,11 +25,11 @@ from decoding.interfaces import (
     Stopping,
     Target,
 )
+from decoding.models.draft_vocabulary import spread
 from decoding.models.hub import name_of
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
-from training.heads.draft_vocabulary import spread
 from training.heads.drafter import HeadDrafter, load_to_draft
 
 

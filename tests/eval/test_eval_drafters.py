@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from decoding.errors import UserError
 from decoding.loop import decode
+from decoding.models.draft_vocabulary import restrict_head
 from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from eval.config import BenchmarkConfig
@@ -20,6 +22,7 @@ from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.parts import time_slice
 from eval.measure.records import Condition, read_records
 from eval.measure.setup import load, median_prompt
+from eval.report.text import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
@@ -27,6 +30,7 @@ from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
 from tests.support import tiny_folders as tiny
 from tests.support.tiny_folders import config
+from training.models.build import load_causal_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -308,6 +312,23 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
         **dict.fromkeys(names, "fixed"),
         "shallow": "cost_ratio",
     }
+
+
+def test_rows_name_a_draft_vocabulary_and_count_its_rows(home, tmp_path):
+    shallow, few = home / "shallow", tmp_path / "few"
+    shutil.copytree(shallow, few)
+    model = load_causal_lm(shallow, torch.float64)
+    restrict_head(model, torch.arange(0, model.config.vocab_size, 2))
+    model.save_pretrained(few)
+    folder = run(
+        config(home, "few", drafters=[{"use": str(shallow)}, {"use": str(few)}], stopping="fixed")
+    )
+    rows = {row.drafter: row for row in read_rows(folder / "results.jsonl")}
+    drafted = len(model.lm_head.weight)
+    assert rows["few"].draft_vocab_size == drafted and rows["shallow"].draft_vocab_size == 0
+    assert f", {drafted} ids" in drafter_label(rows["few"])
+    assert "ids" not in drafter_label(rows["shallow"])
+    assert rows["few"].lossless == "equal"
 
 
 def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):

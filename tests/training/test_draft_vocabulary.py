@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import check_tokens
 from training.data.packing import Sample
-from training.heads.draft_vocabulary import check_tokens, choose_tokens, index_tokens
+from training.draft_vocabulary import choose_tokens, index_tokens
 
 V = 64
 IDS = torch.tensor([2, 3, 9, 60])

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from scripts.bench.common import peak_bytes
 from tests.support.eager_losses import eager_soft
-from training.losses.chunked import Outputs, RowLoss, at_temperature, cross_entropy_rows
-from training.losses.heads import chunked_argmax, chunked_by_head, listed_cross_entropy_rows
+from training.losses.chunked import (
+    Outputs,
+    RowLoss,
+    at_temperature,
+    cross_entropy_rows,
+    listed_cross_entropy_rows,
+)
+from training.losses.heads import chunked_argmax, chunked_by_head
 from training.losses.soft import Teacher, TeacherRows, kl_rows, lk_hybrid_rows, lk_rows
 
 N, E, G, V, K = 37, 6, 5, 23, 3

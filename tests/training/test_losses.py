@@ -5,7 +5,13 @@ import torch
 
 from scripts.bench.common import peak_bytes
 from tests.support.eager_losses import eager_soft
-from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
+from training.draft_vocabulary import index_tokens
+from training.losses.chunked import (
+    chunked_cross_entropy,
+    chunked_forward_kl,
+    listed_cross_entropy_rows,
+)
+from training.losses.soft import chunked_kl_on_tokens
 
 N, H, G, V = 37, 6, 5, 23
 
@@ -126,3 +132,90 @@ def test_no_tensor_of_tokens_by_vocabulary_is_kept():
         peak_bytes(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight).backward())
         > 2 * full
     )
+
+
+# ------------------------------------------------------------------------------ draft vocabularies
+LISTED = torch.tensor([0, 3, 4, 11, 17, 22])
+
+
+def eager_on_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Return the sum of mass x KL(p / mass || q) over LISTED, with autograd from full logits."""
+    p = torch.softmax(teacher @ teacher_weight.T / temperature, dim=-1)[:, LISTED]
+    mass = p.sum(dim=-1, keepdim=True)
+    log_q = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    return (p * ((p / mass).log() - log_q)).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_kl_on_a_draft_vocabulary_equals_its_eager_twin(chunk: int, temperature: float):
+    hidden, weight, *teacher, _ = inputs()
+    weight = weight[LISTED].detach().requires_grad_(True)
+    loss, overlap = chunked_kl_on_tokens(hidden, weight, *teacher, LISTED, chunk, temperature)
+    grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
+    twin = eager_on_tokens(hidden, weight, *teacher, temperature)
+    expected = torch.autograd.grad(twin * 0.37, (hidden, weight))
+    torch.testing.assert_close(loss, twin)
+    for a, b in zip(grads, expected):
+        torch.testing.assert_close(a, b)
+    p = torch.softmax(teacher[0] @ teacher[1].T / temperature, -1)
+    q = torch.zeros_like(p).index_copy(
+        1, LISTED, torch.softmax(hidden @ weight.T / temperature, -1).detach()
+    )
+    torch.testing.assert_close(overlap[0], torch.minimum(p, q).sum())
+    renormalised = p[:, LISTED] / p[:, LISTED].sum(-1, keepdim=True)
+    control = torch.minimum(renormalised, q[:, LISTED]).sum()
+    assert control > 1.05 * overlap[0], "acceptance is measured with the complete p"
+
+
+def test_kl_on_all_tokens_is_forward_kl():
+    hidden, weight, teacher, teacher_weight, _ = inputs()
+    both = [
+        chunked_kl_on_tokens(hidden, weight, teacher, teacher_weight, torch.arange(V), 8),
+        chunked_forward_kl(hidden, weight, teacher, teacher_weight, 8),
+    ]
+    torch.testing.assert_close(*both)
+    grads = [torch.autograd.grad(loss, (hidden, weight)) for loss, _ in both]
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_on_a_draft_vocabulary_against_finite_differences():
+    hidden, weight, *teacher, labels = inputs()
+    weight = weight[LISTED].detach().requires_grad_(True)
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_kl_on_tokens(h, w, *teacher, LISTED, 8)[0], (hidden, weight)
+    )
+    indices = index_tokens(LISTED, V)[labels]
+    rows = listed_cross_entropy_rows
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_cross_entropy(h, w, indices, 8, rows)[0], (hidden, weight)
+    )
+    loss, correct = chunked_cross_entropy(hidden, weight, indices, 8, rows)
+    listed = indices >= 0
+    twin = torch.nn.functional.cross_entropy(
+        (hidden @ weight.T)[listed], indices[listed], reduction="sum"
+    )
+    torch.testing.assert_close(loss, twin)
+    assert 0 < int(listed.sum()) < N and int(correct) <= int(listed.sum())
+
+
+def test_a_draft_vocabulary_keeps_no_tensor_of_tokens_by_vocabulary():
+    """Check that the peak memory is below half of the teacher's full logits [N, V]."""
+    count, vocabulary, width, drafted = 2048, 4096, 8, torch.arange(0, 4096, 8)
+    hidden = torch.randn(count, width, requires_grad=True)
+    weight = torch.randn(len(drafted), width, requires_grad=True)
+    teacher, teacher_weight = torch.randn(count, width), torch.randn(vocabulary, width)
+    full = count * vocabulary * 4
+
+    def run(chunk: int) -> None:
+        loss, _ = chunked_kl_on_tokens(hidden, weight, teacher, teacher_weight, drafted, chunk)
+        loss.backward()
+
+    assert peak_bytes(lambda: run(64)) < full / 2
+    assert peak_bytes(lambda: run(count)) > full, "the control has one chunk"

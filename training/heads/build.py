@@ -7,9 +7,9 @@ from torch import Tensor
 
 from jobs.paths import resolve_model
 from training.data.packing import Sample
+from training.draft_vocabulary import choose_tokens
 from training.heads.checkpoint import check_sizes
 from training.heads.config import HeadJobConfig, HeadOptions
-from training.heads.draft_vocabulary import choose_tokens
 from training.heads.kind import HeadKind
 
 

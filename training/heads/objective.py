@@ -17,13 +17,19 @@ from torch import Tensor
 
 from training.bounds import Place
 from training.data.packing import PackedBatch
+from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
-from training.heads.draft_vocabulary import index_tokens
 from training.heads.loss_config import HeadLossConfig, num_continued_tokens, uses_teacher
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
-from training.losses.chunked import Outputs, RowLoss, at_temperature, cross_entropy_rows
-from training.losses.heads import chunked_by_head, listed_cross_entropy_rows
+from training.losses.chunked import (
+    Outputs,
+    RowLoss,
+    at_temperature,
+    cross_entropy_rows,
+    listed_cross_entropy_rows,
+)
+from training.losses.heads import chunked_by_head
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
 from training.objectives import StaticObjective
 

@@ -27,7 +27,7 @@ class PredictingHead(Protocol):
     """Predictions of one kind of head.
 
     A head is an nn.Module with the attribute `token_ids_V`: the ids [V] of its draft vocabulary,
-    rising, or None (training/heads/draft_vocabulary.py).
+    rising, or None (training/draft_vocabulary.py).
     """
 
     label: str  # prefix of a depth's figures: `{label}0_loss`

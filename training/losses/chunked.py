@@ -40,6 +40,16 @@ def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Ten
     return loss_C, gradient_CV, correct_C[:, None]
 
 
+def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `cross_entropy_rows`, but with label -1 for tokens outside the draft vocabulary.
+
+    A row with label -1 has no loss and no gradient, and counts as a wrong prediction.
+    """
+    known_C = (labels_C >= 0).to(logits_CV.dtype)
+    loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
+    return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
+
+
 def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return KL(p || q) = sum p (log p - log q) of teacher p and student q, and its gradient q - p.
 
@@ -158,12 +168,17 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = CHUNK
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    chunk: int = CHUNK,
+    rows: RowLoss = cross_entropy_rows,
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of -log q(label) in nats, number of correct argmaxes [1]) over all rows."""
-    return ChunkedLoss.apply(
-        hidden_NH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk, None, weight_VH
-    )  # type: ignore[no-untyped-call]
+    """Return (sum of -log q(label) in nats, number of correct argmaxes [1]) over all rows.
+
+    rows: `listed_cross_entropy_rows` for a draft vocabulary.
+    """
+    return ChunkedLoss.apply(hidden_NH, lambda a, b: labels_N[a:b], rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
 
 
 def chunked_forward_kl(
@@ -178,6 +193,7 @@ def chunked_forward_kl(
 
     The teacher's logits are computed chunk by chunk from its hidden states, without gradient.
     temperature: divides the logits of both; the loss has no factor temperature^2.
+    `chunked_kl_on_tokens` (training/losses/soft.py) is the loss of a draft vocabulary.
     """
 
     def teacher_logits(start: int, end: int) -> Tensor:

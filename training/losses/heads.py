@@ -14,17 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, cross_entropy_rows
-
-
-def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `cross_entropy_rows`, but with label -1 for tokens outside the draft vocabulary.
-
-    A row with label -1 has no loss and no gradient, and counts as a wrong prediction.
-    """
-    known_C = (labels_C >= 0).to(logits_CV.dtype)
-    loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
-    return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
+from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss
 
 
 def chunked_by_head(

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import RowLoss, widen
+from training.losses.chunked import CHUNK, ChunkedLoss, RowLoss, at_temperature, widen
 
 _LEAST = 1e-30  # lower bound of alpha that keeps its logarithm finite
 
@@ -119,3 +119,23 @@ class Teacher:
             return self.at(first, last + 1).select(targets_N[start:end] - first)
 
         return rows
+
+
+def chunked_kl_on_tokens(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    teacher_hidden_NG: Tensor,
+    teacher_weight_TG: Tensor,
+    shortlist_V: Tensor,
+    chunk: int = CHUNK,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return (sum of the loss of `kl_rows`, sum of sum_v min(p, q) [1]) over all rows.
+
+    teacher_weight_TG: over the full vocabulary of T tokens. shortlist_V: the rising ids that q
+    covers. The teacher's logits are computed chunk by chunk, without gradient. temperature: divides
+    the logits of both.
+    """
+    teacher = Teacher(teacher_hidden_NG, teacher_weight_TG, temperature, shortlist_V)
+    rows = at_temperature(kl_rows, temperature)
+    return ChunkedLoss.apply(hidden_NH, teacher.at, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from transformers import (
 
 from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import draft_vocab_size, load_restricted
 from decoding.models.folder import read_config
 from decoding.models.hub import parse_hub_name
 from decoding.models.load import BACKENDS
@@ -118,9 +119,11 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
     Raises UserError if the folder holds no language model, or a damaged one.
     """
-    known_config(folder)
+    config = known_config(folder)
     check_model(folder)
     check_tied_head(folder)
+    if draft_vocab_size(folder):
+        return load_restricted(folder, config, dtype, attn_implementation=PACKED)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
@@ -148,12 +151,19 @@ def target_config(target: TargetConfig, weights: bool = True) -> PretrainedConfi
 
     A target on the Hub without a published configuration is downloaded. weights: whether the job
     needs its weights. Raises UserError, with the names of published targets, if there is neither,
-    and for an invalid configuration.
+    for an invalid configuration, and for a model with a draft vocabulary.
     """
-    if not target.config and parse_hub_name(target.path):
-        return known_config(resolve_model(target.path, weights), target.trust_remote_code)
-    if target_is_here(target, weights):
-        return known_config(resolve_model(target.path, weights), target.trust_remote_code)
+    on_hub = not target.config and parse_hub_name(target.path)
+    if on_hub or target_is_here(target, weights):
+        folder = resolve_model(target.path, weights)
+        config = known_config(folder, target.trust_remote_code)
+        if size := draft_vocab_size(folder):
+            raise UserError(
+                f"target.path={target.path} is a drafter of {size} tokens, expected a model with "
+                f"an lm_head row for each of its {config.vocab_size}. Set target.path to the "
+                f"drafter's target"
+            )
+        return config
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set "

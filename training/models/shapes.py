@@ -41,10 +41,14 @@ def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
         layer += 2 * inner + hidden
     if config.model_type == "qwen3":
         layer += 2 * head_dim
-    table = config.vocab_size * hidden
-    parts = {"embedding": table, "layers": config.num_hidden_layers * layer}
-    parts["head"] = 0 if config.tie_word_embeddings else table
+    parts = {"embedding": config.vocab_size * hidden, "layers": config.num_hidden_layers * layer}
+    parts["head"] = 0 if config.tie_word_embeddings else head_rows(config) * hidden
     return parts | {"all": sum(parts.values()) + hidden}  # and the final norm
+
+
+def head_rows(config: Any) -> int:
+    """Return the rows of the lm_head: the draft vocabulary's tokens, or all."""
+    return config.to_dict().get("draft_vocab_size") or config.vocab_size
 
 
 def millions(count: int) -> str:
@@ -60,7 +64,7 @@ def layers_of(config: Any) -> str:
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:
     """Return the bytes of weights that one decoding step reads: the layers and the lm_head."""
     counts = parameter_counts(config)
-    return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
+    return itemsize * (counts["layers"] + head_rows(config) * config.hidden_size)
 
 
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:
@@ -72,4 +76,4 @@ def cache_bytes_per_token(config: Any, itemsize: int) -> int:
 
 def forward_flops(config: Any) -> float:
     """Return the FLOPs of a forward over one token: two per weight of the layers and lm_head."""
-    return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)
+    return 2.0 * (parameter_counts(config)["layers"] + head_rows(config) * config.hidden_size)

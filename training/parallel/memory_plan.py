@@ -18,7 +18,12 @@ from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
 from training.held_out import PROMPTS_PER_BATCH, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
-from training.models.shapes import cache_bytes_per_token, parameter_counts, target_widths
+from training.models.shapes import (
+    cache_bytes_per_token,
+    head_rows,
+    parameter_counts,
+    target_widths,
+)
 from training.parallel.zero import BUCKET
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -124,5 +129,5 @@ def activation_bytes(
     norms = 2 * (4 + 2 * width) * hidden
     layer = tokens * (norms + width * (5 * heads + 4 * widths["intermediate_size"]))
     kept = layers * tokens * width * hidden + layer if checkpointing else layers * layer
-    loss = loss_bytes(tokens, vocabulary, vocabulary * hidden, width)
+    loss = loss_bytes(tokens, vocabulary, head_rows(config) * hidden, width)
     return {"layers": float(kept), "loss": float(loss)}

@@ -50,6 +50,11 @@ def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> N
 
     where: the start of the message.
     """
+    if config.draft_vocab_size:
+        raise UserError(
+            f"{where} has a draft vocabulary of {config.draft_vocab_size} tokens, expected all "
+            f"{config.vocab_size} in a model that is split over processes. Use parallel=none."
+        )
     if kind == "layers":
         if config.num_layers < size:
             raise UserError(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import D2T, ids_of, spread
 from decoding.models.folder import refuse_unsupported_attention
 from decoding.models.native.linear import Linear, make_linear, rms_norm
 from decoding.models.native.rope import rope_parameters
@@ -36,6 +37,7 @@ class NativeConfig:
     norm_eps: float
     tied: bool
     rope: dict[str, Any]
+    draft_vocab_size: int = 0  # rows of the head (decoding/models/draft_vocabulary.py); 0: all
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "NativeConfig":
@@ -69,7 +71,13 @@ class NativeConfig:
             norm_eps=config.get("rms_norm_eps", 1e-6),
             tied=bool(config.get("tie_word_embeddings", False)),
             rope=rope_parameters(dict(config)),
+            draft_vocab_size=config.get("draft_vocab_size") or 0,
         )
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the output layer."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 @dataclass(slots=True)
@@ -149,19 +157,32 @@ class Weights:
             self.norm_C = self._take("model.norm.weight")
             head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
             self.head = make_linear(head_VC, None, packed)
+            if config.draft_vocab_size:
+                self.head = self._spread_head(self.head)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self._state = {}
 
+    def _spread_head(self, head: Linear) -> Linear:
+        """Return the head of a draft vocabulary, with the logit -inf for all other tokens."""
+        d2t_N = self._stored(D2T)[0]
+        ids_N = ids_of(d2t_N, self.config.vocab_size, "the weights").to(self.device)
+        return lambda x_NC: spread(head(x_NC), ids_N, self.config.vocab_size, float("-inf"))
+
     def _take(self, *names: str) -> Tensor:
+        """Return the concatenated tensors of these names on the device, and count them."""
+        found = self._stored(*names)
+        self.num_parameters += sum(tensor.numel() for tensor in found)
+        tensors = [tensor.to(self.device, self.dtype) for tensor in found]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def _stored(self, *names: str) -> list[Tensor]:
         missing = [name for name in names if name not in self._state]
         if missing:
             raise UserError(
                 f"the weights have no tensor '{missing[0]}', which a {self.config.family} model "
                 f"needs. Pass a complete state dict."
             )
-        self.num_parameters += sum(self._state[name].numel() for name in names)
-        tensors = [self._state[name].detach().to(self.device, self.dtype) for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return [self._state[name].detach() for name in names]
 
     def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
         weight = self._take(*(f"{prefix}{name}.weight" for name in names))
