@@ -35,6 +35,7 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # an answer ends with the first of these
     ignore_eos: bool = False  # generate max_new_tokens whatever the text
 
 
@@ -62,3 +63,7 @@ class BatchResult:
     drafted: int | None  # proposed tokens
     accepted: int | None  # of these
     accepted_by_depth: list[int] | None  # of these, at each position of a proposal
+    # Proposals that were long enough to be tested at each position, with all earlier tokens
+    # accepted. None: every proposal has its full length, so one position tests what the position
+    # before it accepted.
+    tested_by_depth: list[int] | None = None
