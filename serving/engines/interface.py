@@ -23,6 +23,7 @@ class EngineConfig:
     threads: int
     max_length: int  # tokens of prompt and answer
     batch_size: int  # prompts decoded together
+    eager: bool = False  # without compiling, which starts faster and decodes more slowly
     method: Method = Method()
 
 

@@ -145,8 +145,11 @@ class Counter:
             generators.AssistedCandidateGenerator,
             generators.PromptLookupCandidateGenerator,
         ):
-            kind.get_candidates = self._proposing(kind.get_candidates)
-            kind.update_candidate_strategy = self._judging(kind.update_candidate_strategy)
+            for name, wrap in (
+                ("get_candidates", self._proposing),
+                ("update_candidate_strategy", self._judging),
+            ):
+                setattr(kind, name, wrap(getattr(kind, name)))
 
     def _proposing(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def get_candidates(generator: Any, input_ids: Any, **more: Any) -> Any:

@@ -21,6 +21,7 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
         dtype=config["dtype"],
         max_model_len=config["max_length"],
         max_num_seqs=config["batch_size"],
+        enforce_eager=config["eager"],
         # an earlier prompt in the cache would save its prefill in every later run
         enable_prefix_caching=False,
         disable_log_stats=False,
