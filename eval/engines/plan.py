@@ -159,13 +159,5 @@ def _model_folders(loaded: Loaded) -> tuple[dict[str, Path], dict[str, str]]:
 
 def describe_arms(arms: Sequence[EngineArm]) -> str:
     """Return `vllm autoregressive, vllm draft_model mine 4` for the plan of a dry run."""
-    return ", ".join(
-        " ".join(
-            [
-                arm.engine,
-                arm.method,
-                *([f"{arm.drafter} {arm.num_draft_tokens}"] * bool(arm.drafter)),
-            ]
-        )
-        for arm in arms
-    )
+    drafts = {arm: f" {arm.drafter} {arm.num_draft_tokens}" if arm.drafter else "" for arm in arms}
+    return ", ".join(f"{arm.engine} {arm.method}{drafts[arm]}" for arm in arms)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from eval.engines.agreement import DIFFERS, NOT_COMPARED
+from eval.engines.agreement import DIFFERS
 from eval.engines.rows import BIASED
 from eval.measure.records import AUTOREGRESSIVE
 from eval.report import text
@@ -43,12 +43,11 @@ def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
     tables = []
     for label in dict.fromkeys(map(condition_label, rows)):
         group = [row for row in rows if condition_label(row) == label]
-        title = label[0].upper() + label[1:]
         marks = ["baseline" if row.method == AUTOREGRESSIVE else _mark(row) for row in group]
-        tables.append(make_table(title, list(map(_speed, group)), marks, SPEED_KEY))
+        tables.append(make_table(label, list(map(_speed, group)), marks, SPEED_KEY))
         drafting = [row for row in group if row.method != AUTOREGRESSIVE]
         cells = list(map(_acceptance, drafting))
-        title = f"{title}: acceptance in the engine and in ours"
+        title = f"{label}, acceptance in the engine and in ours"
         tables.append(make_table(title, cells, list(map(_mark, drafting)), ACCEPTANCE_KEY))
     return tables
 
@@ -76,9 +75,7 @@ def _speed(row: EngineRow) -> dict[str, str]:
 
 
 def _acceptance(row: EngineRow) -> dict[str, str]:
-    detail = f" {row.agreement_detail}" if row.agreement == NOT_COMPARED else ""
-    if row.agreement not in (NOT_COMPARED, DIFFERS):
-        detail = f" ({row.agreement_detail})"
+    detail = f" ({row.agreement_detail})" if row.agreement_detail else ""
     return {
         "engine": row.engine,
         "drafter": drafter_label(row),
@@ -99,8 +96,8 @@ def engine_warnings(rows: Sequence[EngineRow]) -> list[str]:
             found.append(f"NOT LOSSLESS: {place}: {row.lossless_detail}")
         if row.agreement == DIFFERS:
             found.append(
-                f"ACCEPTANCE {row.agreement_detail.upper()[:7]}: {place}: "
-                f"{row.agreement_detail} in ours. The engine may read the drafter's folder wrongly."
+                f"ACCEPTANCE DIFFERS: {place}: it {row.agreement_detail} in ours. The engine may "
+                f"read the drafter's folder wrongly."
             )
     return found
 
