@@ -26,12 +26,12 @@ from eval.measure.deadline import Deadline
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
-from eval.measure.session import Session, drafter_names, generations, max_tokens, prompts_by_part
+from eval.measure.session import Session, generations, max_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
+from eval.provenance import describe_draft_lengths, provenance
 from eval.report.engines import condition_label, print_engines
-from eval.report.page import Provenance, engines_page, evaluation_page
+from eval.report.page import engines_page, evaluation_page
 from eval.report.tables import print_evaluation
-from eval.report.text import traced_texts
 from eval.statistics.budgets import with_limits
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.rows import build_rows
@@ -46,10 +46,6 @@ from training.models.build import target_is_here
 TRACKED = (
     *("speedup", "tau", "alpha"),
     *("tokens_per_second", "baseline_tokens_per_second", "cost_ratio"),
-)
-NOT_MEASURED = (
-    "Any machine, dtype, batch size, temperature or prompt that is not named above.",
-    "Quality of the target's answers: drafting does not change them.",
 )
 
 
@@ -111,7 +107,7 @@ def _measure(
     if OURS in engine_names(cfg):
         rows, records = _measure_ours(cfg, loaded, folder, clock)
     write_rows(results, [*rows, *engine_rows])
-    made = _provenance(cfg, folder, loaded, rows, records)
+    made = provenance(cfg, folder, loaded, rows, records)
     if rows:
         page = evaluation_page(rows, records, made, engine_rows, plan.not_run)
     else:
@@ -179,7 +175,7 @@ def _print_plan(cfg: EvalConfig) -> None:
     print(f"drafters: {', '.join(loaded.facts)}")
     print(f"prompts of {benchmark.name}: {counts}")
     _hint_prompts(cfg)
-    print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
+    print(f"draft lengths: {describe_draft_lengths(cfg, loaded)}")
     print(f"conditions: {labels}")
     plan = plan_engines(cfg, loaded)
     if plan.arms:
@@ -259,93 +255,6 @@ def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
         name: origin_of(folder, hashes[str(folder)], dtype)
         for name, (folder, dtype) in loaded.folders.items()
     }
-
-
-def _provenance(
-    cfg: EvalConfig,
-    folder: RunFolder,
-    loaded: Loaded,
-    rows: Sequence[Row],
-    records: Sequence[Record],
-) -> Provenance:
-    manifest = folder.manifest
-    versions = manifest["versions"].items()
-    text_of = loaded.bench.settings.text_of
-    assert text_of is not None, "eval.measure.setup sets it"
-    return Provenance(
-        command=manifest["command"],
-        date=manifest["started"].replace("T", " "),
-        versions={name: version for name, version in versions if version != "absent"},
-        prompt_counts=loaded.bench.benchmark.counts,
-        prompt_file=loaded.prompt_file.name,
-        revision=manifest["git_revision"],
-        unmeasured=_unmeasured(cfg, loaded, rows),
-        draft_lengths=_draft_lengths(
-            cfg, loaded, len({record.prompt_id for record in records if record.part == "sweep"})
-        ),
-        repeats=cfg.repeats,
-        texts=traced_texts(records, drafter_names(loaded), text_of, cfg.show_texts),
-    )
-
-
-def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[str]:
-    """Return sentences on the conditions and prompts that were not measured."""
-    counts, found = loaded.bench.benchmark.counts, []
-    if min(cfg.temperatures) > 0:
-        found.append("Greedy decoding.")
-    if max(cfg.temperatures) == 0:
-        found.append("Temperatures above 0.")
-    found += NOT_MEASURED
-    if counts["too_long"]:
-        found.append(f"{counts['too_long']} prompts: too long for the context.")
-    if counts["over_limit"]:
-        found.append(f"{counts['over_limit']} prompts: over the limit of max_prompts.")
-    for first in main_rows(rows)[:1]:
-        found += _unmeasured_by_bound(first)
-    for batch in cfg.batch_sizes:
-        if left := sum(len(part) % batch for part in prompts_by_part(cfg, loaded)):
-            found.append(f"{left} prompts at batch {batch}: they do not fill a batch.")
-    return found
-
-
-def _unmeasured_by_bound(first: Row) -> list[str]:
-    """Return a sentence on the prompts that max_seconds left, if it left some."""
-    left = first.prompts_asked - first.prompts
-    if left <= 0:
-        return []
-    over = (
-        f"was over, after {first.overrun_seconds:.0f} s, when the fewest were measured"
-        if first.overrun_seconds
-        else "ended before they were measured"
-    )
-    return [
-        f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} {over}. "
-        f"The prompts are measured in an order shuffled by the seed."
-    ]
-
-
-def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
-    """Describe how draft lengths are set, and on which prompts.
-
-    measured: number of sweep prompts that were measured; None: all.
-    """
-    lengths, count = cfg.num_draft_tokens, len(prompts_by_part(cfg, loaded)[0])
-    set_by = [f"given: {', '.join(map(str, lengths))}"] if lengths or not count else []
-    if count:
-        file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
-        some = f"{measured} of " if measured is not None and measured < count else ""
-        set_by.append(
-            f"{'a' if lengths else 'chosen for each drafter in a'} sweep on {some}{count} prompts "
-            f"from all over {file}, none of which is measured"
-        )
-    caps: dict[int, list[str]] = {}
-    for name, facts in loaded.facts.items():
-        if facts.length_cap is not None:
-            caps.setdefault(facts.length_cap, []).append(name)
-    set_by += [
-        f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()
-    ]
-    return "; ".join(set_by)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def compare(engine: Counts, ours: Counts) -> Agreement:
         if fisher(x, n, u, m) < LEVEL / len(depths):
             place = f" at depth {depth}" if len(engine.tested) > 1 else ""
             return Agreement(DIFFERS, f"differs{place} ({texts[depth - 1]})")
-    detail = "by depth: " + ", ".join(texts)
+    detail = ("by depth: " if len(texts) > 1 else "") + ", ".join(texts)
     if not depths or min(depths[0][0], depths[0][2]) < MIN_TESTS:
         return Agreement(TOO_FEW, detail)
     return Agreement(AGREES, detail)

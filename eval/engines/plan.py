@@ -128,7 +128,7 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
         arms += [
             EngineArm(engine, "draft_model", name, gamma) for name in folders for gamma in lengths
         ]
-        if engine != OURS or CONTROL in loaded.bench.drafters:
+        if CONTROL in loaded.bench.drafters:
             arms += [EngineArm(engine, "ngram", CONTROL, gamma) for gamma in lengths]
     not_run = [f"{name}: {why}" for name, why in left.items()]
     batched = max(cfg.batch_sizes) > 1

@@ -232,7 +232,8 @@ def vllm_config(home: Path, name: str, **changes: object) -> EvalConfig:
 
 @pytest.mark.engines
 def test_vllm_gives_the_targets_text_and_accepts_as_often_as_ours(vllm_home):
-    folder = run(vllm_config(vllm_home, "healthy", temperatures=[0.0, 1.0]))
+    cfg = vllm_config(vllm_home, "healthy", temperatures=[0.0, 1.0], prompt_lookup_control=True)
+    folder = run(cfg)
     _, rows = read_all_rows(folder / "results.jsonl")
     greedy = [row for row in rows if row.temperature == 0]
     assert [row.method for row in greedy] == ["autoregressive", "draft_model", "ngram"]
