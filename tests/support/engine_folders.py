@@ -4,7 +4,30 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support import tiny_folders as tiny
+
+
+def write_target(folder: Path) -> Path:
+    """Write a random model in which attention decides the next token, with `tiny`'s tokenizer."""
+    words = tiny.tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
 
 
 def write_drafter(target: Path, folder: Path, noise: float) -> Path:
