@@ -236,17 +236,12 @@ def vllm_config(home: Path, name: str, **changes: object) -> EvalConfig:
 
 @pytest.mark.engines
 def test_vllm_gives_the_targets_text_and_accepts_as_often_as_ours(vllm_home):
-    cfg = vllm_config(vllm_home, "healthy", temperatures=[0.0, 1.0], prompt_lookup_control=True)
-    folder = run(cfg)
+    folder = run(vllm_config(vllm_home, "healthy"))
     _, rows = read_all_rows(folder / "results.jsonl")
-    greedy = [row for row in rows if row.temperature == 0]
-    assert [row.method for row in greedy] == ["autoregressive", "draft_model", "ngram"]
-    assert {row.lossless for row in greedy} <= {"equal", "ties"}
-    assert {row.lossless for row in rows if row.temperature} == {"not tested"}
-    for row in rows:
-        if row.method == "draft_model":
-            assert row.agreement == AGREES, row.agreement_detail
-            assert 0.1 < row.alpha < 1
+    assert [row.method for row in rows] == ["autoregressive", "draft_model"]
+    assert {row.lossless for row in rows} <= {"equal", "ties"}
+    assert rows[1].agreement == AGREES, rows[1].agreement_detail
+    assert 0.1 < rows[1].alpha < 1
 
 
 @pytest.mark.engines
