@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from jobs.config import JobConfig, TargetConfig, TrackerConfig
+from serving.engines.registry import ENGINES
 
 
 @dataclass
@@ -46,6 +47,12 @@ class BenchmarkConfig:
 class EvalConfig(JobConfig):
     """Evaluation of one or several drafters against autoregressive decoding in the same loop."""
 
+    # ours, or other engines that decode the same prompts: vllm, hf; a list such as [ours,vllm]
+    # compares them. Others run each drafter's model at num_draft_tokens, or 4 if that is empty.
+    engine: Any = "ours"
+    # engine -> Python interpreter that has it; empty: the one that its install script makes
+    engine_python: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ENGINES, ""))
+    engine_timeout: float = 900.0  # seconds to wait for an engine's start, and for each batch
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or

@@ -19,31 +19,33 @@ from decoding.interfaces import RoundCosts
 from decoding.schedules.by_name import SCHEDULES, batch_type
 from decoding.verification.rules import check_rule
 from eval.config import EvalConfig
+from eval.engines.job import measure_engines
+from eval.engines.measure import read_not_run
+from eval.engines.plan import check_engines, describe_arms, engine_names, plan_engines
 from eval.measure.deadline import Deadline
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
-from eval.measure.session import Session, drafter_names, generations, max_tokens, prompts_by_part
+from eval.measure.session import Session, generations, max_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
-from eval.report.page import Provenance, evaluation_page
+from eval.provenance import describe_draft_lengths, provenance
+from eval.report.engines import condition_label, print_engines
+from eval.report.page import engines_page, evaluation_page
 from eval.report.tables import print_evaluation
-from eval.report.text import traced_texts
 from eval.statistics.budgets import with_limits
+from eval.statistics.engine_row import EngineRow
 from eval.statistics.rows import build_rows
-from eval.statistics.schema import Row, flat, main_rows, read_rows, write_rows
+from eval.statistics.schema import Row, flat, main_rows, read_all_rows, write_rows
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import Tracker, track_run
+from serving.engines.registry import OURS, python_of
 from training.models.build import target_is_here
 
 TRACKED = (
     *("speedup", "tau", "alpha"),
     *("tokens_per_second", "baseline_tokens_per_second", "cost_ratio"),
-)
-NOT_MEASURED = (
-    "Any machine, dtype, batch size, temperature or prompt that is not named above.",
-    "Quality of the target's answers: drafting does not change them.",
 )
 
 
@@ -55,6 +57,7 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     target's (unless require_lossless is false).
     """
     check(cfg)
+    check_engines(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
         print(
             "no drafters= given: only prompt lookup, the control, and autoregressive decoding are "
@@ -67,14 +70,17 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     results, report = folder.path / "results.jsonl", folder.path / "report.html"
     also = [folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)]
     if folder.finished(results, report, also=also):
-        rows = read_rows(results)
+        rows, engine_rows = read_all_rows(results)
         print(
             f"{folder.path} is finished; nothing is measured again. Delete it, or set another "
             f"output_dir=, to measure again."
         )
     else:
-        rows = _measure(cfg, folder, results, report, clock)
-    print_evaluation(rows)
+        rows, engine_rows = _measure(cfg, folder, results, report, clock)
+    if rows:
+        print_evaluation(rows)
+    if engine_rows:
+        print_engines(engine_rows, read_not_run(folder.path))
     print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
@@ -88,26 +94,42 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
 
 def _measure(
     cfg: EvalConfig, folder: RunFolder, results: Path, report: Path, clock: Callable[[], float]
-) -> list[Row]:
+) -> tuple[list[Row], list[EngineRow]]:
     """Measure missing units, write all files of the run folder and return the rows."""
     loaded = load(cfg)
     check_plan(cfg, loaded)
     folder.write_manifest(loaded.inputs, {}, finished=False)
     write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
+    plan = plan_engines(cfg, loaded)
+    # first, as an engine that refuses a drafter should do so before an hour of measuring
+    engine_rows = measure_engines(cfg, loaded, plan, folder.path) if plan.arms else []
+    rows, records = list[Row](), list[Record]()
+    if OURS in engine_names(cfg):
+        rows, records = _measure_ours(cfg, loaded, folder, clock)
+    write_rows(results, [*rows, *engine_rows])
+    made = provenance(cfg, folder, loaded, rows, records)
+    if rows:
+        page = evaluation_page(rows, records, made, engine_rows, plan.not_run)
+    else:
+        page = engines_page(engine_rows, plan.not_run, made)
+    write_text(report, page)
+    # Started last: the work of a tracker during the decoding would be measured too.
+    with track_run(folder, cfg, loaded.inputs) as tracker:
+        record_rows(tracker, rows, engine_rows)
+    folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
+    return rows, engine_rows
+
+
+def _measure_ours(
+    cfg: EvalConfig, loaded: Loaded, folder: RunFolder, clock: Callable[[], float]
+) -> tuple[list[Row], list[Record]]:
+    """Measure the drafters in our own loop; return their rows and all records."""
     deadline = Deadline(cfg.max_seconds, folder.path, clock)
     shapes = with_limits(loaded.shapes, max_tokens(cfg, loaded), folder.path / "limits.json")
     session = Session(cfg, loaded, folder.path, deadline)
     session.measure()
     rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
-    rows = add_bound(rows, cfg, loaded, session.overrun_seconds)
-    write_rows(results, rows)
-    made = _provenance(cfg, folder, loaded, rows, session.records)
-    write_text(report, evaluation_page(rows, session.records, made))
-    # Started last: the work of a tracker during the decoding would be measured too.
-    with track_run(folder, cfg, loaded.inputs) as tracker:
-        record_rows(tracker, rows)
-    folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
-    return rows
+    return add_bound(rows, cfg, loaded, session.overrun_seconds), session.records
 
 
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
@@ -118,6 +140,8 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     folder is tied to this configuration, so the corrected command can use the same folder.
     """
     generations(cfg, loaded)
+    for name in plan_engines(cfg, loaded).engines:
+        python_of(name, cfg.engine_python)
     for name, use in loaded.bench.uses.items():
         drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
@@ -151,8 +175,13 @@ def _print_plan(cfg: EvalConfig) -> None:
     print(f"drafters: {', '.join(loaded.facts)}")
     print(f"prompts of {benchmark.name}: {counts}")
     _hint_prompts(cfg)
-    print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
+    print(f"draft lengths: {describe_draft_lengths(cfg, loaded)}")
     print(f"conditions: {labels}")
+    plan = plan_engines(cfg, loaded)
+    if plan.arms:
+        print(f"engines: {describe_arms(plan.arms)}")
+    for note in plan.not_run:
+        print(f"not run by other engines: {note}")
     print(
         f"would decode {sum(generations(cfg, loaded).values())} batches, at most "
         f"{max_tokens(cfg, loaded)} tokens{within}, into {cfg.output_dir}"
@@ -202,14 +231,22 @@ def _label(row: Row) -> str:
     return f"{row.drafter}, {row.condition_label}, gamma {row.num_draft_tokens}"
 
 
-def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
-    """Record the main rows' figures by drafter and condition, and all rows as a table."""
+def record_rows(
+    tracker: Tracker, rows: Sequence[Row], engine_rows: Sequence[EngineRow] = ()
+) -> None:
+    """Record the main rows' figures by drafter and condition, and all rows as tables."""
     tracker.rewind(-1)  # removes the figures of an earlier report
     figures = {
         f"{name}/{_label(row)}": vars(row)[name] for row in main_rows(rows) for name in TRACKED
     }
+    figures |= {
+        f"{name}/{row.engine} {row.method} {row.drafter}, {condition_label(row)}": vars(row)[name]
+        for row in engine_rows
+        for name in ("tokens_per_second", "speedup", "alpha")
+    }
     tracker.log(0, {name: value for name, value in figures.items() if value is not None})
-    tracker.show({"rows": [flat(row) for row in rows]}, [], {})
+    tables = {"rows": list(map(flat, rows)), "engines": list(map(flat, engine_rows))}
+    tracker.show({name: table for name, table in tables.items() if table}, [], {})
 
 
 def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
@@ -218,86 +255,6 @@ def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
         name: origin_of(folder, hashes[str(folder)], dtype)
         for name, (folder, dtype) in loaded.folders.items()
     }
-
-
-def _provenance(
-    cfg: EvalConfig,
-    folder: RunFolder,
-    loaded: Loaded,
-    rows: Sequence[Row],
-    records: Sequence[Record],
-) -> Provenance:
-    manifest = folder.manifest
-    versions = manifest["versions"].items()
-    text_of = loaded.bench.settings.text_of
-    assert text_of is not None, "eval.measure.setup sets it"
-    return Provenance(
-        command=manifest["command"],
-        date=manifest["started"].replace("T", " "),
-        versions={name: version for name, version in versions if version != "absent"},
-        prompt_counts=loaded.bench.benchmark.counts,
-        prompt_file=loaded.prompt_file.name,
-        revision=manifest["git_revision"],
-        unmeasured=_unmeasured(cfg, loaded, rows),
-        draft_lengths=_draft_lengths(
-            cfg, loaded, len({record.prompt_id for record in records if record.part == "sweep"})
-        ),
-        repeats=cfg.repeats,
-        texts=traced_texts(records, drafter_names(loaded), text_of, cfg.show_texts),
-    )
-
-
-def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[str]:
-    """Return sentences on the conditions and prompts that were not measured."""
-    counts, found = loaded.bench.benchmark.counts, []
-    if all(row.temperature > 0 for row in rows):
-        found.append("Greedy decoding.")
-    if all(row.temperature == 0 for row in rows):
-        found.append("Temperatures above 0.")
-    found += NOT_MEASURED
-    if counts["too_long"]:
-        found.append(f"{counts['too_long']} prompts: too long for the context.")
-    if counts["over_limit"]:
-        found.append(f"{counts['over_limit']} prompts: over the limit of max_prompts.")
-    first = main_rows(rows)[0]
-    if (left := first.prompts_asked - first.prompts) > 0:
-        over = (
-            f"was over, after {first.overrun_seconds:.0f} s, when the fewest were measured"
-            if first.overrun_seconds
-            else "ended before they were measured"
-        )
-        found.append(
-            f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} {over}. "
-            f"The prompts are measured in an order shuffled by the seed."
-        )
-    for batch in {row.batch_size for row in rows}:
-        if left := sum(len(part) % batch for part in prompts_by_part(cfg, loaded)):
-            found.append(f"{left} prompts at batch {batch}: they do not fill a batch.")
-    return found
-
-
-def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
-    """Describe how draft lengths are set, and on which prompts.
-
-    measured: number of sweep prompts that were measured; None: all.
-    """
-    lengths, count = cfg.num_draft_tokens, len(prompts_by_part(cfg, loaded)[0])
-    set_by = [f"given: {', '.join(map(str, lengths))}"] if lengths or not count else []
-    if count:
-        file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
-        some = f"{measured} of " if measured is not None and measured < count else ""
-        set_by.append(
-            f"{'a' if lengths else 'chosen for each drafter in a'} sweep on {some}{count} prompts "
-            f"from all over {file}, none of which is measured"
-        )
-    caps: dict[int, list[str]] = {}
-    for name, facts in loaded.facts.items():
-        if facts.length_cap is not None:
-            caps.setdefault(facts.length_cap, []).append(name)
-    set_by += [
-        f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()
-    ]
-    return "; ".join(set_by)
 
 
 if __name__ == "__main__":

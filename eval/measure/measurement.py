@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from eval.statistics.lossless import is_compared
 from jobs.drafter_use import ALONE, DrafterUse
 from training.data.readers import Prompt
 
+_Arm = TypeVar("_Arm")
 # Fields of a generation that its record keeps.
 COUNTS = tuple(
     {field.name for field in fields(Generation)} & {field.name for field in fields(Record)}
@@ -140,7 +141,7 @@ def units_of(
     ]
 
 
-def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
+def rotate(arms: Sequence[_Arm], by: int) -> list[_Arm]:
     """Return the arms in rotated order, from the one with the index `by`."""
     shift = by % len(arms)
     return [*arms[shift:], *arms[:shift]]
@@ -158,7 +159,7 @@ def measure_unit(
     for sample in range(bench.samples_at(task.condition)):
         answers: dict[str, list[str]] = {prompt.id: [] for prompt in task.prompts}
         for number in range(task.turns):
-            present, prompts_ids = _render(bench, task.prompts, number, answers)
+            present, prompts_ids = render_turn(bench, task.prompts, number, answers)
             if not present:
                 break
             turn = _Turn(bench, task, sample, number, present, prompts_ids)
@@ -170,7 +171,7 @@ def measure_unit(
     return records
 
 
-def _render(
+def render_turn(
     bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
 ) -> tuple[list[Prompt], list[list[int]]]:
     """Return the prompts that have this turn, and their token ids.

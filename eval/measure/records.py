@@ -138,7 +138,7 @@ def read_records(path: Path) -> list[Record]:
     return lines.records
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: Path, records: Iterable[Any]) -> None:
     """Replace the file with these records in one atomic step."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)

@@ -14,10 +14,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import VIRTUAL
 from eval.measure.records import STALL, Record
-from eval.report import plots, tables, text
+from eval.report import engines, plots, tables, text
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
+from eval.statistics.engine_row import EngineRow
 from eval.statistics.rows import samples_of
 from eval.statistics.schema import Row, main_rows
 from jobs.drafter_use import ALONE
@@ -54,12 +55,23 @@ class Provenance:
     texts: list[text.TracedText] = field(default_factory=list)
 
 
-def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance) -> str:
-    """Return the content of report.html. rows: of both parts, the sweep and the main part."""
+def evaluation_page(
+    rows: list[Row],
+    records: Sequence[Record],
+    made: Provenance,
+    engine_rows: Sequence[EngineRow] = (),
+    not_run: Sequence[str] = (),
+) -> str:
+    """Return the content of report.html.
+
+    rows: of both parts, the sweep and the main part. not_run: what other engines do not run.
+    """
     shown = main_rows(rows)
     return PAGES.get_template("evaluation.html.j2").render(
         title=f"Speculative decoding of {shown[0].target}",
-        warnings=text.warnings(shown),
+        warnings=[*text.warnings(shown), *engines.engine_warnings(engine_rows)],
+        engine_tables=engines.engine_tables(engine_rows),
+        not_run=not_run,
         cards=_cards(shown),
         rows=shown,
         first=shown[0],
@@ -68,6 +80,19 @@ def evaluation_page(rows: list[Row], records: Sequence[Record], made: Provenance
         plots=_plots(rows, shown, records),
         made=made,
         stalls=len({(r.condition, r.part, r.unit) for r in records if r.attempt > 1}),
+    )
+
+
+def engines_page(rows: Sequence[EngineRow], not_run: Sequence[str], made: Provenance) -> str:
+    """Return the content of report.html of a run that measures engines alone."""
+    return PAGES.get_template("engines.html.j2").render(
+        title=f"{rows[0].target} in other engines",
+        warnings=engines.engine_warnings(rows),
+        cards=[],
+        first=rows[0],
+        engine_tables=engines.engine_tables(rows),
+        not_run=not_run,
+        made=made,
     )
 
 

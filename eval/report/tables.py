@@ -40,6 +40,7 @@ WAYS = (
 # Columns of words, which are aligned left.
 WORDS = {"drafter", "setting", "output", "clock", "worst prompt", "slower categories", "category"}
 WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
+WORDS |= {"engine", "acceptance", "by depth", "ours by depth"}
 WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
 # Columns that narrow terminals keep.
 KEY = {"drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"}
@@ -418,7 +419,7 @@ def _rich_table(table: Table, console: Console) -> RichTable:
     everything = console.width >= WIDE or not table.key
     kept = [i for i, name in enumerate(table.columns) if everything or name in table.key]
     for name in (table.columns[index] for index in kept):
-        words, fixed = name in WORDS, name in ("speedup [95 %]", "over the best")
+        words, fixed = name in WORDS, name in ("speedup [95 %]", "over the best", "gain [95 %]")
         shown.add_column(name, justify="left" if words else "right", no_wrap=fixed, overflow="fold")
     styles = {"": "", "baseline": "dim", "bad": "yellow"}
     for cells, mark in zip(table.rows, table.marks, strict=True):

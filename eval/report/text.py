@@ -22,6 +22,7 @@ UNDISTURBED = 0.9
 
 _LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml").read_text("utf-8"))
 LEGEND: dict[str, str] = _LEGENDS["evaluation"]
+ENGINES_LEGEND: dict[str, str] = _LEGENDS["engines"]
 COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
 
 

@@ -11,16 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from decoding.rounds.ties import TIE_GAP
 from decoding.sampling.token_chooser import LOSSY as LOSSY_RULES
-from eval.measure.records import Record
 
 TOKENS_PER_TIE = 10_000  # more frequent ties are not accepted as rounding
 
 EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"
 LOSSY = "lossy"  # a rule that changes the distribution
 OTHER = "another model"  # a drafter that decodes alone
+
+
+class Compared(Protocol):
+    """A generation that was compared with the target's own, such as a Record."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def differs_at(self) -> int | None: ...
+    @property
+    def gap(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,7 @@ def is_compared(temperature: float, verify: str) -> bool:
     return temperature == 0 or verify == "coupled"
 
 
-def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
+def judge(records: Sequence[Compared], *, verify: str, dtype: str) -> Equality:
     """Judge whether a drafter's outputs under one condition equal the target's.
 
     records: at least one. verify: the rule at temperatures above 0. dtype: the target's dtype.

@@ -13,6 +13,7 @@ import numpy as np
 
 from decoding.errors import UserError
 from eval.measure.records import Condition
+from eval.statistics.engine_row import EngineRow
 from jobs.files import write_text
 from jobs.run_files import WRONG, reason_of
 
@@ -203,6 +204,7 @@ class Row:
     overrun_seconds: float = 0.0
     draft_vocab_size: int = 0  # tokens that the drafter can propose; 0: all
     prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound
+    engine: str = "ours"
 
     @property
     def condition(self) -> Condition:
@@ -230,7 +232,7 @@ def main_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.part == "main"] or list(rows)
 
 
-def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
+def flat(record: Row | EngineRow | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row or record that fit into a cell: strings, numbers and None."""
     fields = record if isinstance(record, Mapping) else vars(record)
     return {
@@ -238,26 +240,47 @@ def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row | EngineRow]) -> None:
     """Write results.jsonl, under a temporary name until it is complete."""
     write_text(path, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read results.jsonl.
+def read_all_rows(path: Path) -> tuple[list[Row], list[EngineRow]]:
+    """Read results.jsonl: the rows of drafters in our loop, and those of engines.
 
     Raises UserError for rows of another version, damaged rows, and a file without rows.
     """
     content = path.read_bytes()
+    rows: list[Row] = []
+    of_engines: list[EngineRow] = []
     try:
-        rows = [_row(json.loads(line)) for line in content.decode().splitlines()]
+        for values in map(json.loads, content.decode().splitlines()):
+            if "method" in values:
+                of_engines.append(EngineRow(**values))
+            else:
+                rows.append(_row(values))
     except WRONG as error:
         raise UserError(
             f"{path} does not hold rows of this version of eval.run ({reason_of(error, content)}). "
             f"Evaluate again, with another output_dir=."
         ) from error
-    if not rows:
+    if not rows and not of_engines:
         raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=.")
+    return rows, of_engines
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of drafters in our loop.
+
+    Raises UserError as `read_all_rows` does, and for a file with rows of other engines alone.
+    """
+    rows, of_engines = read_all_rows(path)
+    if not rows:
+        names = ", ".join(dict.fromkeys(row.engine for row in of_engines))
+        raise UserError(
+            f"{path} has only rows of {names}, expected rows of our own loop. Evaluate again with "
+            f"engine=[ours,...] and another output_dir=."
+        )
     return rows
 
 

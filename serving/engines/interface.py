@@ -23,6 +23,7 @@ class EngineConfig:
     threads: int
     max_length: int  # tokens of prompt and answer
     batch_size: int  # prompts decoded together
+    eager: bool = False  # without compiling, which starts faster and decodes more slowly
     method: Method = Method()
 
 
@@ -35,6 +36,7 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # an answer ends with the first of these
     ignore_eos: bool = False  # generate max_new_tokens whatever the text
 
 
@@ -62,3 +64,7 @@ class BatchResult:
     drafted: int | None  # proposed tokens
     accepted: int | None  # of these
     accepted_by_depth: list[int] | None  # of these, at each position of a proposal
+    # Proposals that were long enough to be tested at each position, with all earlier tokens
+    # accepted. None: every proposal has its full length, so one position tests what the position
+    # before it accepted.
+    tested_by_depth: list[int] | None = None

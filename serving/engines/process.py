@@ -17,6 +17,12 @@ WORKERS = Path(__file__).parent / "workers"
 TAIL = 15  # lines of the engine's log in an error
 
 
+def _inherited(python: str) -> dict[str, str]:
+    """Return this process's environment, for another interpreter without our own modules."""
+    drop = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in drop}
+
+
 class EngineProcess:
     """A started engine. Use it as a context manager, so that its process ends."""
 
@@ -44,7 +50,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                env={**os.environ, **(environment or {})},
+                env={**_inherited(python), **(environment or {})},
             )
         try:
             self._send(asdict(config))

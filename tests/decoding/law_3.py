@@ -6,7 +6,7 @@ on a table of logits indexed by the last two tokens, self-speculation on a model
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,13 +16,13 @@ from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from eval.statistics.joint_law import Triple, joint, p_value
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
 from tests.support.tiny_targets import TableTarget, hf_model, native_of
 
 from .rows import COSTS, PICKED, ROWS
 
-P_LIMIT = 1e-6
 # scripts/test.sh sets the variable: 5,000 in the short suite, 20,000 with --all, a million with
 # --exhaustive. Controls use the same number, so each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
@@ -34,7 +34,6 @@ WARPERS = {
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
 ROWS_AT_ONCE = 5_000  # more rows overflow the processor's caches, fewer cost more overhead
-Triple = tuple[int, ...]
 
 
 def target_table() -> TableTarget:
@@ -101,25 +100,6 @@ def exact_row(
     return [final.get(i, 0.0) / sum(final.values()) for i in range(len(logits))]
 
 
-def joint(
-    next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
-) -> dict[Triple, float]:
-    """Return the exact joint distribution of the first three tokens after a prompt.
-
-    next_row: function from a token sequence to the probability of each next token. Triples of
-    probability 0 are absent from the result.
-    """
-    law: dict[Triple, float] = {(): 1.0}
-    for _ in range(3):
-        law = {
-            (*begun, token): probability * p
-            for begun, probability in law.items()
-            for token, p in enumerate(next_row([*prompt, *begun]))
-            if p
-        }
-    return law
-
-
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
     """Return the exact joint distribution of the first three tokens after PROMPT.
 
@@ -131,25 +111,6 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
         return exact_row(target.forward(torch.tensor([text]))[0][0, -1].tolist(), **warper)  # type: ignore[arg-type]
 
     return joint(next_row, PROMPT)
-
-
-def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Return the p-value of a chi-square test of the counts against the law.
-
-    It is 0 if the law excludes any counted triple. Triples with fewer than 5 expected samples are
-    pooled into one cell, which is left out if it too expects fewer than 5.
-    """
-    draws = counts.total()
-    if any(cell not in law for cell in counts):
-        return 0.0
-    large = {cell: p * draws for cell, p in law.items() if p * draws >= 5}
-    pairs = [(counts.get(cell, 0), expected) for cell, expected in large.items()]
-    rest = draws - sum(expected for _, expected in pairs)
-    if rest >= 5:
-        pairs.append((draws - sum(count for count, _ in pairs), rest))
-    statistic = sum((count - expected) ** 2 / expected for count, expected in pairs)
-    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item()
 
 
 @without_collector()

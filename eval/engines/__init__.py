@@ -1,0 +1,1 @@
+"""Drafters measured in other engines, beside our own loop."""

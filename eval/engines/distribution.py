@@ -1,0 +1,149 @@
+"""A test of an engine's sampling with a drafter against the target's exact distribution.
+
+It is law 3's: a target and a drafter of five symbols with random weights, whose first three tokens
+have a distribution that 31 forwards give exactly. A drafted text can be wrong in many ways that no
+reader sees; this test finds a bias of some percent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decoding.models.load import load_target
+from decoding.sampling.warpers import Warper
+from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
+from jobs.files import write_text
+from serving.engines.interface import EngineConfig, Method, Sampling
+from serving.engines.process import EngineProcess
+from serving.engines.registry import ENGINES
+
+DRAWS = 2_000
+A_BATCH = 250  # draws with one seed, so that a killed test loses little
+SYMBOLS, CONTEXT, DRAFTED = 5, 32, 3
+PROMPT = [3, 1, 4, 2, 4]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the test found for one engine, method and sampling."""
+
+    engine: str
+    version: str
+    method: str
+    temperature: float
+    top_k: int
+    top_p: float
+    draws: int
+    p_value: float
+
+    @property
+    def is_biased(self) -> bool:
+        return self.p_value < P_LIMIT
+
+    @property
+    def detail(self) -> str:
+        """A sentence with the test and its outcome."""
+        found = "are not of" if self.is_biased else "fit"
+        return (
+            f"{self.draws} samples of three tokens of a tiny model {found} its exact distribution "
+            f"(p = {self.p_value:.1e}; {self.engine} {self.version})"
+        )
+
+
+def write_model(folder: Path, seed: int, spread: float = 0.4) -> Path:
+    """Write a random model of five symbols. spread: standard deviation of its weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=SYMBOLS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def exact_law(target_folder: Path, sampling: Sampling) -> dict[Triple, float]:
+    """Return the exact distribution of the first three tokens after PROMPT."""
+    target = load_target(target_folder, backend="hf", dtype="float32", device="cpu")
+    warper = Warper(sampling.temperature, sampling.top_k, sampling.top_p, 0.0)
+
+    def next_row(text: list[int]) -> list[float]:
+        target.open(1, CONTEXT)
+        logits_V = target.forward(torch.tensor([text]))[0][0, -1]
+        return list(warper.probs(logits_V.double()).tolist())
+
+    with torch.inference_mode():
+        return joint(next_row, PROMPT)
+
+
+def judge_sampling(
+    engine: str, python: str, method: str, sampling: Sampling, log: Path, draws: int = DRAWS
+) -> Verdict:
+    """Sample with an engine and a drafter, and compare with the exact distribution.
+
+    sampling: temperature, top_k and top_p of the test. log: file for what the engine prints.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        target = write_model(Path(name, "target"), seed=1)
+        drafter = write_model(Path(name, "drafter"), seed=2) if method == "draft_model" else ""
+        config = EngineConfig(
+            target=str(target),
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            max_length=CONTEXT,
+            batch_size=1,
+            method=Method(method, str(drafter), DRAFTED),
+        )
+        counts: Counter[Triple] = Counter()
+        with EngineProcess(ENGINES[engine].worker, config, log, python) as process:
+            for seed in range(-(-draws // A_BATCH)):
+                request = dataclasses.replace(
+                    sampling, seed=seed, max_new_tokens=LENGTH + 2, ignore_eos=True
+                )
+                result = process.decode([PROMPT] * A_BATCH, request)
+                counts.update(tuple(answer.tokens[:LENGTH]) for answer in result.answers)
+        return Verdict(
+            engine=engine,
+            version=process.version,
+            method=method,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            draws=counts.total(),
+            p_value=p_value(counts, exact_law(target, sampling)),
+        )
+
+
+def read_or_test(
+    file: Path, engine: str, python: str, methods: Sequence[str], sampling: Sampling
+) -> list[Verdict]:
+    """Return the verdicts on an engine's methods, from the run folder's file if it has them."""
+    have = [Verdict(**values) for values in json.loads(file.read_text())] if file.is_file() else []
+    place = (sampling.temperature, sampling.top_k, sampling.top_p)
+    found = []
+    for method in methods:
+        same = [v for v in have if (v.method, v.temperature, v.top_k, v.top_p) == (method, *place)]
+        if not same:
+            log = file.with_name(f"{engine}-sampling-test.log")
+            same = [judge_sampling(engine, python, method, sampling, log)]
+            have += same
+            write_text(file, json.dumps([dataclasses.asdict(verdict) for verdict in have]))
+        found += same
+    return found

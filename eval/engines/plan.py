@@ -1,0 +1,163 @@
+"""Which engines, methods and drafters a run measures, and which it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.drafters.chain import ChainDrafter
+from decoding.errors import UserError
+from eval.config import EvalConfig
+from eval.measure.records import AUTOREGRESSIVE, Condition
+from eval.measure.setup import Loaded
+from jobs.drafters import CONTROL
+from serving.engines.registry import ENGINES, OURS
+
+DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
+GREEDY = "greedy"
+
+
+@dataclass(frozen=True)
+class EngineArm:
+    """One way to decode in one engine, in a process of its own."""
+
+    engine: str
+    method: str = AUTOREGRESSIVE
+    drafter: str = ""  # its name in the tables
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One decoding of every prompt by an arm."""
+
+    arm: EngineArm
+    rule: str  # greedy, or at temperatures above 0 token | point_mass
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The arms of a run, and sentences on the drafters that an engine does not run."""
+
+    arms: list[EngineArm]
+    folders: dict[str, Path]  # drafter -> its model folder
+    not_run: list[str]
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines besides ours."""
+        return [name for name in dict.fromkeys(arm.engine for arm in self.arms) if name != OURS]
+
+    def trials(self, cfg: EvalConfig, condition: Condition) -> list[Trial]:
+        """Return the decodings of each batch under a condition, our own autoregressive one first.
+
+        Acceptance is compared on texts that no stop token ends, so drafters run once more with stop
+        tokens ignored, in the engine and in ours by the engine's rule.
+        """
+        greedy, ignored = condition.temperature == 0, not cfg.stop_at_eos
+
+        def trial(arm: EngineArm, rule: str, ignore_eos: bool) -> Trial:
+            return Trial(arm, GREEDY if greedy else rule, ignore_eos)
+
+        own = [EngineArm(OURS), *(arm for arm in self.arms if arm.engine == OURS)]
+        found = [trial(arm, "token", ignored) for arm in own]
+        for arm in self.arms:
+            if arm.engine == OURS or not _runs(arm, condition):
+                continue
+            rule = ENGINES[arm.engine].rule
+            found.append(trial(arm, rule, ignored))
+            if arm.method == "draft_model":
+                ours = dataclasses.replace(arm, engine=OURS)
+                found += [trial(arm, rule, True), trial(ours, rule, True)]
+        return list(dict.fromkeys(found))
+
+
+def _runs(arm: EngineArm, condition: Condition) -> bool:
+    """Return whether an engine runs an arm at a batch size."""
+    alone = arm.method == AUTOREGRESSIVE or condition.batch_size == 1
+    return alone or ENGINES[arm.engine].drafts_batches
+
+
+def engine_names(cfg: EvalConfig) -> list[str]:
+    """Return the names in `engine`, which is one name or a list."""
+    return [cfg.engine] if isinstance(cfg.engine, str) else [str(name) for name in cfg.engine]
+
+
+def check_engines(cfg: EvalConfig) -> None:
+    """Raise UserError for an unknown engine, and for settings that other engines do not have."""
+    names, known = engine_names(cfg), [OURS, *ENGINES]
+    if not names or set(names) - set(known) or len(set(names)) != len(names):
+        raise UserError(
+            f"engine is {cfg.engine}, expected one of {', '.join(known)}, or a list of different "
+            f"ones such as engine=[ours,vllm]."
+        )
+    if unknown := cfg.engine_python.keys() - ENGINES.keys():
+        raise UserError(
+            f"engine_python has {', '.join(sorted(unknown))}, expected the name of an engine: "
+            f"{', '.join(ENGINES)}."
+        )
+    if names == [OURS]:
+        return
+    for key, off in (
+        ("min_p", 0.0),
+        ("repetition_penalty", 1.0),
+        ("allowed", ""),
+        ("stop_strings", []),
+        ("max_seconds", 0.0),
+    ):
+        if vars(cfg)[key] != off:
+            raise UserError(
+                f"{key} is {vars(cfg)[key]}, which only our own loop has. Remove it, or set "
+                f"engine=ours."
+            )
+
+
+def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
+    """Return the arms of all engines that a run names."""
+    others = [name for name in engine_names(cfg) if name != OURS]
+    if not others:
+        return EnginePlan([], {}, [])
+    folders, left = _model_folders(loaded)
+    lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
+    arms = []
+    for engine in engine_names(cfg):
+        arms.append(EngineArm(engine))
+        arms += [
+            EngineArm(engine, "draft_model", name, gamma) for name in folders for gamma in lengths
+        ]
+        if CONTROL in loaded.bench.drafters:
+            arms += [EngineArm(engine, "ngram", CONTROL, gamma) for gamma in lengths]
+    not_run = [f"{name}: {why}" for name, why in left.items()]
+    batched = max(cfg.batch_sizes) > 1
+    not_run += [
+        f"drafters in {engine} at batch sizes above 1: it drafts for one prompt at a time"
+        for engine in others
+        if batched and not ENGINES[engine].drafts_batches
+    ]
+    return EnginePlan(arms, folders, not_run)
+
+
+def _model_folders(loaded: Loaded) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return drafter -> folder of those that engines run, and drafter -> why not of the others."""
+    folders: dict[str, Path] = {}
+    left: dict[str, str] = {}
+    for name, drafter in loaded.bench.drafters.items():
+        if name == CONTROL:
+            continue
+        folder = loaded.folders.get(name, (None, ""))[0]
+        if folder is None or type(drafter) is not ChainDrafter:
+            left[name] = "only our own loop runs this kind of drafter"
+        elif folder in folders.values():
+            left[name] = "engines measure its model under another entry"
+        else:
+            folders[name] = folder
+    return folders, left
+
+
+def describe_arms(arms: Sequence[EngineArm]) -> str:
+    """Return `vllm autoregressive, vllm draft_model mine 4` for the plan of a dry run."""
+    drafts = {arm: f" {arm.drafter} {arm.num_draft_tokens}" if arm.drafter else "" for arm in arms}
+    return ", ".join(f"{arm.engine} {arm.method}{drafts[arm]}" for arm in arms)

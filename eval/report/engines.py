@@ -1,0 +1,117 @@
+"""Tables of the engines in a run, for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from eval.engines.agreement import DIFFERS
+from eval.engines.rows import BIASED
+from eval.measure.records import AUTOREGRESSIVE
+from eval.report import text
+from eval.report.tables import Table, make_table, print_tables
+from eval.report.text import NONE, number, with_interval
+from eval.statistics import lossless
+from eval.statistics.engine_row import EngineRow
+from serving.engines.registry import OURS
+
+SPEED_KEY = {"engine", "drafter", "tokens/s", "gain [95 %]", "output"}
+ACCEPTANCE_KEY = {"engine", "drafter", "gamma", "alpha", "acceptance"}
+
+
+def condition_label(row: EngineRow) -> str:
+    batch = f", batch {row.batch_size}" if row.batch_size > 1 else ""
+    return ("greedy" if row.temperature == 0 else f"temperature {row.temperature:g}") + batch
+
+
+def drafter_label(row: EngineRow) -> str:
+    """Return `mine`, `prompt lookup` or `none (autoregressive)`."""
+    if row.method == AUTOREGRESSIVE:
+        return "none (autoregressive)"
+    return "prompt lookup" if row.method == "ngram" else row.drafter
+
+
+def rates(values: Sequence[float | None] | None) -> str:
+    """Return acceptance rates by depth, `0.64 0.59 0.68`."""
+    return " ".join(map(number, values)) if values else NONE
+
+
+def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
+    """Return two tables for each condition: speed and output, then acceptance."""
+    tables = []
+    for label in dict.fromkeys(map(condition_label, rows)):
+        group = [row for row in rows if condition_label(row) == label]
+        marks = ["baseline" if row.method == AUTOREGRESSIVE else _mark(row) for row in group]
+        tables.append(make_table(label, list(map(_speed, group)), marks, SPEED_KEY))
+        drafting = [row for row in group if row.method != AUTOREGRESSIVE]
+        cells = list(map(_acceptance, drafting))
+        title = f"{label}, acceptance in the engine and in ours"
+        tables.append(make_table(title, cells, list(map(_mark, drafting)), ACCEPTANCE_KEY))
+    return tables
+
+
+def _mark(row: EngineRow) -> str:
+    bad = row.agreement == DIFFERS or row.lossless in (lossless.DIFFERS, BIASED)
+    return "bad" if bad else ""
+
+
+def _speed(row: EngineRow) -> dict[str, str]:
+    gain, over_ours = (row.speedup, row.speedup_low, row.speedup_high), NONE
+    if (row.engine, row.method) != (OURS, AUTOREGRESSIVE):
+        over_ours = with_interval(row.over_ours, row.over_ours_low, row.over_ours_high)
+    return {
+        "engine": row.engine,
+        "drafter": drafter_label(row),
+        "tokens/s": number(row.tokens_per_second, 1),
+        "gain [95 %]": NONE if row.method == AUTOREGRESSIVE else with_interval(*gain),
+        "over ours [95 %]": over_ours,
+        "gamma": str(row.num_draft_tokens or NONE),
+        "tau": number(row.tau),
+        "first token ms": number(row.first_token_ms, 1),
+        "output": row.lossless,
+    }
+
+
+def _acceptance(row: EngineRow) -> dict[str, str]:
+    detail = f" ({row.agreement_detail})" if row.agreement_detail else ""
+    return {
+        "engine": row.engine,
+        "drafter": drafter_label(row),
+        "gamma": str(row.num_draft_tokens),
+        "alpha": number(row.alpha),
+        "by depth": rates(row.checked_alpha_by_depth or row.alpha_by_depth),
+        "ours by depth": rates(row.ours_alpha_by_depth),
+        "acceptance": row.agreement_detail if row.agreement == DIFFERS else row.agreement + detail,
+    }
+
+
+def engine_warnings(rows: Sequence[EngineRow]) -> list[str]:
+    """Return the warnings of outputs that differ, biased sampling and acceptance that differs."""
+    found = []
+    for row in rows:
+        place = f"{row.engine}, {drafter_label(row)}, {condition_label(row)}"
+        if row.lossless in (lossless.DIFFERS, BIASED):
+            found.append(f"NOT LOSSLESS: {place}: {row.lossless_detail}")
+        if row.agreement == DIFFERS:
+            found.append(
+                f"ACCEPTANCE DIFFERS: {place}: it {row.agreement_detail} in ours. The engine may "
+                f"read the drafter's folder wrongly."
+            )
+    return found
+
+
+def print_engines(
+    rows: Sequence[EngineRow], notes: Sequence[str], console: Console | None = None
+) -> None:
+    """Print the tables of engines, what they do not run, and the legend."""
+    first = rows[0]
+    title = f"Engines, {first.target} on benchmark {first.benchmark}: "
+    title += f"{text.count_label(first.prompts, 'prompt')}, {first.dtype}, "
+    title += text.count_label(first.threads, "thread")
+    tables = [
+        dataclasses.replace(table, title=f"{title}: {table.title}") for table in engine_tables(rows)
+    ]
+    not_run = [f"not run by other engines: {note}" for note in notes]
+    print_tables(tables, engine_warnings(rows), not_run, text.ENGINES_LEGEND, console)

@@ -1,0 +1,83 @@
+"""The engines that a drafter can be measured in, besides our own loop, and where they are found."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.errors import UserError
+
+OURS = "ours"
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What has to be known about an engine before it starts."""
+
+    worker: str  # program in `workers`
+    module: str  # that its Python environment must have
+    install: str  # command that installs it
+    methods: tuple[str, ...]  # besides autoregressive
+    # rule by which sampling tests drafted tokens: token (by p / q), or point_mass (the draft is the
+    # drafter's likeliest token, accepted with the target's probability)
+    rule: str
+    python: str = ""  # interpreter below the project's folder; empty: the one that runs us
+    drafts_batches: bool = True  # false: drafts for one prompt at a time
+    # whether sampling with a drafter is tested against the exact distribution in each run
+    distribution_is_tested: bool = False
+
+    @property
+    def variable(self) -> str:
+        """Environment variable that names another interpreter."""
+        return f"SHALLOW_DRAFT_{self.module.upper()}_PYTHON"
+
+
+ENGINES: dict[str, Engine] = {
+    "hf": Engine(
+        worker="hf_worker.py",
+        module="transformers",
+        install="pip install transformers",
+        methods=("draft_model", "ngram"),
+        rule="token",
+        drafts_batches=False,
+        distribution_is_tested=True,
+    ),
+    "vllm": Engine(
+        worker="vllm_worker.py",
+        module="vllm",
+        install="./scripts/engines/vllm.sh",
+        methods=("draft_model", "ngram"),
+        rule="point_mass",
+        python=".venv-vllm/bin/python",
+    ),
+}
+
+
+def python_of(name: str, pythons: Mapping[str, str]) -> str:
+    """Return the interpreter that an engine runs in.
+
+    pythons: engine -> interpreter, empty for the usual one. Raises UserError with the command that
+    installs the engine if the interpreter or the engine's module is missing.
+    """
+    engine = ENGINES[name]
+    asked = pythons.get(name) or os.environ.get(engine.variable, "")
+    python = asked or (str(ROOT / engine.python) if engine.python else sys.executable)
+    remedy = (
+        f"Install it with {engine.install}, or name the interpreter that has it: "
+        f"engine_python.{name}=PATH."
+    )
+    try:
+        found = subprocess.run([python, "-c", CHECK, engine.module], capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(
+            f"engine {name} is not installed: {python} cannot be run ({error.strerror}). {remedy}"
+        ) from error
+    if found.returncode:
+        raise UserError(
+            f"engine {name} is not installed: {python} has no module {engine.module}. {remedy}"
+        )
+    return python

@@ -1,0 +1,64 @@
+"""Law 3 on engines: samples with a drafter against the target's exact distribution."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from decoding.drafters.chain import ChainDrafter
+from eval.engines.distribution import exact_law, judge_sampling, read_or_test, write_model
+from eval.engines.ours import PointMassDrafter
+from eval.statistics.joint_law import P_LIMIT
+from serving.engines.interface import Sampling
+from serving.engines.process import WORKERS
+from serving.engines.registry import ENGINES
+from tests.decoding.law_3 import law_holds
+from tests.decoding.rows import draft_table
+
+WARM = Sampling(1, temperature=0.7, top_k=3)
+
+
+def test_point_masses_keep_the_targets_distribution():
+    drafter = PointMassDrafter(model=draft_table())
+    assert law_holds(drafter, "token", "plain") > P_LIMIT
+
+
+def test_control_likeliest_tokens_tested_by_q_do_not():
+    class Greedy(ChainDrafter):
+        def propose(self, sequences_B, budgets_B, stopping_B, chooser):
+            proposal = super().propose(sequences_B, budgets_B, stopping_B, chooser)
+            proposal.tokens_BN.copy_(proposal.q_BNV.argmax(-1))
+            return proposal
+
+    assert law_holds(Greedy(model=draft_table()), "token", "plain") < P_LIMIT
+
+
+def test_the_exact_law_sums_to_one_and_follows_the_warpers(tmp_path):
+    law = exact_law(write_model(tmp_path / "target", seed=1), WARM)
+    assert sum(law.values()) == pytest.approx(1.0)
+    assert len(law) == 27
+
+
+@pytest.mark.long
+def test_law_3_of_assisted_generation_is_judged_once_a_run(tmp_path):
+    file = tmp_path / "hf_distribution.json"
+    [found] = read_or_test(file, "hf", sys.executable, ["draft_model"], WARM)
+    assert not found.is_biased, found.detail  # as of transformers 5.23
+    again = read_or_test(file, "hf", "/nowhere/python", ["draft_model"], WARM)
+    assert again == [found]
+
+
+@pytest.mark.long
+def test_control_law_3_rejects_assisted_generation_that_mixes_in_the_drafter(tmp_path, monkeypatch):
+    """Check that the test finds the bias of a rule of transformers that is lossy by design."""
+    program = tmp_path / "lossy_worker.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(WORKERS)!r})\nimport hf_worker\n"
+        "from channel import serve\nplain = hf_worker.request\n"
+        "hf_worker.request = lambda *two: {**plain(*two), 'assistant_ensemble_weight': 0.3}\n"
+        "serve(hf_worker.start)\n"
+    )
+    lossy = dataclasses.replace(ENGINES["hf"], worker=str(program))
+    monkeypatch.setitem(ENGINES, "lossy", lossy)
+    found = judge_sampling("lossy", sys.executable, "draft_model", WARM, tmp_path / "log")
+    assert found.is_biased, found.detail

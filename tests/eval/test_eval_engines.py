@@ -1,0 +1,261 @@
+"""Engines beside our own loop: comparison of acceptance, and real runs of them."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from scipy.stats import fisher_exact
+
+from decoding.errors import UserError
+from eval.config import BenchmarkConfig, EvalConfig
+from eval.engines.agreement import AGREES, DIFFERS, TOO_FEW, Counts, compare, counts_of, fisher
+from eval.engines.measure import FILE, EngineSession
+from eval.engines.plan import plan_engines
+from eval.engines.rows import build_engine_rows
+from eval.measure.setup import load
+from eval.run import run
+from eval.statistics.schema import read_all_rows, read_rows
+from jobs.config import TargetConfig
+from jobs.paths import resolve
+from serving.engines.registry import ENGINES, ROOT
+from tests.support import tiny_folders as tiny
+from tests.support.engine_folders import write_broken, write_drafter, write_target
+
+VLLM = os.environ.get("SHALLOW_DRAFT_VLLM_PYTHON", str(ROOT / ENGINES["vllm"].python))
+# Noise with which the first token of a draft is accepted in half of the rounds or more.
+NOISE, NOISE_OF_EMBEDDED = 0.05, 0.1
+
+
+@pytest.fixture(scope="module")
+def engine_home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("engines")
+    write_target(home / "target")
+    write_drafter(home / "target", home / "noisy", NOISE)
+    tiny.prompts(home / "prompts.jsonl", count=5)
+    write_broken(home / "noisy", home / "broken")
+    return home
+
+
+def engine_config(home: Path, name: str, **changes: object) -> EvalConfig:
+    """Return an evaluation in the engines of the drafter `noisy`, greedy and in float32."""
+    values = {
+        "engine": ["ours", "hf"],
+        "target": TargetConfig(path=str(home / "target"), dtype="float32", device="cpu"),
+        "drafters": [str(home / "noisy")],
+        "temperatures": [0.0],
+        "max_new_tokens": 40,
+        "num_draft_tokens": [3],
+        "stop_at_eos": True,  # so that acceptance has decodings of its own, past stop tokens
+        "sweep": [],
+        **changes,
+    }
+    return tiny.config(home, name, **values)
+
+
+def swap_folder(cfg: EvalConfig, folder: Path, folder_of_engine: Path):
+    """Measure with a plan by which engines load another folder than our loop; return the row."""
+    loaded = load(cfg)
+    plan = plan_engines(cfg, loaded)
+    plan = dataclasses.replace(plan, folders=dict.fromkeys(plan.folders, folder_of_engine))
+    folder.mkdir()
+    session = EngineSession(cfg, loaded, plan, folder)
+    session.measure()
+    rows = build_engine_rows(
+        loaded.run, loaded.facts, session.records, plan.arms, session.versions, [], False
+    )
+    [row] = [r for r in rows if r.method == "draft_model" and r.engine != "ours"]
+    return row
+
+
+# ------------------------------------------------------------------------------- acceptance agrees
+@pytest.mark.parametrize("table", [(3, 10, 8, 12), (0, 5, 5, 5), (7, 7, 9, 9), (40, 300, 80, 305)])
+def test_fishers_test_equals_scipys(table):
+    x, n, u, m = table
+    assert fisher(x, n, u, m) == pytest.approx(fisher_exact([[x, n - x], [u, m - u]]).pvalue)
+
+
+def test_equal_rates_agree_and_a_lower_one_differs_at_its_depth():
+    ours = Counts([300, 200, 120], [200, 120, 80])
+    assert compare(Counts([305, 194, 114], [194, 114, 75]), ours).word == AGREES
+    found = compare(Counts([300, 200, 60], [200, 60, 40]), ours)
+    assert (found.word, found.detail) == (
+        DIFFERS,
+        "differs at depth 2 (60 of 200 against 120 of 200)",
+    )
+
+
+def test_few_tests_decide_nothing_unless_they_differ():
+    assert compare(Counts([20], [10]), Counts([20], [11])).word == TOO_FEW
+    assert compare(Counts([20], [0]), Counts([20], [20])).word == DIFFERS
+
+
+def test_a_depth_tests_what_the_one_before_accepted_if_an_engine_reports_no_tests():
+    assert counts_of([None, None], [[3, 1], [2, 2]], [5, 4]) == Counts([9, 5], [5, 3])
+    assert counts_of([[4, 1]], [[1, 1]], [None]) == Counts([4, 1], [1, 1])
+    assert counts_of([None], [None], [5]) is None
+
+
+# --------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": "vlm"}, "engine is vlm, expected one of ours, hf, vllm"),
+        ({"engine": []}, r"engine is \[\], expected one of"),
+        ({"engine": ["hf", "hf"]}, "a list of different ones"),
+        ({"engine_python": {"vlm": "python"}}, "engine_python has vlm, expected the name"),
+        ({"min_p": 0.1}, "min_p is 0.1, which only our own loop has"),
+        ({"max_seconds": 5.0}, "max_seconds is 5.0, which only our own loop has"),
+        (
+            {"engine": "vllm", "engine_python": {"vllm": "/nowhere/python"}},
+            r"engine vllm is not installed: /nowhere/python cannot be run .* "
+            r"Install it with ./scripts/engines/vllm.sh, or .* engine_python.vllm=PATH",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_before_a_measurement(engine_home, changes, words):
+    with pytest.raises(UserError, match=words):
+        run(engine_config(engine_home, "refused", **changes))
+
+
+def test_a_dry_run_lists_the_arms_and_what_no_engine_runs(engine_home, capsys):
+    run(
+        engine_config(
+            engine_home,
+            "dry",
+            dry_run=True,
+            drafters=[str(engine_home / "noisy"), "suffix_lookup"],
+            batch_sizes=[1, 2],
+        )
+    )
+    shown = capsys.readouterr().out
+    assert "hf autoregressive, hf draft_model noisy 3, hf ngram prompt_lookup 3" in shown
+    assert "suffix_lookup: only our own loop runs this kind of drafter" in shown
+    assert "drafters in hf at batch sizes above 1" in shown
+
+
+# -------------------------------------------------------------------- Hugging Face's own `generate`
+@pytest.fixture(scope="module")
+def with_hf(engine_home):
+    return run(engine_config(engine_home, "with_hf"))
+
+
+@pytest.mark.long
+def test_generate_gives_the_targets_text_and_accepts_as_often_as_ours(with_hf):
+    rows, engine_rows = read_all_rows(with_hf / "results.jsonl")
+    assert {row.engine for row in rows} == {"ours"}
+    assert [(row.engine, row.method) for row in engine_rows] == [
+        (engine, method)
+        for engine in ("ours", "hf")
+        for method in ("autoregressive", "draft_model", "ngram")
+    ]
+    assert {row.lossless for row in engine_rows} <= {"equal", "ties"}
+    assert {row.prompts for row in engine_rows} == {5}
+    drafting = engine_rows[4]
+    assert drafting.agreement == AGREES, drafting.agreement_detail
+    assert 0.1 < drafting.alpha < 1  # so the agreement is one of rates, not of all or nothing
+    assert drafting.tau == pytest.approx(drafting.tokens / (drafting.tokens - drafting.accepted))
+    assert drafting.t_draft_ms is None
+    assert drafting.backend.startswith("hf 5.")
+    report = (with_hf / "report.html").read_text()
+    assert "<h2>Engines</h2>" in report and "acceptance in the engine and in ours" in report
+
+
+@pytest.mark.long
+def test_control_a_folder_that_an_engine_reads_wrongly_differs(engine_home, tmp_path):
+    cfg = engine_config(engine_home, "swapped", prompt_lookup_control=False)
+    row = swap_folder(cfg, tmp_path / "swapped", engine_home / "broken")
+    assert row.agreement == DIFFERS
+    assert row.lossless in ("equal", "ties")  # the text does not show the fault
+
+
+@pytest.mark.long
+def test_a_finished_run_shows_its_engines_again_and_an_interrupted_one_continues(
+    engine_home, with_hf, capsys
+):
+    run(engine_config(engine_home, "with_hf"))
+    assert "Engines, target on benchmark prompts" in capsys.readouterr().out
+    records, manifest = with_hf / FILE, with_hf / "manifest.json"
+    before = records.read_text().splitlines()
+    records.write_text("\n".join(before[:-3]) + "\n")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
+    run(engine_config(engine_home, "with_hf"))
+    after = records.read_text().splitlines()
+    assert len(after) == len(before)
+    complete = len(before) - len(before) // 5  # all units but the last
+    assert after[:complete] == before[:complete]
+
+
+@pytest.mark.long
+def test_an_engine_alone_has_a_page_and_no_rows_to_compare(engine_home):
+    folder = run(engine_config(engine_home, "alone", engine="hf", prompt_lookup_control=False))
+    rows, engine_rows = read_all_rows(folder / "results.jsonl")
+    assert not rows and {row.engine for row in engine_rows} == {"hf"}
+    assert "in other engines" in (folder / "report.html").read_text()
+    with pytest.raises(UserError, match="has only rows of hf, expected rows of our own loop"):
+        read_rows(folder / "results.jsonl")
+
+
+@pytest.mark.long
+def test_a_drafter_that_an_engine_refuses_is_named_with_its_words(engine_home, tmp_path):
+    cfg = engine_config(engine_home, "refused", prompt_lookup_control=False)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"(?s)engine=hf, drafters: noisy .* config.json"):
+        swap_folder(cfg, tmp_path / "swapped", empty)
+
+
+# -------------------------------------------------------------------------------------------- vLLM
+@pytest.fixture(scope="module")
+def vllm_home(tmp_path_factory):
+    """Return a folder with drafters of the embedded target, whose head size vLLM supports."""
+    if not Path(VLLM).is_file():
+        assert os.environ.get("CI") != "true", f"{VLLM} is missing"
+        pytest.skip(f"vLLM is not installed: {ENGINES['vllm'].install}")
+    home = tmp_path_factory.mktemp("vllm")
+    write_drafter(resolve("embedded:target"), home / "noisy", NOISE_OF_EMBEDDED)
+    write_broken(home / "noisy", home / "broken")
+    return home
+
+
+def vllm_config(home: Path, name: str, **changes: object) -> EvalConfig:
+    values = {
+        "engine": ["vllm"],
+        "engine_python": {"vllm": VLLM},
+        "target": TargetConfig(
+            path="embedded:target", dtype="float32", device="cpu", execution="eager"
+        ),
+        "benchmark": BenchmarkConfig(path="embedded:prompts"),
+        "max_prompts": 6,
+        "prompt_lookup_control": False,
+        **changes,
+    }
+    return engine_config(home, name, **values)
+
+
+@pytest.mark.engines
+def test_vllm_gives_the_targets_text_and_accepts_as_often_as_ours(vllm_home):
+    folder = run(vllm_config(vllm_home, "healthy"))
+    _, rows = read_all_rows(folder / "results.jsonl")
+    assert [row.method for row in rows] == ["autoregressive", "draft_model"]
+    assert {row.lossless for row in rows} <= {"equal", "ties"}
+    assert rows[1].agreement == AGREES, rows[1].agreement_detail
+    assert 0.1 < rows[1].alpha < 1
+
+
+@pytest.mark.engines
+def test_control_a_folder_that_vllm_reads_wrongly_differs(vllm_home, tmp_path):
+    cfg = vllm_config(vllm_home, "swapped")
+    row = swap_folder(cfg, tmp_path / "swapped", vllm_home / "broken")
+    assert row.agreement == DIFFERS
+    assert row.lossless in ("equal", "ties")
+
+
+@pytest.mark.engines
+def test_a_drafter_that_vllm_refuses_is_named_with_its_words(vllm_home, tmp_path):
+    cfg = vllm_config(vllm_home, "refused")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"(?s)engine=vllm, drafters: noisy .* the engine failed"):
+        swap_folder(cfg, tmp_path / "swapped", empty)
