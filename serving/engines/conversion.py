@@ -1,0 +1,133 @@
+"""Models in the formats of other engines, converted once and kept in a cache folder."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from decoding.errors import UserError
+from decoding.models.folder import hash_input, read_config
+from decoding.models.gguf.writer import write_gguf
+from serving.engines.interface import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
+TAIL = 15  # lines of an exporter's output in an error
+
+
+def llama_server() -> Path:
+    """Return llama.cpp's server: the one of LLAMA_SERVER, of this project, or on the PATH.
+
+    Raises UserError if there is none.
+    """
+    named = os.environ.get("LLAMA_SERVER")
+    found = named or next(
+        (str(path) for path in (LLAMA_CPP / "llama-server",) if path.is_file()),
+        shutil.which("llama-server"),
+    )
+    if found is None or not Path(found).is_file():
+        raise UserError(
+            f"llama-server is {f'not at {named}' if named else 'not installed'}. Run "
+            f"./scripts/engines/llama_cpp.sh, or set LLAMA_SERVER to its program."
+        )
+    return Path(found)
+
+
+def prepare(
+    engine: str, config: EngineConfig, cache: Path, python: str
+) -> tuple[EngineConfig, dict[str, str]]:
+    """Return a configuration in an engine's own format of models, and variables of its process.
+
+    cache: folder of converted models. python: interpreter of the engine's environment. Raises
+    UserError if a model cannot be converted or the engine's program is missing.
+    """
+    if engine == "llama_cpp":
+        server = llama_server()
+        return for_llama_cpp(config, cache), {"LLAMA_SERVER": str(server)}
+    if engine == "openvino":
+        return for_openvino(config, cache, Path(python)), {}
+    return config, {}
+
+
+def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
+    """Return a configuration whose target and drafter are GGUF files in its dtype."""
+    return _convert(config, lambda folder: gguf_of(folder, config.dtype, cache))
+
+
+def for_openvino(config: EngineConfig, cache: Path, python: Path) -> EngineConfig:
+    """Return a configuration whose target and drafter are exported to OpenVINO."""
+    return _convert(config, lambda folder: openvino_of(folder, cache, python))
+
+
+def _convert(config: EngineConfig, convert: Callable[[str], Path]) -> EngineConfig:
+    method = config.method
+    if method.drafter:
+        method = replace(method, drafter=str(convert(method.drafter)))
+    return replace(config, target=str(convert(config.target)), method=method)
+
+
+def gguf_of(folder: str | Path, dtype: str, cache: Path) -> Path:
+    """Return the GGUF file of a model folder, converting it if the cache does not have it.
+
+    dtype: float32 | bfloat16 | float16. Raises UserError as `write_gguf` does.
+    """
+    path = cache / f"{_name(Path(folder))}.{dtype}.gguf"
+    if not path.exists():
+        write_gguf(folder, path, dtype)
+    return path
+
+
+def openvino_of(folder: str | Path, cache: Path, python: Path) -> Path:
+    """Return the OpenVINO folder of a model folder, exporting it if the cache does not have it.
+
+    python: interpreter of OpenVINO's environment. Raises UserError as `export_openvino` does.
+    """
+    path = cache / f"{_name(Path(folder))}.openvino"
+    if not path.exists():
+        export_openvino(folder, path, python)
+    return path
+
+
+def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
+    """Export a model folder with optimum-intel, weights in float32.
+
+    The engine converts weights to the precision that it runs in when it loads them. Raises
+    UserError if the folder cannot be read, `path` exists, or the export fails, with its words.
+    """
+    read_config(folder)
+    if path.exists():
+        raise UserError(f"{path} exists already. Delete it to export again.")
+    program = python.parent / "optimum-cli"
+    if not program.is_file():
+        raise UserError(
+            f"optimum-intel, which exports to OpenVINO, is not installed: {program} does not "
+            f"exist. Run ./scripts/engines/openvino.sh."
+        )
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [
+            *(program, "export", "openvino", "--model", folder),
+            *("--task", "text-generation-with-past", "--weight-format", "fp32", partial),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode or not (partial / "openvino_model.xml").is_file():
+        shutil.rmtree(partial, ignore_errors=True)
+        lines = (done.stdout + done.stderr).strip().splitlines()[-TAIL:]
+        raise UserError(
+            f"{folder} cannot be exported to OpenVINO. The exporter's words:\n"
+            + "\n".join(f"  {line}" for line in lines)
+        )
+    partial.replace(path)
+
+
+def _name(folder: Path) -> str:
+    """Return a name that differs for every content of a folder."""
+    return f"{folder.resolve().name}-{hashlib.sha256(hash_input(folder).encode()).hexdigest()[:12]}"
