@@ -4,6 +4,7 @@ Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target
 drafted vocabulary.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
+from jobs.paths import name_anywhere
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout
@@ -140,7 +142,7 @@ class MedusaKind(HeadKind):
         return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
-        target = card["target"]
+        target = shlex.quote(name_anywhere(card["target"]))
         return ReadmeParts(
             tag="medusa",
             title="Medusa heads (Medusa-1, arXiv 2401.10774)",
