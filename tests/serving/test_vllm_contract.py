@@ -5,11 +5,10 @@ The tier --engines runs it, and .ci/run does: with vLLM's install in at most eig
 
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 from scipy.stats import fisher_exact
@@ -23,12 +22,13 @@ from distill.config import TrainConfig
 from distill.train import run
 from jobs.config import typed
 from jobs.job import CONF, register
+from jobs.paths import resolve
 from tests.decoding.test_real_models import GAP_LIMIT, gap
 from tests.support.vllm_server import Answer, code_block, serve
 from training.data.readers import read_prompts
 
 pytestmark = pytest.mark.engines
-PROMPTS, TOKENS, DRAFTED = 16, 64, 4
+PROMPTS, TOKENS, DRAFTED = 32, 64, 4
 # Level of each of the DRAFTED two-proportion tests. The texts are equal, so the counts differ only
 # by where a text begins and ends.
 LEVEL = 0.01
@@ -55,17 +55,21 @@ def disagreeing_depths(theirs: Counts, ours: Counts) -> list[int]:
     ]
 
 
+def sums(by_depth: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sum of the counts at each of DRAFTED depths; a list may end before a depth."""
+    filled = ([*counts, *[0] * (DRAFTED - len(counts))] for counts in by_depth)
+    return [sum(counts) for counts in zip(*filled, strict=True)]
+
+
 def damaged(drafter: Path, folder: Path) -> Path:
-    """Copy a drafter, with its queries' and keys' channels in the order of interleaved rope.
+    """Copy a drafter, with the two projections before its activation in the wrong order.
 
     Such a layout error changes acceptance and no text.
     """
     shutil.copytree(drafter, folder)
     weights = load_file(folder / "model.safetensors")
-    for name, tensor in weights.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            pairs = tensor.view(-1, 2, 32, tensor.shape[1])  # heads of 64 channels
-            weights[name] = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -96,7 +100,7 @@ def test_the_launch_line_of_a_drafter_folder_serves(
     The answers are equal, and the acceptance in the server equals that in our loop, which a drafter
     with a layout error does not have.
     """
-    found = read_prompts(Path("assets/prompts.jsonl"))
+    found = read_prompts(resolve("embedded:prompts"))
     prompts = [prompt.turns[0] for prompt in found if len(prompt.turns[0]) < 400][:PROMPTS]
     untrained = write_drafter(tmp_path / "dry", "dry_run=true")
     plain_line = f"vllm serve {shlex.quote(str(embedded_target))}"
@@ -125,9 +129,9 @@ def test_the_launch_line_of_a_drafter_folder_serves(
         drafted = decode(engine.target, ChainDrafter(folder), ids, SETTINGS)
         for one, answer in zip(drafted, expected, strict=True):
             check_equal([Answer(answer.prompt, one.tokens)], [answer])
-        tested = torch.tensor([one.tested_by_depth for one in drafted]).sum(0)
-        accepted = torch.tensor([one.accepted_by_depth for one in drafted]).sum(0)
-        return tested.tolist(), accepted.tolist()
+        return sums(one.tested_by_depth for one in drafted), sums(
+            one.accepted_by_depth for one in drafted
+        )
 
     found_here = ours(moved)
     print(f"tested and accepted by depth: vLLM {theirs}, ours {found_here}")
