@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,10 @@ def serve(line: str, folder: Path, log: Path, options: str = OPTIONS) -> Iterato
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started; its group is its own."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sent)
-            process.wait(timeout=30)
-        except ProcessLookupError:  # all of them ended
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    """End a server and the processes that it started; its group is its own."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=30)
+    with suppress(ProcessLookupError):  # all of them ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
