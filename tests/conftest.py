@@ -75,10 +75,11 @@ def submitit() -> None:
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """Return the interpreter of the environment that has vLLM."""
-    path = Path(os.environ.get("SHALLOW_DRAFT_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-    if not path.is_file():
+    from tests.support.vllm_server import PYTHON
+
+    if not PYTHON.is_file():
         _lacking("needs vLLM: ./scripts/engines/vllm.sh")
-    return path
+    return PYTHON
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = Path(os.environ.get("SHALLOW_DRAFT_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 # Exact comparisons need float32; compiling would take longer than all requests.
 OPTIONS = "--dtype float32 --enforce-eager --host 127.0.0.1"
 STARTING_SECONDS = 300.0
