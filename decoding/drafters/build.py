@@ -126,7 +126,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     if use not in DRAFTERS:
         if not exists(Path(use)) and not parse_hub_name(use):
             raise unknown_drafter("drafter", name, sorted(DRAFTERS))
-        folder = find_folder(use)
+        folder = _local(use)
         name, given = head_of(folder) or "chain", {"folder": folder, **given}
     entry = DRAFTERS[name]
     kind: type = imported(entry.kind)
@@ -143,10 +143,15 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
                 f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Set the "
                 f"path of a model folder."
             )
-        options["folder"] = find_folder(options["folder"])
+        options["folder"] = _local(options["folder"])
         if not head_of(options["folder"]):
             read_config(options["folder"])
     return DrafterChoice(kind, options)
+
+
+def _local(folder: str | Path) -> str | Path:
+    """Return a path unchanged, and the folder of a name on the Hub."""
+    return str(find_folder(folder)) if parse_hub_name(folder) else folder
 
 
 def make_drafter(
