@@ -17,15 +17,21 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
 
-from decoding.drafters.build import check_folder, options_of, refuse_unknown, with_target_settings
+from decoding.drafters.build import (
+    check_folder,
+    find_drafter_folder,
+    options_of,
+    refuse_unknown,
+    with_target_settings,
+)
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported, unknown_drafter
+from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import CARD, read_json
-from decoding.models.hub import parse_hub_name, revision_of
+from decoding.models.hub import revision_of
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
@@ -254,13 +260,11 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         )
     if use in _known_names():
         name = use
-    elif Path(use).exists() or parse_hub_name(use):
-        folder = resolve_model(use)
+    else:
+        folder = str(find_drafter_folder("drafters:", use, _known_names()))
         head = head_of(folder)
         name = head or "chain"
-        given = {"folder": str(folder), **({"name": _folder_name(folder)} if head else {}), **given}
-    else:
-        raise unknown_drafter("drafters:", use, _known_names())
+        given = {"folder": folder, **({"name": _folder_name(folder)} if head else {}), **given}
     mapping = {**_class_and_options(name), **given}
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:

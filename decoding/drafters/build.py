@@ -124,9 +124,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
         )
     name = str(use)
     if use not in DRAFTERS:
-        if not exists(Path(use)) and not parse_hub_name(use):
-            raise unknown_drafter("drafter", name, sorted(DRAFTERS))
-        folder = find_folder(use)
+        folder = find_drafter_folder("drafter", use, sorted(DRAFTERS))
         name, given = head_of(folder) or "chain", {"folder": folder, **given}
     entry = DRAFTERS[name]
     kind: type = imported(entry.kind)
@@ -143,10 +141,32 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
                 f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Set the "
                 f"path of a model folder."
             )
-        options["folder"] = find_folder(options["folder"])
+        options["folder"] = _local(options["folder"])
         if not head_of(options["folder"]):
             read_config(options["folder"])
     return DrafterChoice(kind, options)
+
+
+def find_drafter_folder(where: str, use: str | Path, names: list[str]) -> str | Path:
+    """Return a drafter's existing path unchanged, and the folder of a name on the Hub.
+
+    where: the start of a message. names: of drafters without a folder. Raises UserError for
+    anything else.
+    """
+    if exists(Path(use)):
+        return use
+    unknown = unknown_drafter(where, str(use), names)
+    if parse_hub_name(use) is None:
+        raise unknown
+    try:
+        return _local(use)
+    except UserError as error:
+        raise UserError(f"{unknown} {error}.") from error
+
+
+def _local(folder: str | Path) -> str | Path:
+    """Return a path unchanged, and the folder of a name on the Hub."""
+    return str(find_folder(folder)) if parse_hub_name(folder) else folder
 
 
 def make_drafter(
