@@ -155,7 +155,7 @@ def find_repair(
     twin = _twin(folder, reference, texts, wrong[0])
     kept = settings | {"legacy": reference.legacy}
     if rebuilt:
-        twin.post_processor = _frame(tokenizer, bos, eos)
+        twin.post_processor = frame(tokenizer, bos, eos)
         kept |= {"add_bos_token": bool(bos), "add_eos_token": bool(eos)}
     else:
         twin.post_processor = tokenizer.backend_tokenizer.post_processor
@@ -223,7 +223,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> tuple
     return bos or "", eos or ""
 
 
-def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors.TemplateProcessing:
+def frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors.TemplateProcessing:
     """Return the post-processor that adds the tokens of beginning and end."""
     tokens = [token for token in dict.fromkeys((bos, eos)) if token]
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens]

@@ -1,0 +1,128 @@
+"""A GGUF file: metadata by key and tensors by name, with an error for every damaged file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import exists
+from decoding.values import ValueRule, quote
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+# what the gguf package raises while it reads a damaged file
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
+
+
+class GgufFile:
+    """An open GGUF file; its tensors stay on disk until they are read."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read the header of a file.
+
+        Raises UserError if the gguf package is not installed, and for a path that is no complete
+        GGUF file or only one part of a model.
+        """
+        self.path = Path(path)
+        self._reader = _open(self.path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        parts = self._content("split.count")
+        if parts is not None and parts != 1:
+            raise UserError(
+                f"{self.path} is one of {parts} parts of a model, expected a complete GGUF file. "
+                f"Join the parts with llama.cpp's `llama-gguf-split --merge`."
+            )
+
+    def value(self, key: str, rule: ValueRule, default: Any = None) -> Any:
+        """Return the metadata under a key, or the default if the file does not have the key.
+
+        A float is the shortest decimal number that is stored as this float32, such as 1e-05.
+        Raises UserError for a value that the rule does not allow, and for a missing key without a
+        default.
+        """
+        found = self._content(key)
+        if found is None and default is not None:
+            return default
+        if found is None or not rule.fits(found):
+            raise UserError(
+                f"{self.path}: {key} is {'missing' if found is None else quote(found)}, expected "
+                f"{rule.expected}. Use a GGUF file that llama.cpp can run."
+            )
+        return found
+
+    def keys(self) -> list[str]:
+        """Return the keys of the metadata."""
+        return list(self._reader.fields)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of every tensor, in the order of PyTorch (rows first)."""
+        return {
+            name: [int(size) for size in reversed(tensor.shape)]
+            for name, tensor in self._tensors.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, dequantized to float32.
+
+        Raises UserError for a quantization that the gguf package cannot read.
+        """
+        import gguf
+
+        stored = self._tensors[name]
+        try:
+            values = gguf.dequantize(stored.data, stored.tensor_type)
+        except NotImplementedError as error:
+            raise UserError(
+                f"{self.path}: tensor '{name}' is stored as {stored.tensor_type.name}, which the "
+                f"gguf package cannot dequantize. Use a file in another quantization, such as Q8_0."
+            ) from error
+        # copied, since the file is mapped read-only
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def _content(self, key: str) -> Any:
+        """Return the metadata under a key, None if the file does not have it."""
+        from gguf import GGUFValueType
+
+        field = self._reader.get_field(key)
+        if field is None:
+            return None
+        try:
+            content = field.contents()
+        except _DAMAGE as error:
+            raise _damaged(self.path, error) from error
+        if field.types == [GGUFValueType.FLOAT32]:
+            return float(str(np.float32(content)))
+        return content
+
+
+def _open(path: Path) -> "GGUFReader":
+    """Return the reader of a GGUF file, or raise UserError as `GgufFile` does."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "GGUF files are read with the gguf package, which is not installed. Run pip install "
+            "'shallow-draft[gguf]' or pip install gguf."
+        ) from error
+    if not exists(path) or not path.is_file():
+        raise UserError(f"{path} is not a file, expected a GGUF file. Check the path.")
+    try:
+        return GGUFReader(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), expected a GGUF file. Check its permissions."
+        ) from error
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UserError(
+        f"{path} has {path.stat().st_size} bytes and is damaged, incomplete or no GGUF file "
+        f"({reason}). Copy or download it again."
+    )
