@@ -16,7 +16,11 @@ say "Installing OpenVINO into .venv-openvino, which takes some minutes"
 [ -x "$VENV/bin/python" ] || "${PYTHON:-python3}" -m venv "$VENV"
 "$VENV/bin/python" -m pip install --quiet --upgrade pip
 install_torch
-"$VENV/bin/pip" install --quiet "${PACKAGES[@]}" sentencepiece protobuf
+# torch is named, as pip replaces a CPU build by one with CUDA for torchvision's sake. No export uses
+# torchvision, whose build for the other torch would fail at import.
+torch="$("$VENV/bin/python" -c 'import torch; print(torch.__version__)')"
+"$VENV/bin/pip" install --quiet "${PACKAGES[@]}" "torch==$torch" sentencepiece protobuf
+"$VENV/bin/pip" uninstall --quiet --yes torchvision
 "$VENV/bin/python" -c 'import openvino_genai, optimum.intel'
 echo "${PACKAGES[*]}" > "$stamp"
 say "Installed ${PACKAGES[*]} in .venv-openvino"

@@ -7,12 +7,13 @@ import subprocess
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.models.folder import hash_input
+from decoding.models.folder import hash_input, read_config
 from decoding.models.gguf.writer import write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
 OPENVINO = ROOT / ".venv-openvino" / "bin" / "python"
+TAIL = 15  # lines of an exporter's output in an error
 
 
 def llama_server() -> Path:
@@ -58,22 +59,43 @@ def gguf_of(folder: str | Path, dtype: str, cache: Path) -> Path:
 def openvino_of(folder: str | Path, cache: Path, python: Path) -> Path:
     """Return the OpenVINO folder of a model folder, exporting it if the cache does not have it.
 
-    python: interpreter with optimum-intel. The weights are kept in float32, and the engine converts
-    them when it loads the model. Raises UserError with the exporter's words if it fails.
+    python: interpreter of OpenVINO's environment. Raises UserError as `export_openvino` does.
     """
     path = cache / f"{_name(Path(folder))}.openvino"
-    if path.exists():
-        return path
-    script = ROOT / "scripts" / "to_openvino.py"
-    done = subprocess.run(
-        [python, script, folder, path], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines()[-15:]
-        raise UserError(
-            f"{folder} cannot be exported to OpenVINO:\n" + "\n".join(f"  {line}" for line in lines)
-        )
+    if not path.exists():
+        export_openvino(folder, path, python)
     return path
+
+
+def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
+    """Export a model folder with optimum-intel, weights in float32.
+
+    The engine converts weights to the precision that it runs in when it loads them. Raises
+    UserError if the folder cannot be read, `path` exists, or the export fails, with its words.
+    """
+    read_config(folder)
+    if path.exists():
+        raise UserError(f"{path} exists already. Delete it to export again.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [
+            *(python.parent / "optimum-cli", "export", "openvino", "--model", folder),
+            *("--task", "text-generation-with-past", "--weight-format", "fp32", partial),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode or not (partial / "openvino_model.xml").is_file():
+        shutil.rmtree(partial, ignore_errors=True)
+        lines = (done.stdout + done.stderr).strip().splitlines()[-TAIL:]
+        raise UserError(
+            f"{folder} cannot be exported to OpenVINO. The exporter's words:\n"
+            + "\n".join(f"  {line}" for line in lines)
+        )
+    partial.replace(path)
 
 
 def _name(folder: Path) -> str:

@@ -167,9 +167,7 @@ def _sentence_pieces(
     if original.trainer_spec.model_type != original.trainer_spec.BPE or spec.precompiled_charsmap:
         raise _refusal(folder, f"{MODEL} is not BPE, or normalizes texts by a table")
     spec.remove_extra_whitespaces = False
-    twin = SentencePieces(
-        original.SerializeToString(), tokenizer.added_tokens_decoder, legacy=True
-    )
+    twin = SentencePieces(original.SerializeToString(), tokenizer.added_tokens_decoder, legacy=True)
     encode = encoder(tokenizer)
     wrong = differences(twin.encode, encode, PROBES)
     if wrong:

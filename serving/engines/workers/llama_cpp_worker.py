@@ -166,7 +166,7 @@ class Client:
     def _counters(self) -> dict[str, int]:
         """Return the server's counts of drafting since its start.
 
-        Keys: drafts (verified proposals), draft_tokens, accepted_tokens, and per_pos0, per_pos1, ...
+        Keys: drafts (verified proposals), draft_tokens, accepted_tokens, per_pos0, per_pos1, ...
         """
         with urllib.request.urlopen(f"{self.address}/metrics") as reply:
             found = _COUNTERS.findall(reply.read().decode())

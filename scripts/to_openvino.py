@@ -1,0 +1,31 @@
+"""Export a model folder, target or drafter, to OpenVINO.
+
+    python scripts/to_openvino.py FOLDER OUT [PYTHON]
+
+Runs optimum-intel in the environment that scripts/engines/openvino.sh makes, or in that of PYTHON.
+docs/gguf_and_openvino.md has the lines that run the folder with a draft model.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from decoding.errors import UserError
+from serving.engines.conversion import export_openvino, openvino_python
+
+
+def main() -> None:
+    """Export the folder named on the command line."""
+    if len(sys.argv) not in (3, 4):
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [PYTHON]")
+    folder, path = sys.argv[1], Path(sys.argv[2])
+    try:
+        export_openvino(folder, path, openvino_python("".join(sys.argv[3:])))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
