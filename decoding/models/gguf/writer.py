@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decoding.errors import UserError
 from decoding.models.folder import read_config, read_headers, read_json
 from decoding.models.gguf.vocabulary import Vocabulary, read_vocabulary
-from decoding.models.model_check import HARMLESS, check_model, expected_tensors
+from decoding.models.model_check import check_model, expected_tensors
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -91,7 +91,7 @@ def _check_folder(folder: Path) -> LlamaConfig:
         )
     check_model(folder)
     config = LlamaConfig.from_pretrained(folder)
-    rope = config.rope_parameters["rope_type"]
+    rope = _rope(config)["rope_type"]
     for key, found, expected in (
         ("attention_bias", config.attention_bias, (False,)),
         ("mlp_bias", config.mlp_bias, (False,)),
@@ -104,22 +104,7 @@ def _check_folder(folder: Path) -> LlamaConfig:
                 f"{' or '.join(map(repr, expected))}: a GGUF file of this project holds no other "
                 f"Llama. Convert it with llama.cpp's convert_hf_to_gguf.py."
             )
-    known = {tensor.name for tensor in expected_tensors(raw)}
-    # the copy of a tied head, which some folders store, is not needed
-    known |= {"lm_head.weight"} if config.tie_word_embeddings else set()
-    extra = [name for name in read_headers(folder) if name not in known | _computed(folder)]
-    if extra:
-        raise UserError(
-            f"{folder}: tensor '{extra[0]}' has no place in a GGUF file of a Llama model "
-            f"({len(extra)} such tensors). A drafter with a vocabulary of its own needs its "
-            f"full-vocabulary export."
-        )
     return config
-
-
-def _computed(folder: Path) -> set[str]:
-    """Return the names of stored tensors that loaders compute themselves."""
-    return {name for name in read_headers(folder) if HARMLESS.fullmatch(name)}
 
 
 def _add_model(writer: "GGUFWriter", folder: Path, config: LlamaConfig, dtype: str) -> None:
@@ -139,7 +124,7 @@ def _add_model(writer: "GGUFWriter", folder: Path, config: LlamaConfig, dtype: s
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(_rope(config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
@@ -220,7 +205,7 @@ def _entries(folder: Path, config: LlamaConfig, dtype: str) -> Iterator[_Entry]:
     import gguf
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if _rope(config)["rope_type"] == "llama3":
         yield _Entry("rope_freqs.weight", [_rope_factors(config).numel()], "F32", "")
     for tensor in expected_tensors(read_config(folder)):
         name = names.get_name(tensor.name, try_suffixes=(".weight",))
@@ -263,9 +248,14 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
 
 
+def _rope(config: LlamaConfig) -> dict[str, Any]:
+    """Return the settings of rotary positions, which transformers fills in for older folders."""
+    return dict(config.rope_parameters or {})
+
+
 def _rope_factors(config: LlamaConfig) -> Tensor:
     """Return the factors [head_dim / 2] by which llama.cpp divides the rotary frequencies."""
     head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return (config.rope_parameters["rope_theta"] ** -steps / scaled).to(torch.float32)
+    return (_rope(config)["rope_theta"] ** -steps / scaled).to(torch.float32)

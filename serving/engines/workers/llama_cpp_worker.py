@@ -120,38 +120,43 @@ class Client:
     ) -> dict[str, Any]:
         """Return the fields of an Answer.
 
-        The server always stops at an end token (its ignore_eos forbids them), so a row that ignores
-        them is continued by another request, which finds the tokens before it in the row's cache.
+        The server always stops at the end tokens of the model's file (its ignore_eos forbids
+        them), so a row that goes beyond one is continued by another request, which finds the tokens
+        before it in the row's cache.
         """
+        stops = set() if sampling["ignore_eos"] else set(sampling["stop_token_ids"])
         tokens: list[int] = []
-        while True:
-            reply = self._post(
-                "/completion",
-                {
-                    "prompt": prompt + tokens,
-                    "n_predict": sampling["max_new_tokens"] - len(tokens),
-                    "temperature": sampling["temperature"],
-                    "top_k": sampling["top_k"],
-                    "top_p": sampling["top_p"],
-                    "samplers": ["temperature", "top_k", "top_p"],
-                    "seed": (sampling["seed"] + row + 7919 * len(tokens)) % 2**31,
-                    "id_slot": row,
-                    "cache_prompt": bool(tokens),
-                    "return_tokens": True,
-                },
-            )
-            tokens += reply["tokens"]
-            ended = reply["stop_type"] == "eos" and not sampling["ignore_eos"]
-            if ended or len(tokens) >= sampling["max_new_tokens"]:
-                break
-            if reply["stop_type"] != "eos":
+        while len(tokens) < sampling["max_new_tokens"] and not (tokens and tokens[-1] in stops):
+            reply = self._post("/completion", self._request(row, prompt, tokens, sampling))
+            found = reply["tokens"]
+            ends = [found.index(stop) + 1 for stop in stops if stop in found]
+            tokens += found[: min(ends, default=len(found))]
+            if reply["stop_type"] != "eos" and reply["truncated"]:
                 raise RuntimeError(
-                    f"row {row} stopped after {len(tokens)} of {sampling['max_new_tokens']} tokens "
-                    f"({reply['stop_type']}); max_length is {self.config['max_length']}"
+                    f"row {row} stopped after {len(tokens)} of {sampling['max_new_tokens']} tokens, "
+                    f"as max_length is {self.config['max_length']}"
                 )
         # the server does not report when it wrote the first token
         seconds = time.monotonic() - began
         return {"tokens": tokens, "first_token_seconds": None, "seconds": seconds}
+
+    def _request(
+        self, row: int, prompt: list[int], tokens: list[int], sampling: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the body of a request that continues the tokens of a row."""
+        return {
+            "prompt": prompt + tokens,
+            "n_predict": sampling["max_new_tokens"] - len(tokens),
+            "temperature": sampling["temperature"],
+            "top_k": sampling["top_k"],
+            "top_p": sampling["top_p"],
+            "samplers": ["temperature", "top_k", "top_p"],
+            # a continued row must not repeat the random numbers of its beginning
+            "seed": (sampling["seed"] + row + 7919 * len(tokens)) % 2**31,
+            "id_slot": row,
+            "cache_prompt": bool(tokens),
+            "return_tokens": True,
+        }
 
     def _post(self, path: str, values: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(

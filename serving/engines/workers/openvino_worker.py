@@ -51,9 +51,11 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
 def generation(
     settings: Any, method: dict[str, Any], sampling: dict[str, Any], row: int
 ) -> "openvino_genai.GenerationConfig":
-    """Return the settings of one prompt, from the model's own, which hold its end tokens."""
+    """Return the settings of one prompt. An answer ends at the model's own end tokens too."""
     settings.max_new_tokens = sampling["max_new_tokens"]
-    settings.ignore_eos = sampling["ignore_eos"]
+    stops = set() if sampling["ignore_eos"] else set(sampling["stop_token_ids"])
+    settings.ignore_eos = not stops
+    settings.stop_token_ids = stops
     settings.do_sample = sampling["temperature"] > 0
     if settings.do_sample:
         settings.temperature = sampling["temperature"]
