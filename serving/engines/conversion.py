@@ -4,11 +4,14 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.models.folder import hash_input, read_config
 from decoding.models.gguf.writer import write_gguf
+from serving.engines.interface import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
@@ -43,6 +46,23 @@ def openvino_python(python: str = "") -> Path:
             f"or name an interpreter that has openvino-genai and optimum-intel."
         )
     return path
+
+
+def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
+    """Return a configuration whose target and drafter are GGUF files in its dtype."""
+    return _convert(config, lambda folder: gguf_of(folder, config.dtype, cache))
+
+
+def for_openvino(config: EngineConfig, cache: Path, python: Path) -> EngineConfig:
+    """Return a configuration whose target and drafter are exported to OpenVINO."""
+    return _convert(config, lambda folder: openvino_of(folder, cache, python))
+
+
+def _convert(config: EngineConfig, convert: Callable[[str], Path]) -> EngineConfig:
+    method = config.method
+    if method.drafter:
+        method = replace(method, drafter=str(convert(method.drafter)))
+    return replace(config, target=str(convert(config.target)), method=method)
 
 
 def gguf_of(folder: str | Path, dtype: str, cache: Path) -> Path:

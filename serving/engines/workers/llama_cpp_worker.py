@@ -131,10 +131,10 @@ class Client:
             found = reply["tokens"]
             ends = [found.index(stop) + 1 for stop in stops if stop in found]
             tokens += found[: min(ends, default=len(found))]
-            if reply["stop_type"] != "eos" and reply["truncated"]:
+            if reply["truncated"] or not found:
                 raise RuntimeError(
-                    f"row {row} stopped after {len(tokens)} of {sampling['max_new_tokens']} tokens, "
-                    f"as max_length is {self.config['max_length']}"
+                    f"row {row} stopped after {len(tokens)} of {sampling['max_new_tokens']} "
+                    f"tokens, as max_length is {self.config['max_length']}"
                 )
         # the server does not report when it wrote the first token
         seconds = time.monotonic() - began
