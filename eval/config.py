@@ -47,8 +47,9 @@ class BenchmarkConfig:
 class EvalConfig(JobConfig):
     """Evaluation of one or several drafters against autoregressive decoding in the same loop."""
 
-    # ours, or other engines that decode the same prompts: vllm, hf; a list such as [ours,vllm]
-    # compares them. Others run each drafter's model at num_draft_tokens, or 4 if that is empty.
+    # ours, or other engines that decode the same prompts: vllm, hf, llama_cpp, openvino; a list
+    # such as [ours,vllm] compares them. Others run each drafter's model at num_draft_tokens, or 4
+    # if that is empty.
     engine: Any = "ours"
     # engine -> Python interpreter that has it; empty: the one that its install script makes
     engine_python: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ENGINES, ""))

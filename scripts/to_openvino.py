@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decoding.errors import UserError
-from serving.engines.conversion import export_openvino, openvino_python
+from serving.engines.conversion import export_openvino
+from serving.engines.registry import python_of
 
 
 def main() -> None:
@@ -21,7 +22,9 @@ def main() -> None:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [PYTHON]")
     folder, path = sys.argv[1], Path(sys.argv[2])
     try:
-        export_openvino(folder, path, openvino_python("".join(sys.argv[3:])))
+        export_openvino(
+            folder, path, Path(python_of("openvino", {"openvino": "".join(sys.argv[3:])}))
+        )
     except UserError as error:
         sys.exit(f"error: {error}")
     print(path)

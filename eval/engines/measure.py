@@ -28,6 +28,7 @@ from jobs.files import write_text
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from jobs.run_files import read_journal_lines, read_object
+from serving.engines.conversion import prepare
 from serving.engines.interface import BatchResult, EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
 from serving.engines.registry import ENGINES, OURS, python_of
@@ -101,11 +102,14 @@ class EngineSession:
         name = "-".join(filter(None, (arm.engine, arm.method, arm.drafter.replace("/", "_"))))
         log = self.logs / f"{name}-{arm.num_draft_tokens}.log"
         try:
+            python = python_of(arm.engine, self.cfg.engine_python)
+            config, variables = prepare(arm.engine, self._config(arm), self.logs / "models", python)
             process = EngineProcess(
                 ENGINES[arm.engine].worker,
-                self._config(arm),
+                config,
                 log,
-                python_of(arm.engine, self.cfg.engine_python),
+                python,
+                environment=variables,
                 timeout=self.cfg.engine_timeout,
             )
         except UserError as error:

@@ -15,7 +15,6 @@ from serving.engines.interface import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
-OPENVINO = ROOT / ".venv-openvino" / "bin" / "python"
 TAIL = 15  # lines of an exporter's output in an error
 
 
@@ -37,15 +36,20 @@ def llama_server() -> Path:
     return Path(found)
 
 
-def openvino_python(python: str = "") -> Path:
-    """Return the interpreter of OpenVINO's environment; raise UserError if there is none."""
-    path = Path(python) if python else OPENVINO
-    if not path.is_file():
-        raise UserError(
-            f"OpenVINO is not installed: {path} does not exist. Run ./scripts/engines/openvino.sh, "
-            f"or name an interpreter that has openvino-genai and optimum-intel."
-        )
-    return path
+def prepare(
+    engine: str, config: EngineConfig, cache: Path, python: str
+) -> tuple[EngineConfig, dict[str, str]]:
+    """Return a configuration in an engine's own format of models, and variables of its process.
+
+    cache: folder of converted models. python: interpreter of the engine's environment. Raises
+    UserError if a model cannot be converted or the engine's program is missing.
+    """
+    if engine == "llama_cpp":
+        server = llama_server()
+        return for_llama_cpp(config, cache), {"LLAMA_SERVER": str(server)}
+    if engine == "openvino":
+        return for_openvino(config, cache, Path(python)), {}
+    return config, {}
 
 
 def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
@@ -96,11 +100,17 @@ def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
     read_config(folder)
     if path.exists():
         raise UserError(f"{path} exists already. Delete it to export again.")
+    program = python.parent / "optimum-cli"
+    if not program.is_file():
+        raise UserError(
+            f"optimum-intel, which exports to OpenVINO, is not installed: {program} does not "
+            f"exist. Run ./scripts/engines/openvino.sh."
+        )
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [
-            *(python.parent / "optimum-cli", "export", "openvino", "--model", folder),
+            *(program, "export", "openvino", "--model", folder),
             *("--task", "text-generation-with-past", "--weight-format", "fp32", partial),
         ],
         capture_output=True,

@@ -54,6 +54,21 @@ ENGINES: dict[str, Engine] = {
         rule="point_mass",
         python=".venv-vllm/bin/python",
     ),
+    "llama_cpp": Engine(
+        worker="llama_cpp_worker.py",
+        module="gguf",
+        install="pip install 'shallow-draft[gguf]' and ./scripts/engines/llama_cpp.sh",
+        methods=("draft_model", "ngram"),
+        rule="point_mass",
+    ),
+    "openvino": Engine(
+        worker="openvino_worker.py",
+        module="openvino_genai",
+        install="./scripts/engines/openvino.sh",
+        methods=("draft_model", "ngram"),
+        rule="RULE",
+        python=".venv-openvino/bin/python",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """llama.cpp and OpenVINO run our models: our text in float32, our acceptance."""
 
 import json
+import shutil
 import subprocess
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from decoding.rounds.ties import top_two_gap
 from serving.engines import conversion
 from serving.engines.interface import BatchResult, EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
+from serving.engines.registry import ENGINES, python_of
 
 TOKENS, DRAFTS = 48, 4
 QUESTIONS = (
@@ -33,7 +35,7 @@ METHODS = ("autoregressive", "draft_model", "ngram")
 Start = Callable[[str, str, int], EngineProcess]
 
 
-def found(find: Callable[[], Path]) -> Path:
+def found(find: Callable[[], str]) -> str:
     """Return a program of an engine; skip with the line that installs it if there is none."""
     try:
         return find()
@@ -79,27 +81,18 @@ def start(
     noisy: Path,
 ) -> Start:
     """Return the function that starts an engine for a method, a dtype and a batch size."""
-    cache = tmp_path_factory.mktemp("cache")
-    find = {
-        "llama_cpp": conversion.llama_server,
-        "openvino": conversion.openvino_python,
-    }[request.param]
-    program = found(find)
+    cache, engine = tmp_path_factory.mktemp("cache"), request.param
+    python = found(lambda: python_of(engine, {}))
+    if engine == "llama_cpp":
+        found(lambda: str(conversion.llama_server()))
 
     def process(method: str, dtype: str, batch_size: int) -> EngineProcess:
         drafter = str(noisy) if method == "draft_model" else ""
         asked = Method(method, drafter, 0 if method == "autoregressive" else DRAFTS)
-        config = EngineConfig(str(embedded_target), dtype, "cpu", 1, 256, batch_size, asked)
+        config = EngineConfig(str(embedded_target), dtype, "cpu", 1, 256, batch_size, method=asked)
+        ready, variables = conversion.prepare(engine, config, cache, python)
         log = cache / f"{method}.log"
-        if request.param == "llama_cpp":
-            return EngineProcess(
-                "llama_cpp_worker.py",
-                conversion.for_llama_cpp(config, cache),
-                log,
-                environment={"LLAMA_SERVER": str(program)},
-            )
-        ready = conversion.for_openvino(config, cache, program)
-        return EngineProcess("openvino_worker.py", ready, log, python=str(program))
+        return EngineProcess(ENGINES[engine].worker, ready, log, python, environment=variables)
 
     return process
 
@@ -207,7 +200,7 @@ def served(
     tmp_path_factory: pytest.TempPathFactory, embedded_target: Path
 ) -> Iterator[Callable[[str, dict[str, object]], dict[str, object]]]:
     """Yield a function that posts to llama.cpp's server with the embedded target."""
-    program = found(conversion.llama_server)
+    program = found(lambda: str(conversion.llama_server()))
     model = conversion.gguf_of(embedded_target, "float32", tmp_path_factory.mktemp("served"))
     port = "18437"
     command = [program, "-m", model, "--port", port, "-c", "256", "-t", "1", "--fit", "off"]
@@ -255,5 +248,45 @@ def test_engines_that_are_not_installed_are_named(
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"Run ./scripts/engines/llama_cpp.sh"):
         conversion.llama_server()
-    with pytest.raises(UserError, match=r"Run ./scripts/engines/openvino.sh"):
-        conversion.openvino_python(str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"Install it with ./scripts/engines/openvino.sh"):
+        python_of("openvino", {"openvino": str(tmp_path / "none")})
+
+
+def test_a_model_is_converted_once_for_each_content(tmp_path: Path, tiny_target: Path) -> None:
+    pytest.importorskip("gguf")
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    shutil.copytree(tiny_target, folder)
+    config = EngineConfig(str(folder), "float32", "cpu", 1, 64, 1)
+    first = conversion.for_llama_cpp(config, cache)
+    written = Path(first.target).stat().st_mtime_ns
+    again = conversion.for_llama_cpp(
+        replace(config, method=Method("draft_model", str(folder))), cache
+    )
+    assert again.target == again.method.drafter == first.target
+    assert Path(first.target).stat().st_mtime_ns == written
+    assert conversion.gguf_of(folder, "bfloat16", cache) != Path(first.target)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: weight + 1 for name, weight in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert conversion.for_llama_cpp(config, cache).target != first.target
+    assert conversion.prepare("vllm", config, cache, "") == (config, {})
+
+
+def test_a_failed_export_is_reported_with_the_words_of_the_exporter(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    out, python = tmp_path / "out", tmp_path / "bin" / "python"
+    with pytest.raises(UserError, match="optimum-intel, which exports to OpenVINO, is not install"):
+        conversion.export_openvino(tiny_target, out, python)
+    python.parent.mkdir()
+    (python.parent / "optimum-cli").write_text("#!/bin/sh\necho no such layer; exit 3\n")
+    (python.parent / "optimum-cli").chmod(0o755)
+    with pytest.raises(UserError, match=r"cannot be exported to OpenVINO.*\n  no such layer"):
+        conversion.export_openvino(tiny_target, out, python)
+    out.mkdir()
+    with pytest.raises(UserError, match="exists already. Delete it"):
+        conversion.export_openvino(tiny_target, out, python)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "out"]
