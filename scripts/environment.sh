@@ -15,9 +15,11 @@ VENV="$ROOT/.venv"
 
 say() { if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else printf '%s\n' "$*"; fi; }  # bold, but not in a file
 
+has_nvidia_card() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
+
 install_torch() {
   "$VENV/bin/python" -c 'import torch' 2>/dev/null && return 0
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  if has_nvidia_card; then
     say "Installing torch with CUDA (found an NVIDIA GPU)"
     "$VENV/bin/pip" install --quiet "${TORCH:-torch>=2.11}"
     return
@@ -39,19 +41,30 @@ install_torch() {
   return 1
 }
 
-# ensure_environment EXTRAS: does nothing if the same EXTRAS of the same requirements are installed.
-ensure_environment() {
-  local extras="$1" stamp wanted python="${PYTHON:-python3}"
+# Makes an empty VENV, or keeps the one that is there.
+make_venv() {
+  local python="${PYTHON:-python3}"
+  [ -x "$VENV/bin/python" ] || { say "Making ${VENV##*/}"; "$python" -m venv "$VENV"; }
+  "$VENV/bin/python" -m pip install --quiet --upgrade pip
+}
+
+check_python() {
+  local python="${PYTHON:-python3}"
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed. Name one with PYTHON=/path/to/python3.11" >&2
     exit 1
   fi
+}
+
+# ensure_environment EXTRAS: does nothing if the same EXTRAS of the same requirements are installed.
+ensure_environment() {
+  local extras="$1" stamp wanted
+  check_python
   stamp="$VENV/.installed-${extras:-base}"
   wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" | sha256sum)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
   say "Installing into .venv, which takes some minutes"
-  [ -x "$VENV/bin/python" ] || { say "Making .venv"; "$python" -m venv "$VENV"; }
-  "$VENV/bin/python" -m pip install --quiet --upgrade pip
+  make_venv
   install_torch
   export DS_BUILD_OPS=0 # DeepSpeed builds what it needs at first use
   say "Installing Shallow Draft${extras:+ with [$extras]}"

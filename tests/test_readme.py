@@ -300,6 +300,6 @@ def test_the_python_example_runs(
 
 
 def test_scripts_are_executable_and_parse():
-    for script in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]:
+    for script in [*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"]:
         assert subprocess.run(["bash", "-n", script]).returncode == 0
         assert script.name == "environment.sh" or os.access(script, os.X_OK)
