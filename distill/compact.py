@@ -28,6 +28,7 @@ from decoding.errors import UserError
 from decoding.models.folder import load_state, read_config
 from decoding.models.model_check import check_model
 from distill.config import CompactConfig
+from distill.drafter_folder import NUM_DRAFT_TOKENS
 from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.protocol import Job, Run
@@ -97,7 +98,7 @@ class Compact(Job[CompactConfig]):
                 f"{difference:.1e} of the largest logit, expected at most "
                 f"tolerance={config.tolerance:g}. {padded if dtype == torch.float32 else rounded}"
             )
-        write_model(model, folder, run.artefact, dtype, draft_tokens=4)
+        write_model(model, folder, run.artefact, dtype, draft_tokens=NUM_DRAFT_TOKENS)
         stored_width, count = state[_EMBEDDING].shape[1], model.num_parameters()
         figures = {
             "stored_hidden_size": stored_width,

@@ -1,14 +1,19 @@
 """Folder of a distilled student: its card, README and launch lines for serving engines."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from decoding.models.folder import CARD, read_json
-from jobs.paths import shown
+from jobs.paths import name_anywhere
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
 from training.models.shapes import WIDTHS
+
+# Draft length in generation_config.json and launch lines. The best one depends on the machine, so
+# no length is better known before eval.run measures some.
+NUM_DRAFT_TOKENS = 4
 
 
 def read_pruning(folder: Path) -> dict[str, Any] | None:
@@ -29,49 +34,63 @@ def write_card(
         "parameters": model.num_parameters(),
         "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
     }
     drafter_folder.write_card(folder, origin, about, format_readme)
 
 
 # How each launch line was tested, for a drafter's README.
 TESTED = {
-    "Hugging Face": "run by scripts/bench/decoding.py",
-    "vLLM": "run by hand with vLLM 0.32 on a CPU",
-    "SGLang": "not tested yet",
+    "Hugging Face": "a test runs these lines",
+    "vLLM": "a test runs this line with vLLM 0.32 on a CPU",
+    "SGLang": "by form, not run",
 }
 
 
-def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
-    """Return engine -> the line of code or the command that drafts with the folder.
+def launch_lines(target: str, draft_tokens: int) -> dict[str, str]:
+    """Return engine -> a code block that drafts with the working folder, in Markdown.
 
-    target, drafter: model folders. draft_tokens: draft length.
+    target: path or Hub name of the target, valid in any folder. draft_tokens: draft length.
     """
-    target = shown(target)
     vllm = json.dumps(
-        {"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens}
+        {"method": "draft_model", "model": ".", "num_speculative_tokens": draft_tokens}
     )
+    quoted = shlex.quote(target)
     return {
-        "Hugging Face": (
-            f"target.generate(**inputs, "
-            f"assistant_model=AutoModelForCausalLM.from_pretrained('{drafter}'))  # the draft "
-            f"length is pinned in generation_config.json"
-        ),
-        "vLLM": f"vllm serve {target} --speculative-config '{vllm}'",
+        "Hugging Face": f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained({json.dumps(target, ensure_ascii=False)})
+drafter = AutoModelForCausalLM.from_pretrained(".")  # with its draft length
+tokenizer = AutoTokenizer.from_pretrained(".")
+inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+tokens = target.generate(**inputs, assistant_model=drafter, max_new_tokens=64)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+```""",
+        "vLLM": f"```bash\nvllm serve {quoted} --speculative-config '{vllm}'\n```",
         "SGLang": (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
-            f"STANDALONE --speculative-draft-model-path {drafter} --speculative-num-steps "
-            f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens "
-            f"{draft_tokens + 1}"
+            f"```bash\npython -m sglang.launch_server --model-path {quoted} "
+            f"--speculative-algorithm STANDALONE --speculative-draft-model-path . "
+            f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {draft_tokens + 1}\n```"
         ),
     }
 
 
+_MOVED = (
+    " The path of the target is that on the machine that made this folder. On another machine, "
+    "replace it with the target's path there, or with its name on the Hub."
+)
+
+
 def format_readme(card: dict[str, Any]) -> str:
     """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
-    lines = "\n\n".join(
-        f"**{engine}** ({TESTED[engine]})\n\n```\n{line}\n```"
-        for engine, line in launch_lines(card["target"], ".", 4).items()
+    target = name_anywhere(card["target"])
+    blocks = "\n\n".join(
+        f"**{engine}** ({TESTED[engine]})\n\n{block}"
+        for engine, block in launch_lines(target, card["num_draft_tokens"]).items()
     )
+    moved = "" if target == card["target"] and not Path(target).is_absolute() else _MOVED
     shape = card["shape"]
     layers = f"{shape['num_hidden_layers']} layer{'s' if shape['num_hidden_layers'] != 1 else ''}"
     return f"""---
@@ -85,7 +104,11 @@ A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card[
 {training_on_card(card)}. Held-out: {figures_on_card(card)}.
 It only proposes tokens. The target verifies all of them, so the output is the target's.
 
-{tokenizer_on_card(card)}{lines}
+{tokenizer_on_card(card)}## Run it
+
+Run these lines in this folder, which they name `.`.{moved}
+
+{blocks}
 
 `drafter_card.json` lists its target, data and code. Made with Shallow Draft.
 """  # noqa: E501

@@ -13,7 +13,7 @@ import torch
 
 from decoding import devices
 from distill.config import PruneConfig, TrainConfig
-from distill.drafter_folder import write_card
+from distill.drafter_folder import NUM_DRAFT_TOKENS, write_card
 from distill.prune.layer_choice import count_layer_sets
 from distill.shapes import (
     describe_size_mismatch,
@@ -313,7 +313,8 @@ def _write(
         return
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
-    write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
+    dtype = target.dtype or torch.float32
+    write_untrained(model, target_folder, folder, dtype, NUM_DRAFT_TOKENS)
     origin = Provenance.untrained(config.student.name, config.target.path, target_folder)
     write_card(folder, model, origin)
     print(f"untrained student folder, to try serving with: {folder}")

@@ -11,7 +11,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
-from distill.drafter_folder import read_pruning, write_card
+from distill.drafter_folder import NUM_DRAFT_TOKENS, read_pruning, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
@@ -166,7 +166,7 @@ def finish(
     """
     folder, best = run.artefact, progress.best
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
-    write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
+    write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
     origin = origin_of(config, config.student.name, target_folder, progress)
     from_folder = config.student.init == "folder"
     pruning = read_pruning(resolve(config.student.path)) if from_folder else None

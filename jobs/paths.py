@@ -50,9 +50,13 @@ def is_here(name: str) -> bool:
     return name.startswith("embedded:") or exists(Path(name).expanduser())
 
 
-def shown(name: str) -> str:
-    """Return a path for commands that users copy: `embedded:target` becomes its folder."""
-    if not name.startswith("embedded:"):
-        return name
-    path = resolve(name)
-    return str(path.relative_to(ROOT)) if ASSETS.parent == ROOT else str(path)
+def name_anywhere(name: str) -> str:
+    """Return a name of a model that other programs understand in any working folder.
+
+    Paths become absolute, and `embedded:target` becomes its path. A name on the Hugging Face Hub,
+    which is no local path, is returned as it is.
+    """
+    if name.startswith("embedded:"):
+        return str(resolve(name))
+    path = Path(name).expanduser()
+    return str(path.absolute()) if exists(path) else name

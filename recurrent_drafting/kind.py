@@ -1,12 +1,13 @@
 """The recurrent head as a kind of trained head (training/heads/kind.py)."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from decoding.interfaces import Drafter
-from jobs.paths import shown
+from jobs.paths import name_anywhere
 from recurrent_drafting.build import head_config, initialize, shape_rules
 from recurrent_drafting.checkpoint import LAYOUT, load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig, HeadTrainConfig
@@ -67,14 +68,13 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         return DraftingSetup(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
-        shape, target = card["shape"], card["target"]
+        shape, target = card["shape"], shlex.quote(name_anywhere(card["target"]))
         blocks = (
             "1 residual block"
             if shape["num_draft_layers"] == 1
             else f"{shape['num_draft_layers']} residual blocks"
         )
         kind = "recurrent" if shape["rnn"] else "without recurrence"
-        llm = shown(target)
         return ReadmeParts(
             tag="recurrent-drafting",
             title="A recurrent drafter head (ReDrafter, arXiv 2403.09919)",
@@ -84,7 +84,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
             "names)",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[HEAD]",
-                f"python -m recurrent_drafting.cmd.generate --hf_llm {llm} --hf_drafter HEAD "
+                f"python -m recurrent_drafting.cmd.generate --hf_llm {target} --hf_drafter HEAD "
                 f"--beam_width 8 --beam_length 5",
             ),
             remarks=_REMARKS,

@@ -4,6 +4,8 @@ Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target
 drafted vocabulary.
 """
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
+from jobs.paths import name_anywhere
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout
@@ -140,17 +143,22 @@ class MedusaKind(HeadKind):
         return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
-        target = card["target"]
+        target, heads = shlex.quote(name_anywhere(card["target"])), card["shape"]["num_heads"]
+        speculative = {"method": "medusa", "model": "HEAD", "num_speculative_tokens": heads}
+        option = f"--speculative-config '{json.dumps(speculative)}'"
         return ReadmeParts(
             tag="medusa",
             title="Medusa heads (Medusa-1, arXiv 2401.10774)",
             form=self.describe(MedusaConfig(**card["shape"])),
             reads="last hidden state",
             layout="vLLM's layout (model_type medusa)",
-            launch=(f"python -m eval.run target.path={target} drafters=[HEAD]",),
+            launch=(
+                f"python -m eval.run target.path={target} drafters=[HEAD]",
+                f"vllm serve {target} {option}",
+            ),
             remarks="The tree is chosen from the measured accuracies (`medusa_accuracy` in "
             "config.json) and by the measured costs of a round. vLLM drafts a chain of best "
-            "tokens from the same folder.",
+            "tokens.",
         )
 
 

@@ -1,0 +1,82 @@
+"""The launch lines in a drafter folder's README: valid in any folder, for any name of a target."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.drafter_folder import write_card
+from tests.support.vllm_server import code_block
+from training.drafter_folder import Provenance
+
+
+@pytest.fixture
+def drafter(tiny_target: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model folder, with no README yet."""
+    return Path(shutil.copytree(tiny_target, tmp_path / "my drafter"))
+
+
+def write_readme(drafter: Path, target: str, target_folder: Path) -> Path:
+    """Write a drafter's card and README for a target, as a job does; return the README."""
+    model = AutoModelForCausalLM.from_pretrained(drafter)
+    write_card(drafter, model, Provenance.untrained("mine", target, target_folder))
+    return drafter / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("embedded:target", None), ("a target/of mine", "a target/of mine"), ("~/target", "target")],
+)
+def test_the_vllm_line_names_a_target_by_its_absolute_path(
+    drafter: Path,
+    embedded_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    expected: str | None,
+):
+    path = tmp_path / expected if expected else embedded_target
+    path.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    readme = write_readme(drafter, name, embedded_target)
+    *command, given = shlex.split(code_block(readme, "vLLM"))
+    assert command == ["vllm", "serve", str(path), "--speculative-config"]
+    assert json.loads(given) == {"method": "draft_model", "model": ".", "num_speculative_tokens": 4}
+    assert "On another machine, replace it" in readme.read_text()
+
+
+def test_a_name_on_the_hub_stays_as_it_is(drafter: Path, embedded_target: Path):
+    readme = write_readme(drafter, "mistralai/Mistral-7B-v0.1", embedded_target)
+    for engine in ("vLLM", "SGLang"):
+        assert " mistralai/Mistral-7B-v0.1 " in code_block(readme, engine)
+    assert 'from_pretrained("mistralai/Mistral-7B-v0.1")' in code_block(readme, "Hugging Face")
+    assert "On another machine" not in readme.read_text()
+
+
+@pytest.mark.long
+def test_the_lines_for_hugging_face_run_as_printed(drafter: Path, embedded_target: Path):
+    readme = write_readme(drafter, "embedded:target", embedded_target)
+    done = subprocess.run(
+        [sys.executable, "-c", code_block(readme, "Hugging Face")],
+        cwd=drafter,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    target = AutoModelForCausalLM.from_pretrained(embedded_target)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
+    plain = target.generate(ids, max_new_tokens=64)[0]
+    text = tokenizer.decode(plain, skip_special_tokens=True)
+    # In bfloat16 a near tie may come out either way, which the first tokens are not.
+    assert done.stdout.startswith(text[: len(text) // 4]), (done.stdout, text)
+    assert not torch.equal(plain, ids[0])
