@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Style, types and tests, in three tiers. Makes .venv and installs the dev, train and slurm extras when needed.
+# Style, types and tests, in tiers. Makes .venv and installs the dev, train and slurm extras when needed.
 #   (none)        the short suite: before every commit
 #   --all         the long tests too, and law 3 with 20,000 draws per case instead of 5,000
 #   --exhaustive  before a release: law 3 with a million draws per case, and a hundred kills; hours
+#   --engines     the tests that run other engines, which it installs first; the other tiers leave them out
 # Other arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$ROOT"
 ensure_environment "dev,train,slurm"
 
-markers="not long and not exhaustive"
+markers="not long and not exhaustive and not engines"
 case "${1:-}" in
-  --all)        markers="not exhaustive"; draws=20000; shift ;;
-  --exhaustive) markers="";               draws=1000000; shift ;;
+  --all)        markers="not exhaustive and not engines"; draws=20000; shift ;;
+  --exhaustive) markers="not engines"; draws=1000000; shift ;;
+  --engines)    markers="engines"; PYTEST_WORKERS="${PYTEST_WORKERS:-0}"; ./scripts/engines/vllm.sh; shift ;;
 esac
 export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"
 say "ruff"  # two commands, as a failure before `&&` would not end the script

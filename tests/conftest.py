@@ -72,6 +72,16 @@ def submitit() -> None:
         _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
 
 
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """Return the interpreter of the environment that has vLLM."""
+    from tests.support.vllm_server import PYTHON
+
+    if not PYTHON.is_file():
+        _lacking("needs vLLM: ./scripts/engines/vllm.sh")
+    return PYTHON
+
+
 @pytest.fixture
 def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace `wandb.init`, and return the list of the runs that it starts.

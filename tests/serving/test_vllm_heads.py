@@ -1,0 +1,64 @@
+"""Heads and unsuitable drafters in the real vLLM."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import heads.train
+from decoding import load
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from heads.train import schema_of
+from jobs.config import typed
+from jobs.job import CONF, register
+from tests.support.vllm_server import serve
+from training.config import StudentConfig
+from training.drafter_folder import write_model
+from training.models.build import build_llama, dtype_of
+
+pytestmark = pytest.mark.engines
+QUESTIONS, TOKENS = ["def add(a, b):", "Write a class for a queue.", "import json"], 48
+
+
+def test_vllm_serves_medusa_heads(embedded_target: Path, vllm_python: Path, tmp_path: Path) -> None:
+    """Check the launch line of a head folder: equal text, and drafts of all heads."""
+    schema = schema_of("medusa")
+    register("heads.train", schema)
+    toy = (
+        "loop.max_steps=40 loop.tokens_per_step=2048 loop.micro_batch_tokens=2048 "
+        "loop.eval_every=0 data.max_samples=200 held_out.max_prompts=2 held_out.max_new_tokens=8"
+    )
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["head=medusa", *toy.split(), f"output_dir={tmp_path / 'run'}"]
+        heads.train.run(typed(compose("heads_train", given), schema))
+    folder = tmp_path / "run" / "drafter"
+    lines = (folder / "README.md").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("vllm serve "))
+    with serve(line.replace("HEAD", str(folder)), tmp_path, tmp_path / "log") as server:
+        answers = server.ask(QUESTIONS, TOKENS)
+        tested, accepted = server.tested_and_accepted()
+    target = load(embedded_target).target
+    plain = decode(target, None, [one.prompt for one in answers], Settings(max_new_tokens=TOKENS))
+    assert [one.tokens for one in answers] == [one.tokens for one in plain]
+    assert len(tested) == 4 and tested[0] > sum(accepted) > 0
+
+
+def test_vllm_refuses_a_drafter_with_another_vocabulary(
+    embedded_target: Path, vllm_python: Path, tmp_path: Path
+) -> None:
+    """Check vLLM's words for a draft vocabulary, which our loop allows."""
+    shape = StudentConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=1, intermediate_size=48
+    )
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 512}
+    model = build_llama(shape, dtype_of("float32"), **sizes, bos_token_id=1, eos_token_id=2)
+    write_model(model, embedded_target, tmp_path / "small", dtype_of("float32"))
+    given = '{"method": "draft_model", "model": "small", "num_speculative_tokens": 4}'
+    line = f"vllm serve {shlex.quote(str(embedded_target))} --speculative-config '{given}'"
+    with (
+        serve(line, tmp_path, tmp_path / "log") as server,
+        pytest.raises(AssertionError, match="vocab"),
+    ):
+        server.wait()
