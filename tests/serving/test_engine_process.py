@@ -16,7 +16,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10]]
 
 
 def config_of(target: Path, method: Method | None = None) -> EngineConfig:
-    return EngineConfig(str(target), "float32", "cpu", 1, 64, 2, method or Method())
+    return EngineConfig(str(target), "float32", "cpu", 1, 64, 2, method=method or Method())
 
 
 def start(tmp_path: Path, body: str, timeout: float = 20.0) -> EngineProcess:
