@@ -195,6 +195,19 @@ def test_a_method_that_an_engine_lacks_is_named(start: Start) -> None:
         start("medusa", "float32", 1)
 
 
+@pytest.mark.engines
+def test_sampling_with_drafts_is_refused_where_its_rule_is_unknown(
+    start: Start, prompts: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    if "openvino" not in request.node.name:
+        pytest.skip("llama.cpp accepts the drafter's likeliest token with the target's probability")
+    with (
+        start("draft_model", "float32", 1) as engine,
+        pytest.raises(UserError, match="measured at temperature 0 only"),
+    ):
+        decode(engine, prompts, temperature=1.0)
+
+
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, embedded_target: Path
