@@ -76,9 +76,12 @@ class EnginePlan:
 
 
 def _runs(arm: EngineArm, condition: Condition) -> bool:
-    """Return whether an engine runs an arm at a batch size."""
-    alone = arm.method == AUTOREGRESSIVE or condition.batch_size == 1
-    return alone or ENGINES[arm.engine].drafts_batches
+    """Return whether an engine runs an arm under a condition."""
+    if arm.method == AUTOREGRESSIVE:
+        return True
+    engine = ENGINES[arm.engine]
+    fits_batch = condition.batch_size == 1 or engine.drafts_batches
+    return fits_batch and (condition.temperature == 0 or engine.drafts_samples)
 
 
 def engine_names(cfg: EvalConfig) -> list[str]:
@@ -136,6 +139,11 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
         f"drafters in {engine} at batch sizes above 1: it drafts for one prompt at a time"
         for engine in others
         if batched and not ENGINES[engine].drafts_batches
+    ]
+    not_run += [
+        f"drafters in {engine} at temperatures above 0: its rule for sampled drafts is unknown"
+        for engine in others
+        if max(cfg.temperatures) > 0 and not ENGINES[engine].drafts_samples
     ]
     return EnginePlan(arms, folders, not_run)
 
