@@ -16,6 +16,7 @@ from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from eval.statistics.joint_law import P_LIMIT as P_LIMIT  # the tests of the law import it
 from eval.statistics.joint_law import Triple, joint, p_value
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
