@@ -94,7 +94,7 @@ def dry_prune(
     source, flops, dtype = target, 0.0, config.target.dtype
     frozen, role = {"target": target}, "target"
     print_missing(config.target)
-    if note := describe_wide_dtype(config, target):
+    for note in pruning_notes(config, target):
         print(note)
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
@@ -203,15 +203,21 @@ def _chooses_layers(config: PruneConfig, source: Any, shape: Any) -> bool:
     return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
-def describe_wide_dtype(config: PruneConfig, target: Any) -> str:
-    """Return a note if a large target in 16 bits is loaded in 32; empty for other targets."""
+def pruning_notes(config: PruneConfig, target: Any) -> list[str]:
+    """Return notes on a large target in 16 bits that is loaded in 32, and on a draft vocabulary."""
+    notes = []
     stored, count = target.dtype or torch.float32, parameter_counts(target)["all"]
-    if config.target.dtype != "float32" or stored.itemsize > 2 or count < LARGE:
-        return ""
-    return (
-        f"note: the target is stored in {str(stored).removeprefix('torch.')} and loaded in "
-        f"float32, {size(4 * count)}: target.dtype=bfloat16 takes half"
-    )
+    if config.target.dtype == "float32" and stored.itemsize <= 2 and count >= LARGE:
+        notes.append(
+            f"note: the target is stored in {str(stored).removeprefix('torch.')} and loaded in "
+            f"float32, {size(4 * count)}: target.dtype=bfloat16 takes half"
+        )
+    if config.student.draft_vocab_size:
+        notes.append(
+            "note: student.draft_vocab_size restricts a student in distill.train; the pruned one "
+            "keeps all tokens"
+        )
+    return notes
 
 
 def print_sizes(student: Any, target: Any, role: str = "target", name: str = "") -> None:

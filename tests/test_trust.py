@@ -192,6 +192,7 @@ def test_every_auto_class_gets_trust_remote_code():
         "distill",
         "recurrent_drafting",
         "heads",
+        "serving",
         "eval",
         "scripts",
     ):

@@ -135,7 +135,9 @@ def load_restricted(folder: str | Path, config: Any, dtype: torch.dtype, **optio
             f"{config.draft_vocab_size} tokens in config.json. Copy the folder again."
         )
     ids_N = ids_of(state[D2T], config.vocab_size, folder)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=False, **options
+    )
     restrict_head(model, ids_N)
     model.load_state_dict(state)
     return model.eval()

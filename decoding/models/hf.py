@@ -210,9 +210,9 @@ class HFTarget(CachedTarget):
             ids = torch.tensor([[1, 2, 3]], device=self.device).remainder(self.vocab_size)
             tree, _ = self.forward(ids, torch.tensor([[-1, 0, 0]], device=self.device))
             plain = self.model(input_ids=ids[:, [0, 2]]).logits
-            drafted = plain.isfinite()  # a model with a draft vocabulary gives -inf to others
-            tree, plain = tree[:, [0, 2]][drafted], plain[drafted]
-            if (tree - plain).abs().max() > PROBE_TOLERANCE * plain.abs().max():
+            finite = plain.isfinite()  # a model with a draft vocabulary gives -inf to other tokens
+            apart, plain = (one.where(finite, 0) for one in (tree[:, [0, 2]] - plain, plain))
+            if apart.abs().max() > PROBE_TOLERANCE * plain.abs().max():
                 raise UserError(
                     f"{self.name}: this {self.model.config.model_type} model ignores the 4-D "
                     f"attention mask or the position ids, so it cannot verify drafted tokens. Use "

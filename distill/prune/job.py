@@ -20,7 +20,7 @@ from decoding.models.folder import WEIGHTS, hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
-from distill.dry_run import describe_wide_dtype, dry_prune, print_sizes
+from distill.dry_run import dry_prune, print_sizes, pruning_notes
 from distill.prune.context import PruneContext, SourceModel, read_source
 from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.prune.layer_choice import CRITERIA
@@ -69,13 +69,9 @@ class Prune(TargetJob[PruneConfig]):
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if (note := describe_wide_dtype(self.config, self.target)) and not is_rank():
-            print(note)
-        if self.config.student.draft_vocab_size and not is_rank():
-            print(
-                "note: student.draft_vocab_size restricts a student in distill.train; the pruned "
-                "one keeps all tokens"
-            )
+        if not is_rank():
+            for note in pruning_notes(self.config, self.target):
+                print(note)
 
     def work(self, run: Run) -> None:
         config, target_folder, shapes = self.config, self.target_folder, self.shapes

@@ -128,13 +128,15 @@ def _compare_logits(source: Path, folder: Path, dtype: str) -> None:
     tokenizer = tokenizer_of(file)
     ids = tokenizer.encode(str(tokenizer.apply_chat_template(CHAT, tokenize=False)))
     theirs = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
+        source.parent, gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
     )
     expected = _logits(theirs, ids)
     exact = LlamaForCausalLM(LlamaConfig(**config))
     # a tied head is in no file
     exact.load_state_dict(weights_of(file, config), strict=not config["tie_word_embeddings"])
-    written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    written = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     for name, model, limit in (
         ("float32", exact, EXACT_LIMIT),
         (f"weights in {dtype}", written, ROUNDED_LIMIT),
