@@ -7,6 +7,7 @@ in time, and a slower machine slows them all.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from eval.engines.records import EngineRecord, record_from
 from eval.measure.measurement import Task, render_turn, rotate
 from eval.measure.records import Condition, append_lines, write_records
 from eval.measure.session import tasks_of
-from eval.measure.setup import WARM_UP_TOKENS, Loaded, conditions, median_prompt
+from eval.measure.setup import Loaded, conditions
 from jobs.files import write_text
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
@@ -36,6 +37,8 @@ from training.data.readers import Prompt
 
 FILE = "engine_records.jsonl"
 FACTS = "engines.json"  # versions of the engines, and what they do not run
+WARM_UPS = 8  # prompts at most that an arm decodes before it is measured
+STEADY = 1.5  # an arm is warm when a prompt is not faster than the one before by this factor
 _REMEDY = "Delete it and engine_records.jsonl: the engines are measured again"
 
 
@@ -147,15 +150,23 @@ class EngineSession:
         return longest + self.cfg.max_new_tokens
 
     def _warm_up(self) -> None:
-        """Decode a few tokens with every arm, as the first batch of a shape is slow."""
-        ids = median_prompt(self.loaded.bench)
+        """Decode prompts with every arm until it is no longer much faster than before.
+
+        Engines compile parts of themselves for every new shape, for seconds each.
+        """
+        bench = self.loaded.bench
+        prompts = bench.benchmark.prompts[:WARM_UPS]
         for condition in conditions(self.cfg):
-            brief = Sampling(
-                min(WARM_UP_TOKENS, self.cfg.max_new_tokens), condition.temperature, ignore_eos=True
-            )
+            rows = list(range(condition.batch_size))
             for trial in self.plan.trials(self.cfg, condition):
-                rows = list(range(condition.batch_size))
-                self._decode(trial, [ids] * condition.batch_size, brief, rows)
+                sampling, fastest = self._sampling(condition, trial, 0), math.inf
+                for prompt in prompts:
+                    [ids] = render_turn(bench, [prompt], 0, {prompt.id: []})[1]
+                    result = self._decode(trial, [ids] * condition.batch_size, sampling, rows)
+                    pace = result.seconds / sum(len(answer.tokens) for answer in result.answers)
+                    if STEADY * pace > fastest:
+                        break
+                    fastest = pace
 
     def _decode(
         self, trial: Trial, prompts_ids: Sequence[list[int]], sampling: Sampling, rows: list[int]
