@@ -152,7 +152,7 @@ class EngineSession:
     def _warm_up(self) -> None:
         """Decode prompts with every arm until it is no longer much faster than before.
 
-        Engines compile parts of themselves for every new shape, for seconds each.
+        Engines compile parts of themselves when they first need them, for seconds each.
         """
         bench = self.loaded.bench
         prompts = bench.benchmark.prompts[:WARM_UPS]

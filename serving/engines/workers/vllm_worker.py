@@ -39,6 +39,8 @@ def set_environment(config: dict[str, Any]) -> None:
         HF_HUB_OFFLINE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         OMP_NUM_THREADS=str(config["threads"]),
+        # numba, which looks n-grams up, otherwise raises the threads of OpenMP to all cores
+        NUMBA_NUM_THREADS=str(config["threads"]),
         # Bound threads of several engines would share the same cores while others are idle.
         VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
