@@ -22,8 +22,9 @@ ACCEPTANCE_KEY = {"engine", "drafter", "gamma", "alpha", "acceptance"}
 
 
 def condition_label(row: EngineRow) -> str:
+    """Return the condition that the rows of one table share, such as `Greedy, batch 8`."""
     batch = f", batch {row.batch_size}" if row.batch_size > 1 else ""
-    return ("greedy" if row.temperature == 0 else f"temperature {row.temperature:g}") + batch
+    return ("Greedy" if row.temperature == 0 else f"Temperature {row.temperature:g}") + batch
 
 
 def drafter_label(row: EngineRow) -> str:

@@ -21,7 +21,6 @@ class Engine:
     worker: str  # program in `workers`
     module: str  # that its Python environment must have
     install: str  # command that installs it
-    methods: tuple[str, ...]  # besides autoregressive
     # rule by which sampling tests drafted tokens: token (by p / q), or point_mass (the draft is the
     # drafter's likeliest token, accepted with the target's probability)
     rule: str
@@ -42,7 +41,6 @@ ENGINES: dict[str, Engine] = {
         worker="hf_worker.py",
         module="transformers",
         install="pip install transformers",
-        methods=("draft_model", "ngram"),
         rule="token",
         drafts_batches=False,
         distribution_is_tested=True,
@@ -51,7 +49,6 @@ ENGINES: dict[str, Engine] = {
         worker="vllm_worker.py",
         module="vllm",
         install="./scripts/engines/vllm.sh",
-        methods=("draft_model", "ngram"),
         rule="point_mass",
         python=".venv-vllm/bin/python",
     ),
@@ -59,14 +56,12 @@ ENGINES: dict[str, Engine] = {
         worker="llama_cpp_worker.py",
         module="gguf",
         install="pip install 'shallow-draft[gguf]' and ./scripts/engines/llama_cpp.sh",
-        methods=("draft_model", "ngram"),
         rule="point_mass",
     ),
     "openvino": Engine(
         worker="openvino_worker.py",
         module="openvino_genai",
         install="./scripts/engines/openvino.sh",
-        methods=("draft_model", "ngram"),
         rule="token",  # not used
         drafts_samples=False,  # by an unknown rule: see its worker
         python=".venv-openvino/bin/python",
