@@ -29,6 +29,7 @@ from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
 from training.data.packing import PackedBatch, PackedData, collate, micro_batches
+from training.memory import HeapTrimmer
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations
 from training.parallel.strategy import Parallel
@@ -90,6 +91,7 @@ def fit(
     expected = limits.expected_steps(progress.done, pace=0.0)
     bar = ProgressBar(title, expected, progress.step, parallel.is_main)
     speeds: deque[float] = deque(maxlen=20)
+    give_back_memory = HeapTrimmer()
 
     def ended() -> bool:
         return progress.reached(limits) or bool(data.ended)
@@ -118,6 +120,7 @@ def fit(
                 _note(values, progress, sum(speeds) / len(speeds)),
                 progress.step if ended() else total,
             )
+            give_back_memory()
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the "

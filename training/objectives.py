@@ -14,6 +14,7 @@ from decoding.models.draft_vocabulary import token_ids
 from training.bounds import Place
 from training.data.packing import PackedBatch
 from training.draft_vocabulary import index_tokens
+from training.features.stores import MemoryStore, RowStates
 from training.losses.chunked import (
     chunked_cross_entropy,
     chunked_forward_kl,
@@ -113,10 +114,9 @@ class TeacherStates:
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
         self.teacher = teacher
-        self.free_bytes = limit_bytes
         self.caches = limit_bytes > 0
         self.tokens_read = 0  # positions that the teacher has read
-        self._cached: dict[tuple[int, ...], Tensor] = {}
+        self._store = MemoryStore(limit_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
         """Return self: copies of an objective share the teacher."""
@@ -131,13 +131,10 @@ class TeacherStates:
 
     def _row(self, batch: PackedBatch, index: int) -> Tensor:
         key = batch.rows[index]
-        if key in self._cached:
-            return self._cached[key]
+        if (found := self._store.get(key)) is not None:
+            return found.states_PC
         states_NG = self._read(batch.row(index))
-        size = states_NG.numel() * states_NG.element_size()
-        if size <= self.free_bytes:
-            self.free_bytes -= size
-            self._cached[key] = states_NG
+        self._store.put(key, RowStates(states_NG))
         return states_NG
 
     def _read(self, batch: PackedBatch) -> Tensor:
