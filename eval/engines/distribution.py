@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.sampling.warpers import Warper
 from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
@@ -157,7 +159,10 @@ def judge_sampling(
 def read_or_test(
     file: Path, engine: str, python: str, methods: Sequence[str], sampling: Sampling
 ) -> list[Verdict]:
-    """Return the verdicts on an engine's methods, from the run folder's file if it has them."""
+    """Return the verdicts on an engine's methods, from the run folder's file if it has them.
+
+    A method whose test fails has none, and the failure is printed: the run has been measured.
+    """
     have = [Verdict(**values) for values in json.loads(file.read_text())] if file.is_file() else []
     place = (sampling.temperature, sampling.top_k, sampling.top_p)
     found = []
@@ -165,7 +170,11 @@ def read_or_test(
         same = [v for v in have if (v.method, v.temperature, v.top_k, v.top_p) == (method, *place)]
         if not same:
             log = file.with_name(f"{engine}-sampling-test.log")
-            same = [judge_sampling(engine, python, method, sampling, log)]
+            try:
+                same = [judge_sampling(engine, python, method, sampling, log)]
+            except UserError as error:
+                print(f"the sampling of {method} is not tested: {error}", file=sys.stderr)
+                continue
             have += same
             write_text(file, json.dumps([dataclasses.asdict(verdict) for verdict in have]))
         found += same

@@ -308,10 +308,11 @@ def test_vllm_accepts_the_tokens_of_medusa_heads_as_often_as_ours(vllm_home, tmp
     turned = tmp_path / "turned"
     shutil.copytree(heads, turned)
     state = load_file(turned / "model.safetensors")
-    other = {
-        name: re.sub(r"\.(\d)\.", lambda k: f".{3 - int(k[1])}.", name, count=1) for name in state
+    heads_turned = {
+        re.sub(r"\.(\d)\.", lambda found: f".{3 - int(found[1])}.", name, count=1): tensor
+        for name, tensor in state.items()
     }
-    save_file({other[name]: tensor for name, tensor in state.items()}, turned / "model.safetensors")
+    save_file(heads_turned, turned / "model.safetensors")
     row = swap_folder(cfg, tmp_path / "swapped", turned)
     assert row.agreement == DIFFERS and row.lossless in ("equal", "ties")
 
