@@ -26,7 +26,8 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
         enable_prefix_caching=False,
         disable_log_stats=False,
         seed=0,
-        skip_tokenizer_init=True,  # prompts and answers are token ids
+        # prompts and answers are token ids, and a tiny random model has no tokenizer
+        skip_tokenizer_init=not os.path.isfile(f"{config['target']}/tokenizer_config.json"),
         speculative_config=speculation(method),
     )
     return vllm.__version__, lambda prompts, sampling: decode(llm, method, prompts, sampling)
