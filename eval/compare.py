@@ -15,6 +15,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import CompareConfig
+from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
 from eval.report.page import Provenance, comparison_page
 from eval.report.plots import Plot, panel_plots, styles_of_entries
 from eval.report.tables import print_comparison
@@ -63,7 +64,12 @@ def run(cfg: CompareConfig) -> Path:
         with track_run(folder, tracked, inputs) as tracker:
             _write(folder, panels, evaluations, tracker)
         folder.write_manifest(inputs, _summary(panels), finished=True)
-    print_comparison(panels, evaluations)
+    print_comparison(
+        panels,
+        evaluations,
+        of_engines=compared_engine_tables(evaluations),
+        engine_warnings=compared_engine_warnings(evaluations),
+    )
     print(f"\nrows: {rows}\nreport: {report}")
     return folder.path
 

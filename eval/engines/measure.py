@@ -122,9 +122,7 @@ class EngineSession:
 
     def _config(self, arm: EngineArm) -> EngineConfig:
         cfg, target = self.cfg, self.loaded.bench.target
-        drafter = ""
-        if arm.method == "draft_model":
-            drafter = str(self.plan.folders[arm.drafter].resolve())
+        drafter = str(self.plan.folders[arm.drafter].resolve()) if arm.loads_drafter else ""
         return EngineConfig(
             target=str(resolve(cfg.target.path).resolve()),
             dtype=cfg.target.dtype,
@@ -291,7 +289,7 @@ def _request(task: Task, sample: int, turn: int, row: int) -> int:
 
 def _key_of(arm: EngineArm) -> str:
     """Return the key of eval.run that an arm comes from, for an error."""
-    if arm.method == "draft_model":
+    if arm.loads_drafter:
         return f"engine={arm.engine}, drafters: {arm.drafter} (remove it, or the engine)"
     return f"engine={arm.engine}"
 

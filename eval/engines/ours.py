@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Chooser, Drafter, Policies, Proposal, Tokens
@@ -14,6 +15,7 @@ from decoding.sampling.warpers import Warper
 from eval.engines.plan import Trial
 from eval.measure.measurement import Bench
 from eval.statistics.metrics import add_by_depth
+from heads.medusa.drafter import MedusaDrafter
 from serving.engines.interface import Answer, BatchResult, Sampling
 
 
@@ -45,7 +47,7 @@ class OurEngine:
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self._point_masses: dict[str, Drafter] = {}
+        self._chains: dict[tuple[str, bool], Drafter] = {}
 
     def decode(
         self,
@@ -86,11 +88,16 @@ class OurEngine:
         )
 
     def _drafter(self, trial: Trial) -> Drafter | None:
-        """Return the drafter of a trial; one of point masses is made once."""
-        drafter = self.bench.drafters.get(trial.arm.drafter)
-        if trial.rule != "point_mass" or not isinstance(drafter, ChainDrafter):
+        """Return the drafter of a trial, as a chain of the engine's rule; each is made once."""
+        name, likeliest = trial.arm.drafter, trial.rule == "point_mass"
+        drafter = self.bench.drafters.get(name)
+        if isinstance(drafter, ChainDrafter) and likeliest:
+            make: Callable[..., Drafter] = partial(PointMassDrafter, model=drafter.model)
+        elif isinstance(drafter, MedusaDrafter):
+            children = "top_k" if likeliest else "sampled"
+            make = partial(MedusaDrafter, heads=drafter.heads, shape="chain", children=children)
+        else:
             return drafter
-        name = trial.arm.drafter
-        if name not in self._point_masses:
-            self._point_masses[name] = PointMassDrafter(model=drafter.model, name=name)
-        return self._point_masses[name]
+        if (name, likeliest) not in self._chains:
+            self._chains[name, likeliest] = make(name=name)
+        return self._chains[name, likeliest]

@@ -9,14 +9,18 @@ from pathlib import Path
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.models.folder import read_json
 from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
 from eval.measure.setup import Loaded
+from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
+from heads.medusa.drafter import MedusaDrafter
 from jobs.drafters import CONTROL
 from serving.engines.registry import ENGINES, OURS
 
 DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
-GREEDY = "greedy"
+GREEDY, DRAFT_MODEL = "greedy", "draft_model"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class EngineArm:
     method: str = AUTOREGRESSIVE
     drafter: str = ""  # its name in the tables
     num_draft_tokens: int = 0
+
+    @property
+    def loads_drafter(self) -> bool:
+        """Whether the engine reads a drafter's folder."""
+        return self.drafter not in ("", CONTROL)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class EnginePlan:
     """The arms of a run, and sentences on the drafters that an engine does not run."""
 
     arms: list[EngineArm]
-    folders: dict[str, Path]  # drafter -> its model folder
+    folders: dict[str, Path]  # drafter -> its folder
     not_run: list[str]
 
     @property
@@ -69,7 +78,7 @@ class EnginePlan:
                 continue
             rule = ENGINES[arm.engine].rule
             found.append(trial(arm, rule, ignored))
-            if arm.method == "draft_model":
+            if arm.loads_drafter:
                 ours = dataclasses.replace(arm, engine=OURS)
                 found += [trial(arm, rule, True), trial(ours, rule, True)]
         return list(dict.fromkeys(found))
@@ -123,17 +132,19 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
     others = [name for name in engine_names(cfg) if name != OURS]
     if not others:
         return EnginePlan([], {}, [])
-    folders, left = _model_folders(loaded)
-    lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
+    methods, not_run = _methods(loaded, others)
     arms = []
     for engine in engine_names(cfg):
         arms.append(EngineArm(engine))
-        arms += [
-            EngineArm(engine, "draft_model", name, gamma) for name in folders for gamma in lengths
-        ]
+        for name, method in methods.items():
+            if engine == OURS or method in (DRAFT_MODEL, *ENGINES[engine].heads):
+                drafter = loaded.bench.drafters[name]
+                arms += [EngineArm(engine, method, name, n) for n in _lengths(cfg, drafter)]
+            else:
+                not_run.append(f"{name} in {engine}: it does not run heads of {method}")
         if CONTROL in loaded.bench.drafters:
-            arms += [EngineArm(engine, "ngram", CONTROL, gamma) for gamma in lengths]
-    not_run = [f"{name}: {why}" for name, why in left.items()]
+            lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
+            arms += [EngineArm(engine, "ngram", CONTROL, n) for n in lengths]
     batched = max(cfg.batch_sizes) > 1
     not_run += [
         f"drafters in {engine} at batch sizes above 1: it drafts for one prompt at a time"
@@ -145,24 +156,49 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
         for engine in others
         if max(cfg.temperatures) > 0 and not ENGINES[engine].drafts_samples
     ]
+    folders = {name: loaded.folders[name][0] for name in methods}
     return EnginePlan(arms, folders, not_run)
 
 
-def _model_folders(loaded: Loaded) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return drafter -> folder of those that engines run, and drafter -> why not of the others."""
-    folders: dict[str, Path] = {}
-    left: dict[str, str] = {}
+def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return drafter -> method of those that an engine runs, and sentences on the others.
+
+    engines: names of the engines besides ours.
+    """
+    heads = {kind for engine in engines for kind in ENGINES[engine].heads}
+    methods: dict[str, str] = {}
+    not_run: list[str] = []
+    folders: list[Path] = []
     for name, drafter in loaded.bench.drafters.items():
         if name == CONTROL:
             continue
         folder = loaded.folders.get(name, (None, ""))[0]
-        if folder is None or type(drafter) is not ChainDrafter:
-            left[name] = "only our own loop runs this kind of drafter"
-        elif folder in folders.values():
-            left[name] = "engines measure its model under another entry"
+        method = _method_of(drafter, folder)
+        if folder is None or method not in (DRAFT_MODEL, *heads):
+            not_run.append(f"{name}: only our own loop runs this kind of drafter")
+        elif folder in folders:
+            not_run.append(f"{name}: engines measure its model under another entry")
         else:
-            folders[name] = folder
-    return folders, left
+            methods[name] = method
+            folders.append(folder)
+    return methods, not_run
+
+
+def _method_of(drafter: Drafter, folder: Path | None) -> str:
+    """Return the method by which engines run a drafter, empty if none does."""
+    if type(drafter) is ChainDrafter:
+        return DRAFT_MODEL
+    if folder is None or type(drafter) is not MedusaDrafter:
+        return ""
+    # Engines do not read the original layout, which has no model_type.
+    return MEDUSA if read_json(folder / "config.json").get("model_type") == MEDUSA else ""
+
+
+def _lengths(cfg: EvalConfig, drafter: Drafter) -> list[int]:
+    """Return the draft lengths of a drafter. Medusa heads draft one token each, never fewer."""
+    if isinstance(drafter, MedusaDrafter):
+        return [drafter.config.num_heads]
+    return cfg.num_draft_tokens or [DRAFT_LENGTH]
 
 
 def describe_arms(arms: Sequence[EngineArm]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from decoding.errors import UserError
 from decoding.values import check_choice
@@ -21,6 +21,7 @@ from training.data.readers import Prompt, read_prompts
 
 TURN = "{turn}"
 GOLDEN = (5**0.5 - 1) / 2
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def load_benchmark(
         chosen, cfg, tokenizer, max_length, max_new_tokens, 0 if cfg.spread else limit
     )
     if cfg.spread and limit:
-        kept, _ = spread(kept, limit)
+        kept = spread_over_categories(kept, limit)
     counts = {
         "read": len(everything),
         "other_category": len(everything) - len(chosen),
@@ -89,7 +90,7 @@ def load_benchmark(
     )
 
 
-def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+def spread(prompts: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
     """Split prompts into `count` from all over the file and the rest, both in the file's order.
 
     One prompt is taken from each of `count` equal stretches, so all categories of a sorted file are
@@ -106,6 +107,26 @@ def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Pr
         [prompt for index, prompt in enumerate(prompts) if index in chosen],
         [prompt for index, prompt in enumerate(prompts) if index not in chosen],
     )
+
+
+def spread_over_categories(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts from all over the file, in its order, with every category.
+
+    Where an even spread misses a category, as in a file with large and small ones, each category
+    gets one prompt, and the others go one by one to the category with the most prompts for each of
+    those that it has (Adams' apportionment). Fewer prompts than categories are spread evenly.
+    """
+    evenly, _ = spread(prompts, count)
+    members: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        members.setdefault(prompt.category, []).append(index)
+    if count < len(members) or len({prompt.category for prompt in evenly}) == len(members):
+        return evenly
+    shares = dict.fromkeys(members, 1)
+    for _ in range(min(count, len(prompts)) - len(members)):
+        shares[max(members, key=lambda name: len(members[name]) / shares[name])] += 1
+    chosen = [index for name in members for index in spread(members[name], shares[name])[0]]
+    return [prompts[index] for index in sorted(chosen)]
 
 
 def _read(cfg: BenchmarkConfig) -> list[Prompt]:

@@ -53,9 +53,13 @@ def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:
     return tables
 
 
+def is_suspect(row: EngineRow) -> bool:
+    """Return whether the output is not the target's, or the acceptance differs from ours."""
+    return row.agreement == DIFFERS or row.lossless in (lossless.DIFFERS, BIASED)
+
+
 def _mark(row: EngineRow) -> str:
-    bad = row.agreement == DIFFERS or row.lossless in (lossless.DIFFERS, BIASED)
-    return "bad" if bad else ""
+    return "bad" if is_suspect(row) else ""
 
 
 def _speed(row: EngineRow) -> dict[str, str]:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import VIRTUAL
 from eval.measure.records import STALL, Record
-from eval.report import engines, plots, tables, text
+from eval.report import engines, engines_compared, plots, tables, text
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
@@ -108,7 +108,11 @@ def comparison_page(
     threads = [text.count_label(one.rows[0].threads, "thread") for one in evaluations]
     return PAGES.get_template("comparison.html.j2").render(
         title=f"Drafters compared: {', '.join(targets)}",
-        warnings=tables.comparison_warnings(evaluations),
+        warnings=[
+            *tables.comparison_warnings(evaluations),
+            *engines_compared.compared_engine_warnings(evaluations),
+        ],
+        engine_tables=engines_compared.compared_engine_tables(evaluations),
         cards=[_panel_card(panel) for panel in panels],
         drafters=len({entry.name for entry in entries if entry.row.drafter != CONTROL}),
         machines=dict.fromkeys(

@@ -26,6 +26,7 @@ from eval.statistics.comparison.panels import ComparedEntry, Panel, distinguishi
 from eval.statistics.paired_comparison import paired_comparisons
 from eval.statistics.schema import RoundBudget, Row, main_rows
 from jobs.drafter_use import ALONE
+from serving.engines.registry import ENGINES, OURS
 
 PLAIN_WIDTH = 200  # characters of a line where there is no terminal
 WIDE = 140  # narrower terminals show the key columns alone
@@ -42,6 +43,8 @@ WORDS = {"drafter", "setting", "output", "clock", "worst prompt", "slower catego
 WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
 WORDS |= {"engine", "acceptance", "by depth", "ours by depth"}
 WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
+# Columns of speedups with intervals, which are not broken at spaces.
+UNBROKEN = {"speedup [95 %]", "over the best", "gain [95 %]", OURS, *ENGINES}
 # Columns that narrow terminals keep.
 KEY = {"drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"}
 KEY_OF_COMPARISON = KEY - {"tau", "V"} | {"layers", "over the best", "front"}
@@ -360,16 +363,25 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
 
 
 def print_comparison(
-    panels: Sequence[Panel], evaluations: Sequence[Evaluation], console: Console | None = None
+    panels: Sequence[Panel],
+    evaluations: Sequence[Evaluation],
+    console: Console | None = None,
+    of_engines: Sequence[Table] = (),
+    engine_warnings: Sequence[str] = (),
 ) -> None:
-    """Print a table of results and one of losses for each panel, then how the runs differ."""
+    """Print a table of results and one of losses for each panel, then how the runs differ.
+
+    of_engines: tables of engines, which come last. engine_warnings: warnings of these.
+    """
     tables = []
     for panel in panels:
         title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
         tables += [*panel_tables(panel, title), panel_losses(panel)]
-    tables.append(differences_table(panels, evaluations))
+    tables += [differences_table(panels, evaluations), *of_engines]
     notes = [note for one in evaluations for note in one.notes]
-    print_tables(tables, comparison_warnings(evaluations), notes, text.COMPARISON_LEGEND, console)
+    warnings = [*comparison_warnings(evaluations), *engine_warnings]
+    legend = text.COMPARISON_LEGEND | (text.ENGINES_COMPARED_LEGEND if of_engines else {})
+    print_tables(tables, warnings, notes, legend, console)
 
 
 def comparison_warnings(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -419,7 +431,7 @@ def _rich_table(table: Table, console: Console) -> RichTable:
     everything = console.width >= WIDE or not table.key
     kept = [i for i, name in enumerate(table.columns) if everything or name in table.key]
     for name in (table.columns[index] for index in kept):
-        words, fixed = name in WORDS, name in ("speedup [95 %]", "over the best", "gain [95 %]")
+        words, fixed = name in WORDS, name in UNBROKEN
         shown.add_column(name, justify="left" if words else "right", no_wrap=fixed, overflow="fold")
     styles = {"": "", "baseline": "dim", "bad": "yellow"}
     for cells, mark in zip(table.rows, table.marks, strict=True):

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -103,11 +104,16 @@ class EngineProcess:
             raise self._failed(f"no reply within {self.timeout:g} s while {doing}")
         line = self._process.stdout.readline()
         if not line:
-            raise self._failed(f"it ended while {doing}")
+            raise self._failed(f"it ended {self._how_it_ended()}while {doing}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise self._failed(f"{doing}: {reply['error']}")
         return reply
+
+    def _how_it_ended(self) -> str:
+        """Return `by SIGKILL ` for a process that a signal ended, else an empty string."""
+        status = self._process.wait()
+        return f"by {signal.Signals(-status).name} " if status < 0 else ""
 
     def _failed(self, how: str) -> UserError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]

@@ -27,6 +27,7 @@ class Engine:
     python: str = ""  # interpreter below the project's folder; empty: the one that runs us
     drafts_batches: bool = True  # false: drafts for one prompt at a time
     drafts_samples: bool = True  # false: drafts at temperature 0 only
+    heads: tuple[str, ...] = ()  # kinds of trained heads that it runs, as methods of these names
     # whether sampling with a drafter is tested against the exact distribution in each run
     distribution_is_tested: bool = False
 
@@ -51,6 +52,8 @@ ENGINES: dict[str, Engine] = {
         install="./scripts/engines/vllm.sh",
         rule="point_mass",
         python=".venv-vllm/bin/python",
+        distribution_is_tested=True,
+        heads=("medusa",),
     ),
     "llama_cpp": Engine(
         worker="llama_cpp_worker.py",

@@ -1,6 +1,7 @@
 """Prompts: reading, exclusions and their counts, and the rendering of turns to token ids."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,24 @@ def test_a_limit_can_spread_prompts_over_the_file(tmp_path):
     assert len(load(path, too_long="skip", spread=True).prompts) == 19, (
         "without a limit all that fit are kept"
     )
+
+
+def test_spread_prompts_are_of_every_category_of_a_file_with_large_and_small_ones(tmp_path):
+    """Check it on the sizes of Spec-Bench, whose small categories stretches of the file miss."""
+    sizes = dict.fromkeys("abcdefgh", 10) | dict.fromkeys("vwxyz", 80)
+    kinds = [kind for kind, size in sizes.items() for _ in range(size)]
+    evenly, _ = spread(prompts_of(kinds), 16)
+    assert len({prompt.category for prompt in evenly}) < 13, "control: equal stretches miss some"
+    lines = [{"id": str(n), "category": kind, "turns": ["q"]} for n, kind in enumerate(kinds)]
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    chosen = load(path, limit=16, spread=True).prompts
+    counts = Counter(prompt.category for prompt in chosen)
+    assert len(chosen) == 16 and set(counts) == set(sizes)
+    assert {kind for kind, count in counts.items() if count > 1} == {*"vwx"}
+    assert [int(prompt.id) for prompt in chosen] == sorted(int(prompt.id) for prompt in chosen)
+    for limit in (1, 12, 13, 14, 479, 480, 500):
+        assert len(load(path, limit=limit, spread=True).prompts) == min(limit, 480)
 
 
 def test_white_space_around_a_turn_can_be_removed(tmp_path):

@@ -62,3 +62,45 @@ def test_control_law_3_rejects_assisted_generation_that_mixes_in_the_drafter(tmp
     monkeypatch.setitem(ENGINES, "lossy", lossy)
     found = judge_sampling("lossy", sys.executable, "draft_model", WARM, tmp_path / "log")
     assert found.is_biased, found.detail
+
+
+def test_an_engine_that_fails_in_the_test_has_no_verdict_and_its_words_are_shown(tmp_path, capsys):
+    file = tmp_path / "hf_distribution.json"
+    found = read_or_test(file, "hf", sys.executable, ["no_such_method"], WARM)
+    assert found == [] and not file.exists()
+    shown = capsys.readouterr().err
+    assert "the sampling of no_such_method is not tested: the engine failed with" in shown
+    assert "transformers has no method no_such_method" in shown
+
+
+@pytest.mark.engines
+def test_vllm_for_cpus_is_biased_by_one_of_its_functions(tmp_path, vllm_python, monkeypatch):
+    """Check that vLLM 0.32.0 for CPUs is found to be biased, and with a correction is not.
+
+    Its CPU version of `expand` writes into a copy, so drafted positions have no temperature. The
+    corrected worker is the control: it shows that the test itself favours no verdict.
+    """
+    program = tmp_path / "corrected_worker.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(WORKERS)!r})\nimport vllm_worker\n"
+        "from channel import serve\n"
+        "def expand(output, values, ends, replace_from, replace_to, MAX_NUM_TOKENS=None):\n"
+        "    import torch\n"
+        "    counts = torch.diff(ends, prepend=ends.new_zeros(1))\n"
+        "    values = torch.where(values == replace_from, replace_to, values)\n"
+        "    output.copy_(values.repeat_interleave(counts))\n"
+        "def start(config):\n"
+        "    vllm_worker.set_environment(config)\n"
+        "    import vllm.utils.cpu_triton_utils as replacements\n"
+        "    replacements._expand_kernel_impl = expand\n"
+        "    return vllm_worker.start(config)\n"
+        "serve(start)\n"
+    )
+    corrected = dataclasses.replace(ENGINES["vllm"], worker=str(program))
+    monkeypatch.setitem(ENGINES, "corrected", corrected)
+    sampling, log = Sampling(1, temperature=1.0), tmp_path / "log"
+    found = judge_sampling("vllm", str(vllm_python), "ngram", sampling, log)
+    if found.version != "0.32.0":
+        pytest.skip(f"vLLM {found.version} is another version")
+    assert found.is_biased, found.detail
+    assert not judge_sampling("corrected", str(vllm_python), "ngram", sampling, log).is_biased

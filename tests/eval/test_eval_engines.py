@@ -3,25 +3,36 @@
 import dataclasses
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from scipy.stats import fisher_exact
 
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.engines.agreement import AGREES, DIFFERS, TOO_FEW, Counts, compare, counts_of, fisher
 from eval.engines.measure import FILE, EngineSession
+from eval.engines.ours import OurEngine
 from eval.engines.plan import plan_engines
 from eval.engines.rows import build_engine_rows
+from eval.measure.records import Condition
 from eval.measure.setup import load
 from eval.run import run
 from eval.statistics.schema import read_all_rows, read_rows
+from heads.medusa.checkpoint import LAYOUT
+from heads.medusa.model import MedusaConfig, MedusaHeads
 from jobs.config import TargetConfig
+from jobs.drafters import CONTROL
 from jobs.paths import resolve
+from serving.engines.interface import Sampling
 from serving.engines.registry import ENGINES, ROOT
 from tests.support import tiny_folders as tiny
 from tests.support.engine_folders import write_broken, write_drafter, write_target
+from tests.support.trained_medusa import train_medusa
+from training.heads.checkpoint import save_head
 
 VLLM = os.environ.get("SHALLOW_DRAFT_VLLM_PYTHON", str(ROOT / ENGINES["vllm"].python))
 # Noise with which the first token of a draft is accepted in half of the rounds or more.
@@ -65,7 +76,7 @@ def swap_folder(cfg: EvalConfig, folder: Path, folder_of_engine: Path):
     rows = build_engine_rows(
         loaded.run, loaded.facts, session.records, plan.arms, session.versions, [], False
     )
-    [row] = [r for r in rows if r.method == "draft_model" and r.engine != "ours"]
+    [row] = [r for r in rows if r.drafter not in ("", CONTROL) and r.engine != "ours"]
     return row
 
 
@@ -133,6 +144,39 @@ def test_a_dry_run_lists_the_arms_and_what_no_engine_runs(engine_home, capsys):
     assert "hf autoregressive, hf draft_model noisy 3, hf ngram prompt_lookup 3" in shown
     assert "suffix_lookup: only our own loop runs this kind of drafter" in shown
     assert "drafters in hf at batch sizes above 1" in shown
+
+
+def test_medusa_heads_are_planned_as_a_chain_in_engines_that_run_them(engine_home):
+    heads = engine_home / "medusa"
+    shape = MedusaConfig(len(tiny.tokenizer()), 64, num_heads=2)
+    save_head(LAYOUT, shape, MedusaHeads(shape), heads)
+    cfg = engine_config(
+        engine_home,
+        "heads",
+        engine=["ours", "hf", "vllm"],
+        drafters=[str(heads)],
+        prompt_lookup_control=False,
+        num_draft_tokens=[3],
+    )
+    loaded = load(cfg)
+    plan = plan_engines(cfg, loaded)
+    assert plan.not_run == ["medusa in hf: it does not run heads of medusa"]
+    assert [(arm.engine, arm.method, arm.num_draft_tokens) for arm in plan.arms] == [
+        *(("ours", "autoregressive", 0), ("ours", "medusa", 2)),
+        *(("hf", "autoregressive", 0), ("vllm", "autoregressive", 0), ("vllm", "medusa", 2)),
+    ]
+    trials = plan.trials(cfg, Condition(1.0, 1))
+    compared = [trial for trial in trials if trial.ignore_eos]
+    assert [(trial.arm.engine, trial.rule) for trial in compared] == [
+        ("vllm", "point_mass"),
+        ("ours", "point_mass"),
+    ]
+    sampling = Sampling(8, temperature=1.0, ignore_eos=True)
+    result = OurEngine(loaded.bench).decode(compared[1], [[5, 6, 7]], sampling, [0])
+    assert result.drafted > result.rounds  # chains, of two tokens but for the last ones
+    assert plan_engines(dataclasses.replace(cfg, engine=["hf"]), loaded).not_run == [
+        "medusa: only our own loop runs this kind of drafter"
+    ]
 
 
 # -------------------------------------------------------------------- Hugging Face's own `generate`
@@ -242,6 +286,35 @@ def test_vllm_gives_the_targets_text_and_accepts_as_often_as_ours(vllm_home):
     assert {row.lossless for row in rows} <= {"equal", "ties"}
     assert rows[1].agreement == AGREES, rows[1].agreement_detail
     assert 0.1 < rows[1].alpha < 1
+
+
+@pytest.mark.engines
+def test_vllm_accepts_the_tokens_of_medusa_heads_as_often_as_ours(vllm_home, tmp_path):
+    """Compare vLLM's chain of the heads' best tokens with the same chain in our loop.
+
+    The control are the same heads in another order, in vLLM alone.
+    """
+    heads = train_medusa(tmp_path / "run")
+    cfg = vllm_config(vllm_home, "medusa", drafters=[str(heads)])
+    folder = run(cfg)
+    _, rows = read_all_rows(folder / "results.jsonl")
+    assert [(row.method, row.num_draft_tokens) for row in rows] == [
+        ("autoregressive", 0),
+        ("medusa", 4),
+    ]
+    assert {row.lossless for row in rows} <= {"equal", "ties"}
+    assert rows[1].agreement == AGREES, rows[1].agreement_detail
+    assert 0.1 < rows[1].alpha < 1
+    turned = tmp_path / "turned"
+    shutil.copytree(heads, turned)
+    state = load_file(turned / "model.safetensors")
+    heads_turned = {
+        re.sub(r"\.(\d)\.", lambda found: f".{3 - int(found[1])}.", name, count=1): tensor
+        for name, tensor in state.items()
+    }
+    save_file(heads_turned, turned / "model.safetensors")
+    row = swap_folder(cfg, tmp_path / "swapped", turned)
+    assert row.agreement == DIFFERS and row.lossless in ("equal", "ties")
 
 
 @pytest.mark.engines

@@ -48,6 +48,7 @@ return dict(answers=answers, seconds=1.0, rounds=None, drafted=None, accepted=No
     ("body", "words"),
     [
         ("print('out of memory', file=sys.stderr); os._exit(9)", "ended while .*out of memory"),
+        ("os.kill(os.getpid(), 9)", "it ended by SIGKILL while decoding"),
         ("time.sleep(60)", "no reply within 2 s while decoding"),
         ("raise ValueError('a bad drafter')", "ValueError: a bad drafter"),
     ],

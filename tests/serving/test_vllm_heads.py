@@ -4,15 +4,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-import heads.train
 from decoding import load
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from heads.train import schema_of
-from jobs.config import typed
-from jobs.job import CONF, register
+from tests.support.trained_medusa import train_medusa
 from tests.support.vllm_server import serve
 from training.config import StudentConfig
 from training.drafter_folder import write_model
@@ -24,16 +20,7 @@ QUESTIONS, TOKENS = ["def add(a, b):", "Write a class for a queue.", "import jso
 
 def test_vllm_serves_medusa_heads(embedded_target: Path, vllm_python: Path, tmp_path: Path) -> None:
     """Check the launch line of a head folder: equal text, and drafts of all heads."""
-    schema = schema_of("medusa")
-    register("heads.train", schema)
-    toy = (
-        "loop.max_steps=40 loop.tokens_per_step=2048 loop.micro_batch_tokens=2048 "
-        "loop.eval_every=0 data.max_samples=200 held_out.max_prompts=2 held_out.max_new_tokens=8"
-    )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = ["head=medusa", *toy.split(), f"output_dir={tmp_path / 'run'}"]
-        heads.train.run(typed(compose("heads_train", given), schema))
-    folder = tmp_path / "run" / "drafter"
+    folder = train_medusa(tmp_path / "run")
     lines = (folder / "README.md").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("vllm serve "))
     with serve(line.replace("HEAD", str(folder)), tmp_path, tmp_path / "log") as server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from decoding.errors import UserError
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, read_origins
 from eval.measure.records import Record, read_records
+from eval.statistics.engine_row import EngineRow
 from eval.statistics.paired_samples import PairedSample
 from eval.statistics.rows import samples_of
-from eval.statistics.schema import Row, main_rows, read_rows
+from eval.statistics.schema import Row, main_rows, read_all_rows, read_rows
 from jobs.run_folder import changed_artefacts, read_manifest
 from jobs.saved_config import read_config
 
@@ -35,6 +36,7 @@ class Evaluation:
     records: list[Record]
     origins: dict[str, Origin]  # by drafter; absent: it has no folder
     notes: list[str]  # sentences on facts that are not known
+    engine_rows: list[EngineRow] = field(default_factory=list)
 
     @property
     def hashes(self) -> tuple[str, str]:
@@ -153,4 +155,7 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
             f"{label} has no {ORIGINS}: bytes/step and training tokens of its drafters are "
             f"unknown. Evaluate again to record them"
         )
-    return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)
+    _, of_engines = read_all_rows(folder / "results.jsonl")
+    return Evaluation(
+        folder, label, config, manifest, rows, records, origins or {}, notes, of_engines
+    )

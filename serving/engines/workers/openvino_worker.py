@@ -1,5 +1,6 @@
 """Decode with OpenVINO GenAI's continuous batching. Target and drafter are exported folders."""
 
+import os
 import time
 from typing import Any
 
@@ -16,6 +17,9 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
     """Load the models and return the engine's version and decoder."""
     method, device = config["method"], {"cpu": "CPU", "cuda": "GPU"}[config["device"]]
     precision = PRECISION[config["dtype"]]
+    if config["dtype"] == "bfloat16" and min(config["threads"], cores()) == 1:
+        # On processors with AMX, OpenVINO 2026.4 divides by zero with one thread.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     properties: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
@@ -53,6 +57,13 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
         return batch(results, method, time.monotonic() - began)
 
     return str(openvino_genai.get_version()), decode
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def generation(

@@ -26,6 +26,8 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
         enable_prefix_caching=False,
         disable_log_stats=False,
         seed=0,
+        # prompts and answers are token ids, and a tiny random model has no tokenizer
+        skip_tokenizer_init=not os.path.isfile(f"{config['target']}/tokenizer_config.json"),
         speculative_config=speculation(method),
     )
     return vllm.__version__, lambda prompts, sampling: decode(llm, method, prompts, sampling)
@@ -61,16 +63,20 @@ def decode(
     """Decode one batch; return the fields of a BatchResult."""
     from vllm import SamplingParams, TokensPrompt
 
-    params = SamplingParams(
-        max_tokens=sampling["max_new_tokens"],
-        temperature=sampling["temperature"],
-        top_k=sampling["top_k"],
-        top_p=sampling["top_p"],
-        seed=sampling["seed"] if sampling["temperature"] else None,
-        ignore_eos=sampling["ignore_eos"],
-        stop_token_ids=[] if sampling["ignore_eos"] else list(sampling["stop_token_ids"]),
-        detokenize=False,
-    )
+    params = [
+        SamplingParams(
+            max_tokens=sampling["max_new_tokens"],
+            temperature=sampling["temperature"],
+            top_k=sampling["top_k"],
+            top_p=sampling["top_p"],
+            # of each row its own: vLLM gives equal prompts with one seed equal answers
+            seed=sampling["seed"] + row if sampling["temperature"] else None,
+            ignore_eos=sampling["ignore_eos"],
+            stop_token_ids=[] if sampling["ignore_eos"] else list(sampling["stop_token_ids"]),
+            detokenize=False,
+        )
+        for row in range(len(prompts))
+    ]
     before = count_drafts(llm)
     began = time.perf_counter()
     outputs = llm.generate(

@@ -1,0 +1,170 @@
+"""The tables of engines in a comparison: several runs side by side."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from eval.compare import run
+from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
+from eval.report.tables import print_comparison
+from eval.report.text import NONE
+from eval.statistics.comparison.entries import entries_of
+from eval.statistics.comparison.evaluations import read_evaluation
+from eval.statistics.comparison.panels import panels_of
+from eval.statistics.engine_row import EngineRow
+from eval.statistics.schema import read_rows, write_rows
+from tests.support import simulated_runs
+from tests.support.simulated_comparisons import SHALLOW, configured
+
+GAINS = {"ours": 1.25, "hf": 0.9, "vllm": 1.1, "llama_cpp": 0.8, "openvino": 1.02}
+CONDITIONS = [(1, 0.0), (1, 1.0), (8, 0.0), (8, 1.0)]
+
+
+def engine_row(engine: str, drafter: str, dtype: str, batch_size: int, temperature: float):
+    """Return a SIMULATED row; drafter: empty for the engine alone."""
+    gain = GAINS[engine] if drafter else 1.0
+    pace = {"float32": 100.0, "bfloat16": 200.0}[dtype] * batch_size
+    nothing = dict.fromkeys(
+        [
+            *("rounds", "drafted", "accepted", "alpha", "alpha_by_depth", "tested_by_depth"),
+            *("accepted_by_depth", "tau", "first_token_ms", "checked_alpha_by_depth"),
+            *("ours_alpha_by_depth", "over_ours_low", "over_ours_high"),
+        ]
+    )
+    return EngineRow(
+        engine=engine,
+        backend=engine,
+        method="draft_model" if drafter else "autoregressive",
+        target="simulated",
+        target_layers=30,
+        target_parameters=1,
+        drafter=drafter,
+        drafter_layers=1,
+        drafter_parameters=1,
+        drafter_dtype=dtype,
+        benchmark="benchmark",
+        prompts=16,
+        tokens=1000,
+        batch_size=batch_size,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=64,
+        num_draft_tokens=3 if drafter else 0,
+        schedule="serial",
+        verify="greedy",
+        lossless="equal",
+        lossless_detail="",
+        tokens_per_second=gain * pace,
+        baseline_tokens_per_second=pace,
+        speedup=gain,
+        speedup_low=gain - 0.05,
+        speedup_high=gain + 0.05,
+        over_ours=1.0,
+        agreement="agrees",
+        agreement_detail="",
+        dtype=dtype,
+        device="cpu",
+        threads=2,
+        seed=0,
+        hardware="simulated processor",
+        **nothing,
+    )
+
+
+def write_run(home, label: str, dtype: str, **changes: object):
+    """Write a SIMULATED run whose engines have a drafter `shallow`; Hugging Face's at batch 1."""
+    folder = simulated_runs.write(home / label, SHALLOW, dtype=dtype)
+    rows = [
+        engine_row(engine, drafter, dtype, *condition)
+        for condition in CONDITIONS
+        for engine in GAINS
+        for drafter in ("", "shallow")
+        if not (engine == "hf" and drafter and condition[0] > 1)
+    ]
+    rows = [EngineRow(**{**vars(row), **changes}) for row in rows]
+    write_rows(folder / "results.jsonl", [*read_rows(folder / "results.jsonl"), *rows])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Return runs of two dtypes on two benchmarks."""
+    home = tmp_path_factory.mktemp("engines_compared")
+    return [
+        write_run(home, f"{benchmark}_{dtype}", dtype, benchmark=benchmark)
+        for benchmark in ("mt_bench", "spec_bench")
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def tables_of(folders):
+    return compared_engine_tables([read_evaluation(one, one.name) for one in folders])
+
+
+def test_one_table_has_the_gain_of_a_drafter_in_every_engine(four):
+    gains, speeds = tables_of(four)
+    assert gains.columns == ["setting", "drafter", *GAINS]
+    settings = [cells[0] for cells in gains.rows]
+    assert len(settings) == len(set(settings)) == 16
+    assert settings[0] == "float32, mt_bench, batch 1, greedy"
+    assert settings[-1] == "bfloat16, spec_bench, batch 8, temperature 1"
+    assert [cell.split()[0] for cell in gains.rows[0][2:]] == [
+        *("1.25x", "0.90x", "1.10x", "0.80x", "1.02x")
+    ]
+    assert gains.rows[2][3] == NONE  # Hugging Face drafts for one prompt at a time
+    plain = {cells[0]: cells[2:] for cells in speeds.rows if cells[1].startswith("none")}
+    assert set(plain["float32, mt_bench, batch 8, greedy"]) == {"800.0"}
+    assert len(speeds.rows) == 32
+
+
+def test_runs_with_equal_settings_are_named_apart(tmp_path):
+    same = [write_run(tmp_path, label, "float32") for label in ("monday", "friday")]
+    settings = [cells[0] for cells in tables_of(same)[0].rows]
+    assert settings[0] == "float32, benchmark, batch 1, greedy, monday"
+    assert len(set(settings)) == 8
+
+
+def test_settings_show_other_fields_only_where_runs_differ_in_them(tmp_path):
+    runs = [
+        write_run(tmp_path, f"threads{threads}", "float32", threads=threads) for threads in (1, 2)
+    ]
+    settings = [cells[0] for cells in tables_of(runs)[0].rows]
+    assert settings[0] == "float32, benchmark, batch 1, greedy, threads 1"
+
+
+def test_a_gain_with_wrong_output_or_acceptance_has_a_star_and_a_warning(tmp_path):
+    folder = write_run(tmp_path, "run", "float32", agreement="differs", agreement_detail="differs")
+    gains, _ = tables_of([folder])
+    assert gains.rows[0][2].endswith("*") and set(gains.marks) == {"bad"}
+    [first, *_] = compared_engine_warnings([read_evaluation(folder, "label")])
+    assert first.startswith("label: ACCEPTANCE DIFFERS: ours, none")
+
+
+def test_runs_without_engines_have_no_such_table(tmp_path):
+    assert tables_of([simulated_runs.write(tmp_path / "run", SHALLOW)]) == []
+
+
+@pytest.mark.parametrize("width", [100, 160])
+def test_the_table_is_whole_in_a_terminal(four, width):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    evaluations = [read_evaluation(one, one.name) for one in four]
+    panels = panels_of(entries_of(evaluations, "all"), 50, 0)
+    print_comparison(panels, evaluations, console, compared_engine_tables(evaluations))
+    shown = out.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    gains = shown[shown.index("A drafter's gain") : shown.index("Tokens/s")]
+    for word in ("openvino", "llama_cpp", "[1.20, 1.30]", "spec_bench,"):
+        assert word in gains
+    assert "shallow," in gains
+
+
+def test_the_report_and_its_rows(four, tmp_path):
+    folder = run(configured(tmp_path, "compared", four))
+    page = (folder / "comparison.html").read_text()
+    assert "<h2>Engines</h2>" in page and "A drafter&#39;s gain in every engine" in page
+    rows = [json.loads(line) for line in (folder / "comparison.jsonl").read_text().splitlines()]
+    assert {row["engine"] for row in rows} == {"ours"}  # other engines' rows are in the runs
