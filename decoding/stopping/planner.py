@@ -16,7 +16,7 @@ Shapes: L levels, W nodes of a level, M nodes of a tree.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -53,6 +53,26 @@ class DecayedRate:
     def update(self, gained: float, spent: float) -> None:
         """Let the sums decay and add a round; two zeros bring the estimate closer to its prior."""
         self._gained = self._gained * DECAY + gained
+        self._spent = self._spent * DECAY + spent
+
+
+class LevelRates:
+    """Estimates like `DecayedRate` of a level's nodes, with a common denominator."""
+
+    def __init__(self, width: int) -> None:
+        """Start without observations of `width` nodes."""
+        self._gained_W, self._spent = [0.0] * width, 0.0
+
+    def values_with(self, priors_W: Iterable[float]) -> list[float]:
+        """Return the estimates with these priors."""
+        spent = WEIGHT + self._spent
+        pairs = zip(priors_W, self._gained_W)
+        return [(WEIGHT * prior + gained) / spent for prior, gained in pairs]
+
+    def update(self, gained_W: Iterable[float], spent: float) -> None:
+        """Let the sums decay and add a round; nodes beyond `gained_W` gain nothing."""
+        pairs = zip_longest(self._gained_W, gained_W, fillvalue=0.0)
+        self._gained_W = [before * DECAY + gained for before, gained in pairs]
         self._spent = self._spent * DECAY + spent
 
 
@@ -303,7 +323,7 @@ class AheadPlanner(RoundPlanner):
         self.width, self.most, self.branching = width, most, branching or width
         self._frontiers = tuple(frontiers) or (width,)
         self.trust = DecayedRate(1.0)  # accepted tokens over the sum of expected chances
-        self._shares_LW: list[list[DecayedRate]] = []
+        self._shares_L: list[LevelRates] = []
         self._first = [PRIOR * (1 - PRIOR) ** rank for rank in range(width)]
         self.frontier = self._frontiers[-1]  # of every step but the first
         self.levels: list[int] = []  # nodes of each level of this round's tree
@@ -325,17 +345,17 @@ class AheadPlanner(RoundPlanner):
         """Begin a round; return its number of steps, 0 if drafting does not pay."""
         best, self.levels, self._taken = 1 / self.costs.plain_ms, [], 0
         for frontier in self._frontiers:
-            chances_LW = self.expected_chances(budget, frontier)
+            ranked = self._ranked(self.expected_chances(budget, frontier))
+            verify_ms = [self.costs.target_ms(n + 1) for n in range(len(ranked[: self.most]) + 1)]
             for depth in range(1, budget + 1):
                 draft_ms = self.costs.steps_ms(depth, frontier)
-                ranked = self._ranked(chances_LW[:depth])
-                count, rate = best_prefix(
-                    (self.trust.value * chance for chance, _ in ranked),
-                    partial(self.costs.drafted_ms, draft_ms),
-                )
+                # the costs of a round, added in the order of `RoundCosts.drafted_ms`
+                round_ms = [draft_ms + ms + self.costs.overhead_ms for ms in verify_ms]
+                reached = [node for node in ranked if node[1] < depth][: self.most]
+                count, rate = best_prefix((chance for chance, _ in reached), round_ms.__getitem__)
                 if count and rate > best:
                     best, self.frontier = rate, frontier
-                    levels = [level for _, level in ranked[:count]]
+                    levels = [level for _, level in reached[:count]]
                     self.levels = [levels.count(level) for level in range(max(levels) + 1)]
         if not self._backoff.drafts(bool(self.levels)):
             self.levels = []
@@ -359,11 +379,10 @@ class AheadPlanner(RoundPlanner):
         answer: for each level the chances of its likeliest nodes, in descending order.
         """
         reached, expected = 1.0, 0.0
-        for level, rates_W in enumerate(self._shares_LW):
+        for level, rates in enumerate(self._shares_L):
             drafted = level < self.depth
             known = list(answer[level][: self.width]) if drafted else []
-            for rank, rate in enumerate(rates_W):
-                rate.update(known[rank] if rank < len(known) else 0.0, reached * drafted)
+            rates.update(known, reached * drafted)
             expected += sum(known[: self.levels[level]]) if drafted else 0.0
             reached = sum(known[: self.frontier])
         self.trust.update(accepted * bool(self.levels), expected)
@@ -371,28 +390,28 @@ class AheadPlanner(RoundPlanner):
 
     def expected_chances(self, depth: int, frontier: int) -> list[list[float]]:
         """Return the expected chances [level][rank] if steps start from `frontier` nodes."""
-        while len(self._shares_LW) < depth:
-            self._shares_LW.append([DecayedRate() for _ in range(self.width)])
+        while len(self._shares_L) < depth:
+            self._shares_L.append(LevelRates(self.width))
         levels: list[list[float]] = []
         above, reached, expected = [1.0], 1.0, self._first
-        for rates_W in self._shares_LW[:depth]:
-            chances = [
-                # a node is never likelier than its parent
-                min(reached * rate.value_with(chance / reached), above[0])
-                for rate, chance in zip(rates_W, expected, strict=True)
-            ]
-            levels.append(chances)
-            above, reached = chances[:frontier], sum(chances[:frontier])
-            # in a level without rounds each node branches like the tip
-            children = (node * child for node in above for child in levels[0])
-            expected = sorted(children, reverse=True)[: self.width]
+        for rates in self._shares_L[:depth]:
+            if levels:
+                # in a level without rounds each node branches like the tip
+                children = [node * child for node in above for child in levels[0]]
+                expected = sorted(children, reverse=True)[: self.width]
+            shares = rates.values_with([chance / reached for chance in expected])
+            # a node is never likelier than its parent
+            levels.append([min(reached * share, above[0]) for share in shares])
+            above = levels[-1][:frontier]
+            reached = sum(above)
         return levels
 
     def _ranked(self, chances_LW: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
-        """Return (chance, level) of the `most` likeliest nodes, likeliest first."""
+        """Return (expected acceptances, level) of the nodes, likeliest first."""
         nodes = [
-            (chance, level)
+            (-chance, level)
             for level, chances_W in enumerate(chances_LW)
             for chance in chances_W[: self.branching ** (level + 1)]
         ]
-        return sorted(nodes, key=lambda node: (-node[0], node[1]))[: self.most]
+        trust = self.trust.value
+        return [(trust * -chance, level) for chance, level in sorted(nodes)]

@@ -221,10 +221,11 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     )
     chooser.begin(list(range(draws)), [0] * draws, [3] * draws, 3)
     outcome = device_tree.token(logits_BNV[row : row + 1].expand(draws, -1, -1), one, chooser)
-    p_V = chooser.warper.probs(logits_BNV[row, 0])
-    q_V = None if kind == "point masses" else q_BNV[row, 0]
-    for child in one.tokens_BN[0, :3].tolist():
-        p_V, q_V = token_tree.residual_after_rejection(p_V, q_V, child)
+    p_1V = chooser.warper.probs(logits_BNV[row, :1])
+    q_1V = None if kind == "point masses" else q_BNV[row, :1]
+    for child in one.tokens_BN[0, :3]:
+        p_1V, q_1V = token_tree.residual_after_rejection(p_1V, q_1V, child[None])
+    p_V = p_1V[0]
     last = Counter(tuple(tokens) for tokens in outcome.tokens_B if len(tokens) == 1)
     assert last.total() > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
