@@ -82,10 +82,12 @@ class OpenAIClient:
         listed = {str(model["id"]): model for model in models}
         if not name and len(listed) == 1:
             return next(iter(listed.values()))
+        if not listed:
+            raise UserError(f"{self.url} serves no model. Load one into the server and try again")
         if name not in listed:
             expected = f"server_model is '{name}', which it does not list" if name else "choose one"
             raise UserError(
-                f"{self.url} serves {', '.join(listed) or 'no model'}; {expected}. Set "
+                f"{self.url} serves {', '.join(listed)}; {expected}. Set "
                 f"server_model= to a model of the list"
             )
         return listed[name]

@@ -83,8 +83,8 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
             layout="the published layout (config.json and model.safetensors with the published "
             "names)",
             launch=(
-                f"python -m eval.run target.path={target} drafters=[HEAD]",
-                f"python -m recurrent_drafting.cmd.generate --hf_llm {target} --hf_drafter HEAD "
+                f"python -m eval.run target.path={target} drafters=[.]",
+                f"python -m recurrent_drafting.cmd.generate --hf_llm {target} --hf_drafter . "
                 f"--beam_width 8 --beam_length 5",
             ),
             remarks=_REMARKS,
@@ -92,7 +92,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
 
 
 _REMARKS = """The best number of beams depends on the machine: both commands measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
-line `"drafters=[{use: HEAD, by_cost: false}]"`). At temperatures above 0 beams are sampled; `children=top_k` takes the likeliest ones as
+line `"drafters=[{use: ., by_cost: false}]"`). At temperatures above 0 beams are sampled; `children=top_k` takes the likeliest ones as
 published, as exact and rarely as fast."""  # noqa: E501
 
 

@@ -1,6 +1,6 @@
 """Convert a GGUF file of the Llama family to a Hugging Face model folder.
 
-    python scripts/from_gguf.py MODEL.gguf FOLDER [bfloat16 | float16 | float32]
+    python scripts/from_gguf.py MODEL.gguf FOLDER [bfloat16 | float16 | float32 | float64]
 
 Quantized weights are dequantized, so the folder's model is exactly the model that the file
 describes, rounded to the dtype. FOLDER gets config.json, model.safetensors, the tokenizer with the

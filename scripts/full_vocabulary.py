@@ -23,7 +23,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import complete_head, draft_vocab_size, token_ids
-from decoding.models.folder import CARD, hash_input, read_json
+from decoding.models.folder import CARD, hash_input, read_config, read_json
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.drafter_folder import format_readme
 from jobs.files import write_text
@@ -95,9 +95,10 @@ def measure(states_NH: Tensor, weight_DH: Tensor, row_H: Tensor, others: int) ->
 def export(folder: Path, out: Path, chats: str = CHATS) -> Agreement:
     """Write the copy and return its agreement with the drafter.
 
-    chats: ShareGPT file. Raises UserError for a folder without a draft vocabulary or card, if the
-    vocabulary has all tokens, and if `out` exists.
+    chats: ShareGPT file. Raises UserError for a folder without a model, a draft vocabulary or a
+    card, if the vocabulary has all tokens, and if `out` exists.
     """
+    read_config(folder)
     if not draft_vocab_size(folder):
         raise UserError(
             f"{folder} has no draft vocabulary (draft_vocab_size in config.json), so every reader "

@@ -14,7 +14,7 @@ markers="not long and not exhaustive and not engines"
 case "${1:-}" in
   --all)        markers="not exhaustive and not engines"; draws=20000; shift ;;
   --exhaustive) markers="not engines"; draws=1000000; shift ;;
-  --engines)    markers="engines"; PYTEST_WORKERS="${PYTEST_WORKERS:-0}"; 
+  --engines)    markers="engines"; PYTEST_WORKERS="${PYTEST_WORKERS:-0}"
                 for engine in vllm llama_cpp openvino; do "./scripts/engines/$engine.sh"; done; shift ;;
 esac
 export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"

@@ -170,6 +170,7 @@ def read_or_test(
         same = [v for v in have if (v.method, v.temperature, v.top_k, v.top_p) == (method, *place)]
         if not same:
             log = file.with_name(f"{engine}-sampling-test.log")
+            print(f"engines: testing how {engine} samples with {method}, {DRAWS} draws", flush=True)
             try:
                 same = [judge_sampling(engine, python, method, sampling, log)]
             except UserError as error:

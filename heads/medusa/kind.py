@@ -144,7 +144,7 @@ class MedusaKind(HeadKind):
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, heads = shlex.quote(name_anywhere(card["target"])), card["shape"]["num_heads"]
-        speculative = {"method": "medusa", "model": "HEAD", "num_speculative_tokens": heads}
+        speculative = {"method": "medusa", "model": ".", "num_speculative_tokens": heads}
         option = f"--speculative-config '{json.dumps(speculative)}'"
         return ReadmeParts(
             tag="medusa",
@@ -153,7 +153,7 @@ class MedusaKind(HeadKind):
             reads="last hidden state",
             layout="vLLM's layout (model_type medusa)",
             launch=(
-                f"python -m eval.run target.path={target} drafters=[HEAD]",
+                f"python -m eval.run target.path={target} drafters=[.]",
                 f"vllm serve {target} {option}",
             ),
             remarks="The tree is chosen from the measured accuracies (`medusa_accuracy` in "

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds llama.cpp in build/llama_cpp/bin: llama-server, llama-speculative-simple and llama-bench. Needs
-# cmake and a C++ compiler; a quarter of an hour on one core. Does nothing if the programs are there.
+# cmake and a C++ compiler; 8 to 15 minutes on one core. Does nothing if the programs are there.
 #
 #   PYTHON          interpreter whose pip fetches the sources (default: .venv's, else python3)
 #   JOBS            compile jobs at a time (default: all cores)

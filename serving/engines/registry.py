@@ -58,7 +58,7 @@ ENGINES: dict[str, Engine] = {
     "llama_cpp": Engine(
         worker="llama_cpp_worker.py",
         module="gguf",
-        install="pip install 'shallow-draft[gguf]' and ./scripts/engines/llama_cpp.sh",
+        install="pip install -e '.[gguf]' and ./scripts/engines/llama_cpp.sh",
         rule="point_mass",
     ),
     "openvino": Engine(
@@ -83,7 +83,7 @@ def python_of(name: str, pythons: Mapping[str, str]) -> str:
     python = asked or (str(ROOT / engine.python) if engine.python else sys.executable)
     remedy = (
         f"Install it with {engine.install}, or name the interpreter that has it: "
-        f"engine_python.{name}=PATH."
+        f"engine_python.{name}=PATH of eval.run, or {engine.variable}=PATH."
     )
     try:
         found = subprocess.run([python, "-c", CHECK, engine.module], capture_output=True, text=True)

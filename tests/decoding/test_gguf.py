@@ -173,6 +173,10 @@ BAD = {
         _set("llama.rope.scaling.type", "yarn"),
         "scaling.type is 'yarn', expected 'none'",
     ),
+    "positions of an older key": (
+        _set("llama.rope.scale_linear", 4.0),
+        "scale_linear is '4.0', expected '1.0'",
+    ),
     "part of a head": (_set("llama.rope.dimension_count", 8), "rotary positions cover 8 of 16"),
     "a part": (_set("split.count", 3), "one of 3 parts.*--merge"),
     "no depth": (

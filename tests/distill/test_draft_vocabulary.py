@@ -264,6 +264,8 @@ def test_the_copy_with_all_tokens_drafts_the_same(embedded_target: Path, tmp_pat
         export(drafter, copy)
     with pytest.raises(UserError, match="has no draft vocabulary"):
         export(copy, tmp_path / "another")
+    with pytest.raises(UserError, match="does not exist, expected a model folder"):
+        export(tmp_path / "nowhere", tmp_path / "another")
 
 
 def test_a_copy_that_drafts_other_tokens_reports_it(finished: Path, tmp_path: Path):

@@ -303,7 +303,7 @@ def test_answers_of_two_models_are_not_mixed(home: Path, tmp_path: Path):
             [],
             r"a context of 128 tokens \(max_model_len\), expected data.max",
         ),
-        ({"models": ()}, [], r"serves no model; choose one"),
+        ({"models": ()}, [], r"serves no model. Load one into the server"),
         ({"models": ("a", "b")}, [], r"serves a, b; choose one. Set server_model="),
         ({}, ["server_model=x"], r"serves the-target; server_model is 'x', which it does not list"),
         ({"bos": True}, [], r"read a prompt of \d+ tokens, expected the \d+ of .* adds no tokens"),

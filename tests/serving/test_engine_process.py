@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ def config_of(target: Path, method: Method | None = None) -> EngineConfig:
     return EngineConfig(str(target), "float32", "cpu", 1, 64, 2, method=method or Method())
 
 
+ANSWERS = """
+answers = [{'tokens': p, 'first_token_seconds': None, 'seconds': 1.0} for p in prompts]
+return dict(answers=answers, seconds=1.0, rounds=None, drafted=None, accepted=None,
+            accepted_by_depth=None)
+"""
+
+
 def start(tmp_path: Path, body: str, timeout: float = 20.0) -> EngineProcess:
     """Start a program that answers a batch with the lines of `body`."""
     program = tmp_path / "worker.py"
@@ -32,13 +40,7 @@ def start(tmp_path: Path, body: str, timeout: float = 20.0) -> EngineProcess:
 
 
 def test_what_an_engine_prints_goes_to_its_log_and_not_into_the_answers(tmp_path):
-    body = """
-print('hello')
-answers = [{'tokens': p, 'first_token_seconds': None, 'seconds': 1.0} for p in prompts]
-return dict(answers=answers, seconds=1.0, rounds=None, drafted=None, accepted=None,
-            accepted_by_depth=None)
-"""
-    with start(tmp_path, body) as engine:
+    with start(tmp_path, "print('hello')" + ANSWERS) as engine:
         result = engine.decode(PROMPTS, Sampling(4))
     assert [answer.tokens for answer in result.answers] == PROMPTS
     assert "hello" in (tmp_path / "log").read_text()
@@ -59,6 +61,16 @@ def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_words(tmp_pat
         pytest.raises(UserError, match=f"(?s)the engine failed with autoregressive .*{words}"),
     ):
         engine.decode(PROMPTS, Sampling(4))
+
+
+def test_an_engine_that_was_killed_while_it_waited_names_the_signal(tmp_path):
+    """Check an engine that ends between two batches, as one without memory may."""
+    die_later = "import threading; threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()"
+    with start(tmp_path, die_later + ANSWERS) as engine:
+        engine.decode(PROMPTS, Sampling(4))
+        time.sleep(1.0)
+        with pytest.raises(UserError, match="it ended by SIGKILL before its turn"):
+            engine.decode(PROMPTS, Sampling(4))
 
 
 def test_an_interpreter_without_the_engine_is_an_error_with_the_install_line():

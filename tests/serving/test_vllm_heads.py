@@ -23,7 +23,7 @@ def test_vllm_serves_medusa_heads(embedded_target: Path, vllm_python: Path, tmp_
     folder = train_medusa(tmp_path / "run")
     lines = (folder / "README.md").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("vllm serve "))
-    with serve(line.replace("HEAD", str(folder)), tmp_path, tmp_path / "log") as server:
+    with serve(line, folder, tmp_path / "log") as server:
         answers = server.ask(QUESTIONS, TOKENS)
         tested, accepted = server.tested_and_accepted()
     target = load(embedded_target).target

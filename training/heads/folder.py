@@ -93,5 +93,5 @@ and works with no other. The folder holds {layout}.
 
 {parts.remarks}
 
-HEAD stands for the path of this folder. `drafter_card.json` names the target, data and code that it comes from. Made with Shallow Draft.
+Run the commands in this folder, which they name `.`. `drafter_card.json` names the target, data and code that it comes from. Made with Shallow Draft.
 """  # noqa: E501

@@ -52,7 +52,7 @@ class ReadmeParts:
     form: str  # the head's shape, in words
     reads: str  # features of the target that the head reads
     layout: str  # files of a folder without extensions
-    launch: Sequence[str]  # commands that use the folder as HEAD
+    launch: Sequence[str]  # commands that name the folder `.`
     remarks: str
 
 

@@ -134,12 +134,17 @@ def _refuse_variants(file: GgufFile) -> None:
             f"{file.path}: the model is a mixture of {experts} experts, expected a dense Llama. "
             f"Use another model."
         )
-    scaling = file.value(f"{ARCHITECTURE}.rope.scaling.type", _TEXT, "none")
-    if scaling != "none":
-        raise UserError(
-            f"{file.path}: {ARCHITECTURE}.rope.scaling.type is '{scaling}', expected 'none'. Use "
-            f"the model's own Hugging Face folder."
-        )
+    for key, kind, plain in (
+        ("scaling.type", _TEXT, "none"),
+        ("scaling.factor", _POSITIVE, 1.0),
+        ("scale_linear", _POSITIVE, 1.0),  # the factor of older files, which llama.cpp reads too
+    ):
+        found = file.value(f"{ARCHITECTURE}.rope.{key}", kind, plain)
+        if found != plain:
+            raise UserError(
+                f"{file.path}: {ARCHITECTURE}.rope.{key} is '{found}', expected '{plain}'. Use the "
+                f"model's own Hugging Face folder."
+            )
 
 
 def _gguf_name(name: str) -> str:
