@@ -40,6 +40,7 @@ from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import Tracker, track_run
+from serving.engines.conversion import llama_server
 from serving.engines.registry import OURS, python_of
 from training.models.build import target_is_here
 
@@ -142,6 +143,8 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     generations(cfg, loaded)
     for name in plan_engines(cfg, loaded).engines:
         python_of(name, cfg.engine_python)
+        if name == "llama_cpp":
+            llama_server()
     for name, use in loaded.bench.uses.items():
         drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:

@@ -25,6 +25,7 @@ class Engine:
     # drafter's likeliest token, accepted with the target's probability)
     rule: str
     python: str = ""  # interpreter below the project's folder; empty: the one that runs us
+    runs_here: bool = False  # its module is imported by us, so no other interpreter helps
     drafts_batches: bool = True  # false: drafts for one prompt at a time
     drafts_samples: bool = True  # false: drafts at temperature 0 only
     heads: tuple[str, ...] = ()  # kinds of trained heads that it runs, as methods of these names
@@ -58,8 +59,9 @@ ENGINES: dict[str, Engine] = {
     "llama_cpp": Engine(
         worker="llama_cpp_worker.py",
         module="gguf",
-        install="pip install -e '.[gguf]' and ./scripts/engines/llama_cpp.sh",
+        install="pip install -e '.[gguf]'",  # its program: see serving.engines.conversion
         rule="point_mass",
+        runs_here=True,
     ),
     "openvino": Engine(
         worker="openvino_worker.py",
@@ -76,14 +78,22 @@ def python_of(name: str, pythons: Mapping[str, str]) -> str:
     """Return the interpreter that an engine runs in.
 
     pythons: engine -> interpreter, empty for the usual one. Raises UserError with the command that
-    installs the engine if the interpreter or the engine's module is missing.
+    installs the engine if the interpreter or the engine's module is missing, and for an interpreter
+    of an engine that has none.
     """
     engine = ENGINES[name]
-    asked = pythons.get(name) or os.environ.get(engine.variable, "")
+    key, variable = f"engine_python.{name}", engine.variable
+    asked = pythons.get(name) or os.environ.get(variable, "")
+    if asked and engine.runs_here:
+        raise UserError(
+            f"{key if pythons.get(name) else variable} is {asked}, but {name} runs in no Python "
+            f"environment of its own: {sys.executable} needs the module {engine.module}. Remove it."
+        )
     python = asked or (str(ROOT / engine.python) if engine.python else sys.executable)
-    remedy = (
-        f"Install it with {engine.install}, or name the interpreter that has it: "
-        f"engine_python.{name}=PATH of eval.run, or {engine.variable}=PATH."
+    remedy = f"Install it with {engine.install}" + (
+        "."
+        if engine.runs_here
+        else f", or name the interpreter that has it: {key}=PATH of eval.run, or {variable}=PATH."
     )
     try:
         found = subprocess.run([python, "-c", CHECK, engine.module], capture_output=True, text=True)

@@ -130,6 +130,15 @@ def test_bad_settings_are_refused_before_a_measurement(engine_home, changes, wor
         run(engine_config(engine_home, "refused", **changes))
 
 
+def test_a_missing_llama_server_is_refused_before_a_measurement(engine_home, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("LLAMA_SERVER", str(engine_home / "none"))
+    cfg = engine_config(engine_home, "no_server", engine="llama_cpp")
+    with pytest.raises(UserError, match=r"llama-server is not at .*Run ./scripts/engines/llama_c"):
+        run(cfg)
+    assert not (Path(cfg.output_dir) / "manifest.json").exists()
+
+
 def test_a_dry_run_lists_the_arms_and_what_no_engine_runs(engine_home, capsys):
     run(
         engine_config(

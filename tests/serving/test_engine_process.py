@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_an_interpreter_without_the_engine_is_an_error_with_the_install_line():
         pytest.skip("this interpreter has vLLM")
     with pytest.raises(UserError, match=r"has no module vllm\. Install it with ./scripts"):
         python_of("vllm", {"vllm": sys.executable})
+
+
+def test_without_gguf_only_the_line_that_installs_it_is_named(monkeypatch):
+    """llama.cpp's models are converted in our own process, so no other interpreter helps."""
+    monkeypatch.setitem(ENGINES, "llama_cpp", replace(ENGINES["llama_cpp"], module="absent_gguf"))
+    with pytest.raises(UserError, match=r"no module absent_gguf\. Install it with pip .*'\.$"):
+        python_of("llama_cpp", {})
+    with pytest.raises(UserError, match=r"engine_python.llama_cpp is /usr/bin/python3, but .*Rem"):
+        python_of("llama_cpp", {"llama_cpp": "/usr/bin/python3"})
+    monkeypatch.setenv("SHALLOW_DRAFT_ABSENT_GGUF_PYTHON", "/nowhere/python")
+    with pytest.raises(UserError, match="SHALLOW_DRAFT_ABSENT_GGUF_PYTHON is /nowhere/python"):
+        python_of("llama_cpp", {})
 
 
 def test_the_environment_variable_names_an_interpreter_and_the_setting_overrides_it(monkeypatch):
