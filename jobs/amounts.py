@@ -1,7 +1,15 @@
 """Text forms of sizes, durations and operation counts, for dry runs and stages."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 # key of a manifest's metrics: floating-point operations that a dry run counted
 PLANNED = "planned_flop"
+# variable that names a file in which the dry runs of an experiment's stages add up their seconds
+_SECONDS = "SHALLOW_DRAFT_PLANNED_SECONDS"
 
 
 def size(count: float) -> str:
@@ -24,3 +32,26 @@ def operations(count: float) -> str:
     units = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9))
     letter, unit = next(((letter, unit) for letter, unit in units if count >= unit), ("M", 1e6))
     return f"{count / unit:,.1f} {letter}FLOP"
+
+
+@contextmanager
+def collect_planned_seconds() -> Iterator[Path]:
+    """Yield a file for the seconds that child processes plan, until the block ends."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "seconds"
+        path.touch()
+        os.environ[_SECONDS] = str(path)
+        try:
+            yield path
+        finally:
+            del os.environ[_SECONDS]
+
+
+def add_planned_seconds(seconds: float) -> None:
+    """Report the seconds that a dry run predicts to the experiment that started it, if any.
+
+    For jobs whose dry run writes no manifest.
+    """
+    if path := os.environ.get(_SECONDS):
+        with open(path, "a") as file:
+            file.write(f"{seconds}\n")

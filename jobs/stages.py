@@ -28,7 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from jobs.amounts import PLANNED, hours, operations
+from jobs.amounts import PLANNED, collect_planned_seconds, hours, operations
 from jobs.composing import CONF, compose_job, translate_errors
 from jobs.config import JobConfig, leaves, typed
 from jobs.inheritance import inherited_keys
@@ -70,7 +70,20 @@ class StageOverride:
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order. Raises UserError, which names the stage, if one fails."""
     stages = [compose_stage(name, config, composed) for name in config.stages]
-    barrier, started, number = RankBarrier(), time.time(), 0
+    if not config.dry_run:
+        _run_all(stages, RankBarrier())
+        return
+    barrier, started = RankBarrier(), time.time()
+    with collect_planned_seconds() as file:
+        _run_all(stages, barrier)
+        answers = sum(map(float, file.read_text().split()))
+    if barrier.rank == 0:
+        folders = [str(member.output_dir) for stage in stages for member in stage.members]
+        _print_total([config.output_dir, *folders], started, answers)
+
+
+def _run_all(stages: Sequence[Stage], barrier: RankBarrier) -> None:
+    number = 0
     for position, stage in enumerate(stages, start=1):
         if barrier.rank == 0:
             print(f"[{position}/{len(stages)}] {stage.name}", flush=True)
@@ -87,9 +100,6 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
                 f"stage {position} ({stage.name}) ended with {', '.join(failed)}. Fix the cause "
                 f"and run the same command: finished stages are skipped"
             )
-    if config.dry_run and barrier.rank == 0:
-        folders = [str(member.output_dir) for stage in stages for member in stage.members]
-        _print_total([config.output_dir, *folders], started)
 
 
 def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
@@ -209,12 +219,12 @@ def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
     return config
 
 
-def _print_total(folders: Sequence[str], started: float) -> None:
+def _print_total(folders: Sequence[str], started: float, answers: float) -> None:
     """Print the total cost of the dry runs of all stages and sweep members.
 
     folders: run folders, searched for manifests with all folders inside them. started: time in
     seconds since the epoch before the first dry run; older manifests do not count. Each cost is
-    converted to hours with the assumed_tflops of its run.
+    converted to hours with the assumed_tflops of its run. answers: seconds of the target's answers.
     """
     found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
     costs, unknown = [], 0  # (operations, assumed TFLOP/s) of a dry run
@@ -226,15 +236,19 @@ def _print_total(folders: Sequence[str], started: float) -> None:
         unknown += planned == 0.0
         if planned and pace:
             costs.append((planned, pace))
+    parts = []
     if costs:
         missing = f", without {unknown} whose tokens depend on the data" if unknown else ""
         seconds = sum(planned / pace / 1e12 for planned, pace in costs)
         at = " and ".join(f"{pace:g}" for pace in sorted({pace for _, pace in costs}))
-        print(
-            f"all stages together: {operations(sum(planned for planned, _ in costs))}, "
-            f"{hours(seconds)} at {at} TFLOP/s (assumed_tflops){missing}; evaluations are not "
-            f"counted"
-        )
+        parts = [
+            f"{operations(sum(planned for planned, _ in costs))}, {hours(seconds)} at {at} TFLOP/s "
+            f"(assumed_tflops){missing}"
+        ]
+    if answers:
+        parts.append(f"at most {hours(answers)} for the target's answers")
+    if parts:
+        print(f"all stages together: {', and '.join(parts)}; evaluations are not counted")
 
 
 def check_required_settings(composed: DictConfig) -> None:

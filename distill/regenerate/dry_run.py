@@ -12,7 +12,7 @@ from distill.regenerate.dialogues import Account
 from distill.regenerate.generate import PACE_TOKENS, AnswerGenerator
 from distill.regenerate.server import ServerAnswers
 from distill.regenerate.writer import list_broken_records
-from jobs.amounts import hours
+from jobs.amounts import add_planned_seconds, hours
 from jobs.paths import resolve_model
 from training.models.build import target_is_here
 
@@ -64,6 +64,7 @@ def dry_run(config: RegenerateConfig) -> None:
         f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, written to "
         f"{config.output_dir}"
     )
+    add_planned_seconds(tokens_out / pace)
 
 
 def _measure(

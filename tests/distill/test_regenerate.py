@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from distill.regenerate.writer import count_same_tokens
-from jobs.amounts import hours
+from jobs.amounts import collect_planned_seconds, hours
 from jobs.job import CONF
 from tests.support.regeneration import (
     CHATS,
@@ -207,6 +207,14 @@ def test_a_dry_run_counts_and_writes_nothing(
     run(away)
     assert "would answer 11 requests" in capsys.readouterr().out
     assert not folder.exists()
+
+
+def test_a_dry_run_reports_its_seconds_to_the_experiment(home: Path, tmp_path: Path):
+    pace = "assumed_tokens_per_second=100"
+    folder = tmp_path / "run"
+    with collect_planned_seconds() as file:
+        run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", pace))
+        assert float(file.read_text()) == 11 * 16 / 100
 
 
 # ---------------------------------------------------------------------------------------- bad input

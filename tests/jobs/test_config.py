@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from distill.config import (
 from eval.config import CompareConfig, EvalConfig
 from heads.train import find_kind_name, schema_of
 from jobs import stages
-from jobs.amounts import PLANNED
+from jobs.amounts import PLANNED, add_planned_seconds, collect_planned_seconds
 from jobs.config import JobConfig, plain, typed, valid_keys
 from jobs.help import field_docs, print_help
 from jobs.job import CONF, _exit_on_errors, check_arguments, register, run_typed
@@ -313,8 +315,23 @@ def test_the_total_cost_converts_each_stage_by_its_own_speed(
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text(json.dumps({"metrics": {PLANNED: flops}}))
         (folder / "config.yaml").write_text(f"assumed_tflops: {pace}\n")
-    stages._print_total([str(tmp_path / "run"), str(elsewhere)], started=0.0)
-    assert (
-        "all stages together: 8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s"
-        in capsys.readouterr().out
-    )
+    folders = [str(tmp_path / "run"), str(elsewhere)]
+    stages._print_total(folders, started=0.0, answers=0.0)
+    counted = "8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s (assumed_tflops)"
+    left_out = "; evaluations are not counted\n"
+    assert capsys.readouterr().out == f"all stages together: {counted}{left_out}"
+    stages._print_total(folders, started=0.0, answers=720.0)
+    answers = "at most 0.20 hours for the target's answers"
+    assert capsys.readouterr().out == f"all stages together: {counted}, and {answers}{left_out}"
+    stages._print_total([], started=0.0, answers=720.0)
+    assert capsys.readouterr().out == f"all stages together: {answers}{left_out}"
+
+
+def test_seconds_that_a_stage_plans_reach_the_experiment(monkeypatch: pytest.MonkeyPatch):
+    add_planned_seconds(1.0)  # outside of an experiment
+    program = "from jobs.amounts import add_planned_seconds; add_planned_seconds(2.5)"
+    with collect_planned_seconds() as file:
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", program], check=True)
+        assert file.read_text().split() == ["2.5", "2.5"]
+    assert not file.exists()
