@@ -106,6 +106,9 @@ class TrainConfig(TrainingJobConfig):
 class RegenerateConfig(JobConfig):
     """`python -m distill.regenerate`: replace the answers in chats with the target's."""
 
+    # an experiment's other stages read them
+    UNREAD = ("data.held_out_chats", "data.held_out_texts")
+
     target: TargetConfig = field(default_factory=TargetConfig)
     # chats to answer: the first data.max_samples, each limited to data.max_length tokens with its
     # answers

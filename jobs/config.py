@@ -26,6 +26,7 @@ class JobConfig:
 
     # Stages inherit these (jobs/inheritance.py).
     SHARED: ClassVar = ("seed", "dry_run", "threads")
+    UNREAD: ClassVar[tuple[str, ...]] = ()  # keys that the job ignores: they may differ on resume
 
     # module that runs this configuration, such as distill.train
     job: str = MISSING

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -177,7 +177,8 @@ class RunFolder:
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
             return  # another dry run may differ
-        differing = list(_differences(before, self.config))
+        free = {*_FREE_KEYS, *self._schema.UNREAD}
+        differing = list(_differences(before, self.config, free))
         if differing:
             raise UserError(
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
@@ -197,14 +198,14 @@ def _drop_unused_target_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "target": {**target, "config": {}}}
 
 
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+def _differences(before: Any, now: Any, free: Collection[str], key: str = "") -> Iterator[str]:
     """Yield each key of two configurations that differs, with both values, except the free ones."""
-    if key in _FREE_KEYS or before == now:
+    if key in free or before == now:
         return
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now}):
             inner = f"{key}.{name}" if key else str(name)
-            yield from _differences(before.get(name), now.get(name), inner)
+            yield from _differences(before.get(name), now.get(name), free, inner)
     else:
         yield f"{key} ({before} -> {now})"
 

@@ -95,6 +95,10 @@ def test_a_finished_run_is_skipped_and_a_missing_output_written_again(
     config = configured(home / "target", home / "chats.jsonl", folder)
     run(config)
     assert "finished before" in capsys.readouterr().out
+    run(
+        configured(home / "target", home / "chats.jsonl", folder, "data.held_out_chats=[more.json]")
+    )
+    assert "finished before" in capsys.readouterr().out, "it does not read held-out chats"
     (folder / "chats.json").unlink()
     run(config)
     assert (folder / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
