@@ -55,8 +55,8 @@ class TargetConfig:
     config: dict[str, Any] = field(default_factory=dict)
     # native | hf
     backend: str = "native"
-    # eager | compiled | graph (native only); empty: graph on a GPU where possible, else eager
-    execution: str = ""
+    # eager | fused (native on a CPU) | graph (native on a GPU) | compiled | auto: the fastest
+    execution: str = "auto"
     # float32 | bfloat16 | float16 | float64
     dtype: str = "float32"
     # auto | cpu | cuda | cuda:N

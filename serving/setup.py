@@ -26,7 +26,7 @@ from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.drafter_use import DrafterUse, refuse_eval_options
-from jobs.drafters import build, describe, read_card_name, uses
+from jobs.drafters import build, describe, read_card_name, uses, with_execution
 from jobs.paths import resolve_model
 from serving.config import GenerateConfig
 
@@ -94,6 +94,7 @@ def load(cfg: GenerateConfig) -> ChatModels:
         tokenizer = load_tokenizer(resolve_model(cfg.tokenizer, weights=False), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
+    cfg = replace(cfg, target=with_execution(cfg.target, folder))
     drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:
         # Reject a misfit before the larger model is loaded.
@@ -101,7 +102,7 @@ def load(cfg: GenerateConfig) -> ChatModels:
     target = load_target(
         folder,
         backend=cfg.target.backend,
-        execution=cfg.target.execution or None,
+        execution=cfg.target.execution,
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,

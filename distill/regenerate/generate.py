@@ -29,7 +29,7 @@ from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
 from jobs.aliases import current_costs
 from jobs.drafter_use import DrafterUse, refuse_eval_options
-from jobs.drafters import build, describe, uses
+from jobs.drafters import build, describe, uses, with_execution
 from jobs.files import write_text
 from jobs.run_files import read_object
 
@@ -81,7 +81,7 @@ class AnswerGenerator:
         return load_target(
             self.folder,
             backend=target.backend,
-            execution=target.execution or None,
+            execution=target.execution,
             dtype=target.dtype,
             device=rank_device(target.device),
             max_length=self.config.data.max_length,
@@ -93,9 +93,10 @@ class AnswerGenerator:
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
         """Drafter (or None) and its loop options. Raises UserError if it does not fit."""
-        mappings = describe_drafter(self.config)
-        if not mappings:
+        if not self.config.drafters:
             return None, DrafterUse()
+        target = with_execution(self.config.target, self.folder)
+        mappings = describe_drafter(replace(self.config, target=target))
         used = uses(mappings, DrafterUse())
         (drafter,) = build(mappings, used, self.folder).values()
         drafter.prepare(self.target, None)
