@@ -71,14 +71,14 @@ class RecurrentDrafter(HeadDrafter):
         published. by_cost: decide from measured costs whether to draft, and with how many steps,
         beams and verified nodes; beam_width and the draft length are then upper limits.
         execution: run fixed top-k drafts operation by operation (`eager`) or as one recorded step
-        (`graph`; `compiled` is the same as there is nothing to fuse, and `fused` is eager); by
+        (`graph`; `compiled` is the same as there is nothing to fuse), or with fused products; by
         default graph on a GPU and eager on a CPU. Raises UserError for an invalid folder or
         argument.
         """
         head = load_to_draft(folder, head, load_head, dtype, device)
         name = name or ("recurrent" if folder is None else name_of(folder))
         super().__init__(name, head.config, head.output)
-        self.head = for_drafting(head)
+        self.head = for_drafting(head, fused=execution == "fused")
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(

@@ -169,6 +169,16 @@ def fused_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return out
 
 
+class FusedLinear:
+    """A linear layer as one call of C++, for the heads of a target that runs fused."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.weight_OI, self.bias_O = weight_OI.detach().contiguous(), bias_O
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return fused_linear(x_NI, self.weight_OI, self.bias_O)
+
+
 class FusedForward:
     """The fused step of one target; `bind` gives it the target's cache."""
 
