@@ -37,8 +37,9 @@ class JobConfig:
     seed: int = 0
     # print the plan and its cost, and write what needs neither weights nor data
     dry_run: bool = False
-    # CPU threads of PyTorch; 0: PyTorch's default
-    threads: int = 0
+    # CPU threads; 0: PyTorch's default; auto: jobs that decode time the target with one and with
+    # the default, and take the faster
+    threads: Any = 0
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)
     # stage -> overrides in which it differs from this experiment

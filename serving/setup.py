@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.build import options_of
 from decoding.drafters.registry import check_fits, head_of, imported
@@ -108,6 +109,8 @@ def load(cfg: GenerateConfig) -> ChatModels:
         max_length=cfg.target.max_length or None,
         trust_remote_code=trusted,
     )
+    if cfg.threads == "auto":
+        choose_threads(target)
     if drafter is not None:
         # Reject a misfit now, not after the first message.
         drafter.prepare(target, None)

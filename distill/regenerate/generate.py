@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from decoding.costs.measure import measure_costs, widths_to_time
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
@@ -78,7 +79,7 @@ class AnswerGenerator:
     @cached_property
     def target(self) -> Target:
         target = self.config.target
-        return load_target(
+        made = load_target(
             self.folder,
             backend=target.backend,
             execution=target.execution,
@@ -89,6 +90,9 @@ class AnswerGenerator:
             processes=target.processes,
             trust_remote_code=target.trust_remote_code,
         )
+        if self.config.threads == "auto":
+            choose_threads(made)
+        return made
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:

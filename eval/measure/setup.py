@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
@@ -132,6 +133,8 @@ def load(cfg: EvalConfig) -> Loaded:
         processes=cfg.target.processes,
         trust_remote_code=cfg.target.trust_remote_code,
     )
+    if cfg.threads == AUTO:
+        choose_threads(target)
     _check_lengths(cfg, target)
     worker_devices = {device: _worker_device(target, uses.values())}
     drafters = drafter_list.build(mappings, uses, folder, worker_devices)
