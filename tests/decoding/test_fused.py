@@ -171,6 +171,34 @@ def test_two_targets_in_eight_threads_compute_what_they_compute_alone() -> None:
     assert all(torch.equal(logits, wanted[index]) for index, logits in found)
 
 
+def test_a_long_chain_in_slices_equals_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, found = model(torch.float32), []
+    for width in (1024, 7):
+        monkeypatch.setattr(fused, "SLICE", width)
+        with torch.inference_mode():
+            target.open(2, 100)
+            target.commit(None, [0, 0])
+            found.append(target.forward(ids(2, 20), None, (0, 2)))
+            target.commit(None, [20, 3])
+            found.append(target.forward(ids(2, 11)))
+    for whole, sliced in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [([[VOCABULARY]], None), ([[-1]], None), ([[5, 5]], [[-1, 1]])],
+)
+def test_tokens_and_parents_out_of_range_are_refused(
+    tokens: list[list[int]], parents: list[list[int]] | None
+) -> None:
+    target = model(torch.float32)
+    target.open(1, 10)
+    parents_BN = None if parents is None else torch.tensor(parents)
+    with pytest.raises(IndexError, match=f"tokens from 0 to {VOCABULARY - 1}"):
+        target.forward(torch.tensor(tokens), parents_BN)
+
+
 # Building ---------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # New tokens in all rows of a fused forward; wider ones, such as prompts, run eagerly, where each
 # weight is used often enough for a library's matrix products.
 WIDEST = 128
+SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
 
 
 class _Layer(ctypes.Structure):
@@ -58,6 +59,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("dtype", "layers", *"CQHDFVS")),
+        ("vocabulary", ctypes.c_int64),
         ("eps", ctypes.c_double),
         ("layer", ctypes.POINTER(_Layer)),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "cosines", "sines")),
@@ -67,10 +69,13 @@ class _Model(ctypes.Structure):
 class _Forward(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("B", "N", "taps", "threads")),
-        *((name, ctypes.c_void_p) for name in (
-            "tokens", "parents", "lengths", "columns", "hidden", "logits",
-        )),
-    ]  # fmt: skip
+        ("tokens", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+        ("lengths", ctypes.POINTER(ctypes.c_int64)),
+        ("columns", ctypes.POINTER(ctypes.c_int32)),
+        ("hidden", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    ]
 
 
 def cache_folder() -> Path:
@@ -121,7 +126,7 @@ def load_library() -> ctypes.CDLL:
         library = _build_into(path)
     library.forward_step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Forward)]
     library.linear.argtypes = [*[ctypes.c_int32] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 4]
-    library.forward_step.restype = library.linear.restype = None
+    library.forward_step.restype, library.linear.restype = ctypes.c_int32, None
     return library
 
 
@@ -201,7 +206,7 @@ class FusedForward:
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
         self._model = _Model(
             CODES[weights.dtype], len(layers), *sizes, config.intermediate_size, config.head_rows,
-            0, config.norm_eps, self._layer,
+            0, config.vocab_size, config.norm_eps, self._layer,
             *map(self._hold, (weights.embedding_VC, weights.norm_C, weights.head_weight_VC)),
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
@@ -233,23 +238,36 @@ class FusedForward:
 
         Hidden states are after the final norm, or at the taps. The logits of bfloat16 weights are
         in float32. Without `has_logits` they are not computed, and the first tensor is empty.
+        Raises IndexError for a token outside the vocabulary.
         """
         B, N = tokens_BN.shape
+        if (width := max(1, SLICE // B)) < N and parents_BN is None:
+            parts = [
+                self(part_BN, None, [length + n * width for length in lengths_B], taps, has_logits)
+                for n, part_BN in enumerate(tokens_BN.split(width, 1))
+            ]
+            logits, hidden = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+            return logits, hidden
         weights, wanted = self.weights, taps or (len(self.layers),)
-        columns = torch.full((len(self.layers) + 1,), -1, dtype=torch.int32)
-        for column, tap in enumerate(wanted):
-            columns[tap] = column
         C, V = weights.config.hidden_size, weights.config.head_rows
         hidden = torch.empty(B, N, len(wanted) * C, dtype=weights.dtype)
         logits = torch.empty(B, N, V if has_logits else 0, dtype=self._sum_dtype)
-        lengths = torch.tensor(lengths_B)
-        tokens_BN = tokens_BN.contiguous()
+        tokens_BN = tokens_BN.to(torch.int64).contiguous()
         parents_BN = None if parents_BN is None else parents_BN.contiguous()
-        forward = _Forward(B, N, len(wanted), torch.get_num_threads(), *map(
-            _address,
-            (tokens_BN, parents_BN, lengths, columns, hidden, logits if has_logits else None),
-        ))  # fmt: skip
-        self._library.forward_step(self._model, forward)
+        columns = [-1] * (len(self.layers) + 1)
+        for column, tap in enumerate(wanted):
+            columns[tap] = column
+        forward = _Forward(
+            B, N, len(wanted), torch.get_num_threads(), _address(tokens_BN), _address(parents_BN),
+            (ctypes.c_int64 * B)(*lengths_B), (ctypes.c_int32 * len(columns))(*columns),
+            _address(hidden), _address(logits) if has_logits else None,
+        )  # fmt: skip
+        if self._library.forward_step(self._model, forward):
+            raise IndexError(
+                f"tokens, lengths or parents are out of range: expected tokens from 0 to "
+                f"{weights.config.vocab_size - 1}, lengths of at most {self._model.S - N}, and "
+                f"parents before their nodes."
+            )
         return weights.spread(logits) if has_logits else logits, hidden
 
     def lm_head(self, hidden: Tensor) -> Tensor:

@@ -347,6 +347,7 @@ struct Layer {
 struct Model {
   int32_t dtype;  // 0 float32, 1 float64, 2 bfloat16
   int32_t layers, C, Q, H, D, F, V, S;
+  int64_t vocabulary;  // rows of the embedding
   double eps;
   const Layer* layer;
   const void* embedding;  // (vocabulary, C)
@@ -607,15 +608,28 @@ void run_product(void* argument, int) {
 }
 
 std::mutex one_call;
-std::unique_ptr<Team> the_team;
+Team* the_team = nullptr;  // never freed at exit, when another thread may still be in a step
 std::vector<char> memory;
 
 Team& team_of(int threads) {
-  if (!the_team || !the_team->fits(threads)) {
-    the_team.reset();
-    the_team = std::make_unique<Team>(threads);
+  if (the_team == nullptr || !the_team->fits(threads)) {
+    delete the_team;
+    the_team = new Team(threads);
   }
   return *the_team;
+}
+
+// Whether every token has an embedding, its slot exists, and every parent comes before its node.
+bool is_valid(const Model& model, const Forward& forward) {
+  for (int b = 0; b < forward.B; ++b) {
+    if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
+    for (int n = 0; n < forward.N; ++n) {
+      const int64_t token = forward.tokens[b * forward.N + n];
+      if (token < 0 || token >= model.vocabulary) return false;
+      if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;
+    }
+  }
+  return true;
 }
 
 template <typename T>
@@ -627,11 +641,14 @@ void run_step(const Model& model, const Forward& forward) {
 
 }  // namespace
 
-extern "C" void forward_step(const Model* model, const Forward* forward) {
+// Returns 0, or 1 for tokens, lengths or parents that would lead out of the model's arrays.
+extern "C" int32_t forward_step(const Model* model, const Forward* forward) {
   std::lock_guard<std::mutex> lock(one_call);
+  if (!is_valid(*model, *forward)) return 1;
   if (model->dtype == 0) run_step<float>(*model, *forward);
   if (model->dtype == 1) run_step<double>(*model, *forward);
   if (model->dtype == 2) run_step<BFloat16>(*model, *forward);
+  return 0;
 }
 
 // out_MO = x_MK @ weight_OK^T + bias_O, all of one dtype (as in Model).
