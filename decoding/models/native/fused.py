@@ -184,6 +184,15 @@ class FusedLinear:
         return fused_linear(x_NI, self.weight_OI, self.bias_O)
 
 
+def fuse_linears(module: torch.nn.Module) -> None:
+    """Run a trained module's linear layers as `FusedLinear`, without gradients, where it can."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            if refuse(layer.weight.dtype, layer.weight.device) is not None:
+                return
+            layer.forward = FusedLinear(layer.weight, layer.bias)  # type: ignore[assignment,method-assign]
+
+
 class FusedForward:
     """The fused step of one target; `bind` gives it the target's cache."""
 
