@@ -23,7 +23,7 @@ from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
 from decoding.models.hub import find_folder
-from decoding.models.load import load_target
+from decoding.models.load import AUTO, load_target
 from decoding.models.text.messages import Prompt, prompt_ids
 from decoding.models.text.text_stream import TextStream
 from decoding.models.text.tokenizer import load_tokenizer
@@ -98,7 +98,8 @@ def load(
     split: dict[str, Any] = {"parallel": parallel, "processes": processes}
     model = load_target(target, max_length=max_length, **place, **split)
     if choice is not None:
-        drafter = make_drafter(choice, target, **place)
+        execution = getattr(model, "execution", AUTO)
+        drafter = make_drafter(choice, target, **place, execution=execution)
     return Engine(model, cast(Drafter | None, drafter), tokenizer, stop_tokens(target, tokenizer))
 
 

@@ -38,8 +38,9 @@ class JobConfig:
     seed: int = 0
     # print the plan and its cost, and write what needs neither weights nor data
     dry_run: bool = False
-    # CPU threads of PyTorch; 0: PyTorch's default
-    threads: int = 0
+    # CPU threads; 0: PyTorch's default; auto: jobs that decode time the target with one and with
+    # the default, and take the faster
+    threads: Any = 0
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)
     # stage -> overrides in which it differs from this experiment
@@ -56,8 +57,8 @@ class TargetConfig:
     config: dict[str, Any] = field(default_factory=dict)
     # native | hf
     backend: str = "native"
-    # eager | compiled | graph (native only); empty: graph on a GPU where possible, else eager
-    execution: str = ""
+    # eager | fused (native on a CPU) | graph (native on a GPU) | compiled | auto: the fastest
+    execution: str = "auto"
     # float32 | bfloat16 | float16 | float64
     dtype: str = "float32"
     # auto | cpu | cuda | cuda:N

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.values import check_settings
+from decoding.values import check_settings, is_int
 from jobs.config import leaves, plain
 
 Rule = tuple[str, bool, str]
@@ -31,8 +31,9 @@ def check_job(config: Any) -> None:
     check_settings(config, ["seed"])
     cores = os.cpu_count() or 1
     most = THREADS_PER_CORE * cores
-    expected = f"1 to {most} on {cores} cores, or 0 for PyTorch's default"
-    refuse(config, [("threads", 0 <= config.threads <= most, expected)])
+    expected = f"1 to {most} on {cores} cores, 0 for PyTorch's default, or auto"
+    valid = config.threads == "auto" or (is_int(config.threads) and 0 <= config.threads <= most)
+    refuse(config, [("threads", valid, expected)])
     for path, value in leaves(plain(config)):
         for number in _floats(value):
             if not math.isfinite(number):

@@ -17,6 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import MISSING, OmegaConf
 
+from decoding.devices import device_of
 from decoding.drafters.build import (
     check_folder,
     find_drafter_folder,
@@ -30,8 +31,10 @@ from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
+from decoding.models.distributed.parallel import processes_of
 from decoding.models.folder import CARD, read_json
 from decoding.models.hub import revision_of
+from decoding.models.load import AUTO, choose_execution
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
@@ -42,6 +45,22 @@ CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 # class of a chain drafter whose schedule runs it at the same time as the target
 WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
 CONF = data_folder("conf") / "drafter"
+
+
+def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
+    """Return the settings with `auto` replaced by the device and the execution that it stands for.
+
+    Drafters run as their target does, also those that `auto` alone would run eagerly. folder: the
+    target's.
+    """
+    device = device_of(target.device)
+    if target.execution != AUTO:
+        return replace(target, device=device)
+    count = processes_of(target.parallel, target.processes, target.backend, device)
+    execution = choose_execution(
+        folder, backend=target.backend, dtype=target.dtype, device=device, processes=count
+    )
+    return replace(target, device=device, execution=execution)
 
 
 def describe(

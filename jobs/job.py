@@ -154,7 +154,7 @@ def prepare_process(config: JobConfig) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if config.threads > 0:
+    if config.threads not in (0, "auto"):
         import torch
 
         torch.set_num_threads(config.threads)

@@ -31,7 +31,7 @@ from decoding.interfaces import (
 )
 from decoding.models.hub import name_of
 from decoding.models.load import DTYPES
-from decoding.models.native.model import EXECUTIONS
+from decoding.models.native.model import EXECUTIONS, RECORDED
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from recurrent_drafting.beams import Choose, TopBeams, run_step, search
@@ -71,13 +71,14 @@ class RecurrentDrafter(HeadDrafter):
         published. by_cost: decide from measured costs whether to draft, and with how many steps,
         beams and verified nodes; beam_width and the draft length are then upper limits.
         execution: run fixed top-k drafts operation by operation (`eager`) or as one recorded step
-        (`graph`, or `compiled`, which is the same as there is nothing to fuse); by default graph on
-        a GPU and eager on a CPU. Raises UserError for an invalid folder or argument.
+        (`graph`; `compiled` is the same as there is nothing to fuse), or with fused products; by
+        default graph on a GPU and eager on a CPU. Raises UserError for an invalid folder or
+        argument.
         """
         head = load_to_draft(folder, head, load_head, dtype, device)
         name = name or ("recurrent" if folder is None else name_of(folder))
         super().__init__(name, head.config, head.output)
-        self.head = for_drafting(head)
+        self.head = for_drafting(head, fused=execution == "fused")
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(
@@ -136,7 +137,7 @@ class RecurrentDrafter(HeadDrafter):
         """
         super().prepare(target, costs)
         if target is not self._target:
-            if self.execution != "eager":
+            if self.execution in RECORDED:
                 self._recorded = RecordedBeams(self.head, self.beam_width, self.embed, self.device)
             self._embedding_VH = None
             if DTYPES[target.dtype] != self.dtype:

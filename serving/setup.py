@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.build import options_of
 from decoding.drafters.registry import check_fits, head_of, imported
@@ -26,7 +27,7 @@ from decoding.verification.rules import check_rule
 from jobs.config import refuse_parallel
 from jobs.config_checks import refuse
 from jobs.drafter_use import DrafterUse, refuse_eval_options
-from jobs.drafters import build, describe, read_card_name, uses
+from jobs.drafters import build, describe, read_card_name, uses, with_execution
 from jobs.paths import resolve_model
 from serving.config import GenerateConfig
 
@@ -94,6 +95,7 @@ def load(cfg: GenerateConfig) -> ChatModels:
         tokenizer = load_tokenizer(resolve_model(cfg.tokenizer, weights=False), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
+    cfg = replace(cfg, target=with_execution(cfg.target, folder))
     drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:
         # Reject a misfit before the larger model is loaded.
@@ -101,12 +103,14 @@ def load(cfg: GenerateConfig) -> ChatModels:
     target = load_target(
         folder,
         backend=cfg.target.backend,
-        execution=cfg.target.execution or None,
+        execution=cfg.target.execution,
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,
         trust_remote_code=trusted,
     )
+    if cfg.threads == "auto":
+        choose_threads(target)
     if drafter is not None:
         # Reject a misfit now, not after the first message.
         drafter.prepare(target, None)

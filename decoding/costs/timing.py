@@ -21,6 +21,7 @@ from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 
 STEPS_IN_A_ROW = 3
+THREAD_TRIALS = 9  # steps with each number of threads
 # cache slots of a draft step after the committed ones (a tree's level, a lookahead's window)
 STEP_ROOM = 64
 
@@ -53,6 +54,31 @@ class Parts:
         return RoundCosts(
             widest_ms, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
         )
+
+
+def choose_threads(target: Target) -> int:
+    """Return and set the number of threads with which a decode step of an idle target is faster.
+
+    It is one or PyTorch's default: beside busy processes two threads may be slower than one.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or devices.runs_ahead(torch.device(target.device)):
+        return most
+    seconds: dict[int, list[float]] = {1: [], most: []}
+    with Claim(target, None) as claim, torch.inference_mode():
+        claim.take()
+        target.open(1, STEP_ROOM)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        for _ in range(THREAD_TRIALS):
+            for threads, taken in seconds.items():
+                torch.set_num_threads(threads)
+                target.forward(token)  # the first step wakes the threads
+                began = perf_counter()
+                target.forward(token)
+                taken.append(perf_counter() - began)
+    fastest = min(seconds, key=lambda threads: median(seconds[threads]))
+    torch.set_num_threads(fastest)
+    return fastest
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:

@@ -82,7 +82,7 @@ def with_target_settings(
     """Return the options of a drafter with a folder, with the target's settings as defaults.
 
     With a native target the backend is None, since a drafter of another family runs on hf.
-    execution: empty keeps the drafter's default. A dtype of `auto` is replaced by the dtype that
+    execution: `auto` keeps the drafter's default. A dtype of `auto` is replaced by the dtype that
     suits the device.
     """
     shared: dict[str, Any] = {
@@ -90,7 +90,7 @@ def with_target_settings(
         "dtype": dtype,
         "device": device,
     }
-    if execution:
+    if execution != AUTO:
         shared["execution"] = execution
     taken = options_of(kind)
     options = {key: value for key, value in shared.items() if taken is None or key in taken}
@@ -170,9 +170,15 @@ def _local(folder: str | Path) -> str | Path:
 
 
 def make_drafter(
-    choice: DrafterChoice, target_folder: str | Path, *, backend: str, dtype: str, device: str
+    choice: DrafterChoice,
+    target_folder: str | Path,
+    *,
+    backend: str,
+    dtype: str,
+    device: str,
+    execution: str,
 ) -> Drafter:
-    """Check a chosen drafter's folder and make the drafter.
+    """Check a chosen drafter's folder and make the drafter, with the target's settings as defaults.
 
     Raises UserError if the folder does not fit the target, or the class rejects an option.
     """
@@ -180,7 +186,7 @@ def make_drafter(
     if "folder" in options:
         check_folder(target_folder, options["folder"])
         options = with_target_settings(
-            kind, options, backend=backend, dtype=dtype, device=device, execution=""
+            kind, options, backend=backend, dtype=dtype, device=device, execution=execution
         )
     try:
         return kind(**options)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ from decoding.interfaces import (
 )
 from decoding.models.folder import load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
-from decoding.models.load import load_target
+from decoding.models.load import AUTO, load_target
 from decoding.models.native.weights import FAMILIES
 from decoding.models.prefill import prefill
 from decoding.verification.nodes import at_nodes
@@ -47,7 +47,7 @@ class ChainDrafter(StatelessDrafter):
         name: str | None = None,
         model: Target | None = None,
         trust_remote_code: bool = False,
-        execution: str | None = None,
+        execution: str = AUTO,
     ) -> None:
         """Load a model folder, or use a `model` in memory.
 
@@ -61,7 +61,7 @@ class ChainDrafter(StatelessDrafter):
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
                 if backend == "hf" and execution not in HF_EXECUTIONS:
-                    execution = None
+                    execution = AUTO
             model = load_target(
                 folder,
                 backend=backend,

@@ -1,5 +1,6 @@
 """Loading of a target model from a model folder."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,17 @@ from decoding.devices import device_of
 from decoding.errors import UserError
 from decoding.interfaces import Target
 from decoding.models.distributed.parallel import ParallelTarget, processes_of
-from decoding.models.folder import load_state, read_config, refuse_unsupported_attention
+from decoding.models.folder import (
+    load_state,
+    read_config,
+    refuse_unsupported_attention,
+    weight_files,
+)
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.hf import HFTarget
 from decoding.models.hub import name_of
 from decoding.models.model_check import check_model, check_tied_head
+from decoding.models.native import fused
 from decoding.models.native.model import EXECUTIONS, NativeTarget
 from decoding.models.native.weights import FAMILIES
 from decoding.values import check_choice, check_values
@@ -25,6 +32,10 @@ DTYPES = {
     "float16": torch.float16,
 }
 BACKENDS = ("native", "hf")
+AUTO = "auto"
+# Bytes of a model's weight files from which `auto` builds the fused step on a CPU. The build takes
+# some 20 seconds, once on each machine, which runs of smaller models seldom outlast.
+WORTH_FUSING = 32 << 20
 
 
 def load_target(
@@ -38,7 +49,7 @@ def load_target(
     trust_remote_code: bool = False,
     parallel: str = "none",
     processes: int = 0,
-    execution: str | None = None,
+    execution: str = AUTO,
 ) -> Target:
     """Load the model in a Hugging Face folder as a target.
 
@@ -53,9 +64,9 @@ def load_target(
     parallel: 'none'; 'tp' splits every layer over several processes, and 'layers' gives each
     process some layers; native only.
     processes: number of processes, this one included; 0 is one for each GPU from `device` on.
-    execution: for native 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded
-    with fused layers); None is graph on a GPU and eager on a CPU, where the other two are only for
-    tests. For hf 'eager' (None) or 'compiled'.
+    execution: for native 'eager', 'fused' (a step is one call of C++, on a CPU), 'graph' (steps
+    recorded as CUDA graphs) or 'compiled' (recorded with fused layers); on a CPU the last two are
+    only for tests. For hf 'eager' or 'compiled'. 'auto': see `choose_execution`.
 
     Raises UserError for an invalid setting, and for a folder that is missing, empty or damaged,
     that holds only pickled weights, or whose model is not supported.
@@ -66,6 +77,10 @@ def load_target(
     _check_folder(folder, config, backend, dtype, max_length)
     count = processes_of(parallel, processes, backend, device)
     _check_execution(execution, backend, count)
+    if execution == AUTO:
+        execution = choose_execution(
+            folder, backend=backend, dtype=dtype, device=device, processes=count
+        )
     check_tied_head(folder)
     name = name_of(folder)
     target: NativeTarget | HFTarget | ParallelTarget
@@ -86,6 +101,38 @@ def load_target(
     if batch_size is not None:
         target.open(batch_size)
     return target
+
+
+def choose_execution(
+    folder: str | Path, *, backend: str, dtype: str, device: str, processes: int = 1
+) -> str:
+    """Return the execution that `auto` stands for: the one that decodes fastest here.
+
+    It is graph on a GPU, fused on a CPU for weights of WORTH_FUSING bytes and more, and eager
+    otherwise: for hf, for several processes, for a dtype that the fused step lacks and without a
+    working C++ compiler, which a warning reports.
+    """
+    if backend != "native" or processes > 1:
+        return "eager"
+    place = torch.device(device_of(device))
+    if place.type != "cpu":
+        return "graph"
+    size = sum(file.stat().st_size for file in weight_files(folder))
+    if size < WORTH_FUSING or DTYPES[dtype] not in fused.CODES:
+        return "eager"
+    reason = fused.refuse(DTYPES[dtype], place)
+    try:
+        if reason is None:
+            fused.load_library()
+    except UserError as error:
+        reason = str(error)
+    if reason is None:
+        return "fused"
+    warnings.warn(
+        f"decoding operation by operation, which is slower: the fused step cannot run: {reason}",
+        stacklevel=2,
+    )
+    return "eager"
 
 
 def _check_folder(
@@ -109,11 +156,10 @@ def _check_folder(
     check_model(folder)
 
 
-def _check_execution(execution: str | None, backend: str, processes: int) -> None:
+def _check_execution(execution: str, backend: str, processes: int) -> None:
     known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
-    if execution is not None:
-        check_choice("execution", execution, known)
-    if processes > 1 and execution not in (None, "eager"):
+    check_choice("execution", execution, (AUTO, *known))
+    if processes > 1 and execution not in (AUTO, "eager"):
         raise UserError(
             f"execution '{execution}' does not work for a target over several processes. Use "
             f"execution=eager or parallel=none."

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from decoding.costs.measure import measure_costs, widths_to_time
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
@@ -29,7 +30,7 @@ from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
 from jobs.aliases import current_costs
 from jobs.drafter_use import DrafterUse, refuse_eval_options
-from jobs.drafters import build, describe, uses
+from jobs.drafters import build, describe, uses, with_execution
 from jobs.files import write_text
 from jobs.run_files import read_object
 
@@ -78,10 +79,10 @@ class AnswerGenerator:
     @cached_property
     def target(self) -> Target:
         target = self.config.target
-        return load_target(
+        made = load_target(
             self.folder,
             backend=target.backend,
-            execution=target.execution or None,
+            execution=target.execution,
             dtype=target.dtype,
             device=rank_device(target.device),
             max_length=self.config.data.max_length,
@@ -89,13 +90,17 @@ class AnswerGenerator:
             processes=target.processes,
             trust_remote_code=target.trust_remote_code,
         )
+        if self.config.threads == "auto":
+            choose_threads(made)
+        return made
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:
         """Drafter (or None) and its loop options. Raises UserError if it does not fit."""
-        mappings = describe_drafter(self.config)
-        if not mappings:
+        if not self.config.drafters:
             return None, DrafterUse()
+        target = with_execution(self.config.target, self.folder)
+        mappings = describe_drafter(replace(self.config, target=target))
         used = uses(mappings, DrafterUse())
         (drafter,) = build(mappings, used, self.folder).values()
         drafter.prepare(self.target, None)

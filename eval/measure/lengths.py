@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Target
-from decoding.models.native.model import NativeTarget
+from decoding.models.native.model import RECORDED, NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
 from decoding.stopping.policies import POLICIES
 from eval.config import EvalConfig
@@ -58,7 +58,7 @@ def length_cap_of(
     width, so it always takes the sweep's lengths. Raises UserError if the entry sets a cap that
     would have no effect.
     """
-    recorded = isinstance(target, NativeTarget) and target.execution != "eager"
+    recorded = isinstance(target, NativeTarget) and target.execution in RECORDED
     whole_proposals = not token_by_token(capabilities)
     if use.max_draft_tokens is None:
         ends_itself = use.stopping in SELF_ENDING and use.schedule == "serial"

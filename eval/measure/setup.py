@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
@@ -18,8 +19,8 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.draft_vocabulary import draft_vocab_size
-from decoding.models.load import load_target
-from decoding.models.native.model import EXECUTIONS
+from decoding.models.load import AUTO, load_target
+from decoding.models.native.model import EXECUTIONS as NATIVE_EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Allowed
@@ -39,6 +40,7 @@ from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24
 EMBEDDED = "embedded:"  # prefix of a path that names a file shipped with the project
+EXECUTIONS = (AUTO, *NATIVE_EXECUTIONS)
 # Fields that the decoding settings and the rows share.
 SHARED = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
@@ -77,7 +79,7 @@ def check(cfg: EvalConfig) -> None:
             "2 or more: one token leaves nothing to draft",
         ),
         ("verify", cfg.verify in SAMPLING, _one_of(SAMPLING)),
-        ("target.execution", cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
+        ("target.execution", cfg.target.execution in EXECUTIONS, _one_of(EXECUTIONS)),
     ):
         if not fits:
             raise UserError(f"{key} is {attrgetter(key)(cfg)}, expected {expected}.")
@@ -114,16 +116,15 @@ def load(cfg: EvalConfig) -> Loaded:
     Raises UserError for parts that are missing or damaged, or that do not fit together.
     """
     folder, device = resolve_model(cfg.target.path), device_of(cfg.target.device)
-    mappings = drafter_list.describe(
-        cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
-    )
+    chosen = drafter_list.with_execution(cfg.target, folder)
+    mappings = drafter_list.describe(cfg.drafters, chosen, cfg.prompt_lookup_control)
     uses = drafter_list.uses(
         mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
     )
     target = load_target(
         folder,
         backend=cfg.target.backend,
-        execution=cfg.target.execution or None,
+        execution=chosen.execution,
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,
@@ -132,6 +133,8 @@ def load(cfg: EvalConfig) -> Loaded:
         processes=cfg.target.processes,
         trust_remote_code=cfg.target.trust_remote_code,
     )
+    if cfg.threads == AUTO:
+        choose_threads(target)
     _check_lengths(cfg, target)
     worker_devices = {device: _worker_device(target, uses.values())}
     drafters = drafter_list.build(mappings, uses, folder, worker_devices)

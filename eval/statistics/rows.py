@@ -78,7 +78,7 @@ def build_row(
     """
     first, sample = records[0], total(units)
     rule = facts.verify or run.verify
-    equality = judge(records, verify=rule, dtype=run.dtype)
+    equality = judge(records, verify=rule, dtype=run.dtype, backend=run.backend)
     if facts.schedule == ALONE:
         equality = Equality(OTHER, "the drafter's own text")
     predicted = None

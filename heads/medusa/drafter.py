@@ -27,6 +27,7 @@ from decoding.interfaces import (
 )
 from decoding.models.draft_vocabulary import spread
 from decoding.models.hub import name_of
+from decoding.models.native.fused import fuse_linears
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
@@ -40,8 +41,9 @@ class MedusaDrafter(HeadDrafter):
     accuracies (heads/medusa/tree.py); without accuracies it is a default tree. shape: `tree`, or
     `chain` for one token at each depth. max_nodes: maximum size of a chosen or default tree.
     by_cost: choose the tree's size from the measured costs of a round, if the tree is chosen from
-    accuracies. children: `sampled` or `top_k`, for temperatures above 0. Raises UserError for an
-    invalid folder or argument.
+    accuracies. children: `sampled` or `top_k`, for temperatures above 0. execution: `fused` runs
+    the products of loaded heads like those of a fused target. Raises UserError for an invalid
+    folder or argument.
     """
 
     def __init__(
@@ -57,8 +59,12 @@ class MedusaDrafter(HeadDrafter):
         dtype: str = "float32",
         device: str = "cpu",
         name: str | None = None,
+        execution: str = "eager",
     ) -> None:
+        loaded = heads is None
         heads = load_to_draft(folder, heads, load_heads, dtype, device)
+        if loaded and execution == "fused":
+            fuse_linears(heads)
         name = name or ("medusa" if folder is None else name_of(folder))
         super().__init__(name, heads.config, heads.projection(0))
         self.heads, self.config = heads, heads.config

@@ -83,7 +83,8 @@ class MedusaHeads(nn.Module):
         """Return the logits (..., K, V) of the first `heads` heads, by default of all."""
         count = self.config.num_heads if heads is None else heads
         logits = [
-            F.linear(self.features(hidden_RH, head), self.projection(head)) for head in range(count)
+            self.projections[0 if self.config.shared else head](self.features(hidden_RH, head))
+            for head in range(count)
         ]
         return torch.stack(logits, -2)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decoding.costs.measure import CHEAPEST, SPARED, add_rest, combine_windows, measure_costs
-from decoding.costs.timing import Parts, rising, time_parts
+from decoding.costs.timing import Parts, choose_threads, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
 from decoding.rounds.settings import Settings
@@ -56,6 +56,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     for model, ms in ((target, clock.TARGET_MS), (draft_model, clock.DRAFT_MS)):
         monkeypatch.setattr(model, "forward", clock.delayed(model.forward, ms))
     return clock
+
+
+@pytest.mark.parametrize("fastest", [1, 3])
+def test_the_faster_number_of_threads_is_chosen(
+    fastest: int, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, before = models()[0], torch.get_num_threads()
+    plain = target.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        clock.advance(0 if torch.get_num_threads() == fastest else 5)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(target, "forward", forward)
+    torch.set_num_threads(3)
+    try:
+        assert choose_threads(target) == torch.get_num_threads() == fastest
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rising_returns_the_nearest_nondecreasing_sequence() -> None:

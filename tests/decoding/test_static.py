@@ -1,4 +1,4 @@
-"""Static forwards, unrecorded and in float64, compared with eager ones, and the laws on them.
+"""Recorded and fused forwards in float64, compared with eager ones, and the laws on them.
 
 The forwards cover chains, trees, ragged rows, commits and buckets.
 
@@ -50,7 +50,12 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
     ("shape", "batch", "execution"),
-    [(shape, batch, "graph") for shape in SHAPES for batch in (1, 4)]
+    [
+        (shape, batch, execution)
+        for shape in SHAPES
+        for batch in (1, 4)
+        for execution in ("graph", "fused")
+    ]
     # Tracing takes seconds.
     + [("llama", 4, "compiled"), pytest.param("qwen3", 4, "compiled", marks=pytest.mark.long)],
 )
@@ -133,8 +138,9 @@ def test_outputs_are_copies_of_a_steps_buffers() -> None:
     assert torch.equal(first, kept[0]) and torch.equal(hidden, kept[1])
 
 
-def test_partial_views_and_full_caches() -> None:
-    targets = pair("llama")
+@pytest.mark.parametrize("execution", ["graph", "fused"])
+def test_partial_views_and_full_caches(execution: str) -> None:
+    targets = pair("llama", execution)
     with torch.inference_mode():
         for target in targets:
             target.open(1, 12)
@@ -151,11 +157,12 @@ def test_partial_views_and_full_caches() -> None:
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
+@pytest.mark.parametrize("execution", ["graph", "fused"])
+def test_laws_1_and_2_on_static_steps(execution: str, kind: str, temperature: float) -> None:
     """Check that drafted, autoregressive and eager text are equal."""
     model = hf_model("llama")
-    target, plain = native_of(model, execution="graph"), native_of(model)
-    draft_model = native_of(model, noise=0.05, execution="graph")
+    target, plain = native_of(model, execution=execution), native_of(model)
+    draft_model = native_of(model, noise=0.05, execution=execution)
     drafter = (
         ChainDrafter(model=draft_model)
         if kind == "chain"
@@ -175,14 +182,17 @@ def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
 def test_backend_names_and_unknown_executions() -> None:
     model = hf_model()
     assert [
-        native_of(model, execution=e).backend for e in (None, "eager", "graph", "compiled")
+        native_of(model, execution=execution).backend
+        for execution in (None, "eager", "fused", "graph", "compiled")
     ] == [
         "native",
         "native",
+        "native fused",
         "native graph",
         "native compiled",
     ]
     with pytest.raises(
-        ValueError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"
+        ValueError,
+        match="execution 'fast' is unknown, expected one of eager, fused, graph, compiled",
     ):
         native_of(model, execution="fast")

@@ -266,6 +266,9 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
     )
     # not equal, although the texts are
     assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"
+    fused = {"verify": "token", "dtype": "bfloat16", "backend": "native fused"}
+    assert judge(greedy, **fused).word == "equal"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], **fused).word == "half precision"
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
     # more differences than ties can explain
     assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"

@@ -365,7 +365,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(home, capsys):
         ({"batch_sizes": [0]}, "batch_sizes"),
         ({"num_draft_tokens": [0]}, "num_draft_tokens"),
         ({"verify": "lenient"}, "token, block, coupled or typical"),
-        ({"target": TargetConfig(path="nowhere", execution="fast")}, "eager, graph or compiled"),
+        (
+            {"target": TargetConfig(path="nowhere", execution="fast")},
+            "auto, eager, fused, graph or compiled",
+        ),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         (
             {"stopping": "fixed", "stopping_threshold": 0.5},

@@ -211,6 +211,19 @@ def test_invalid_options_are_refused(options: dict[str, Any], words: str):
         MedusaDrafter(heads=random_heads(), **options)
 
 
+def test_heads_of_a_fused_target_compute_the_same(tmp_path: Path):
+    """Compare fused heads with eager ones, and check that those in memory keep their gradients."""
+    folder = save(random_heads(draft_vocab_size=4), tmp_path / "heads")
+    states = torch.randn(5, SHAPE.hidden_size)
+    eager, fused = (MedusaDrafter(folder, execution=each).heads for each in ("eager", "fused"))
+    torch.testing.assert_close(fused(states), eager(states))
+    assert "forward" in vars(fused.projections[0]) and "forward" not in vars(eager.projections[0])
+    trained = random_heads().requires_grad_(True)
+    MedusaDrafter(heads=trained, execution="fused")
+    trained(states).sum().backward()
+    assert trained.projections[0].weight.grad is not None
+
+
 # ------------------------------------------------------------------------------------ the job
 
 

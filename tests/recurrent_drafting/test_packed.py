@@ -1,10 +1,13 @@
 """The packed head computes the same logits as the trained head."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from decoding.models.native.linear import can_pack
-from recurrent_drafting.head import HeadConfig, RecurrentHead
+from decoding.models.native.fused import FusedLinear
+from decoding.models.native.linear import can_pack, make_linear
+from recurrent_drafting.head import Head, HeadConfig, RecurrentHead
 from recurrent_drafting.packed import PackedHead, for_drafting
 
 V, H = 50, 16
@@ -24,7 +27,7 @@ def random_head(config: HeadConfig, dtype: torch.dtype = torch.float32) -> Recur
     return RecurrentHead(config).to(dtype).requires_grad_(False).eval()
 
 
-def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Tensor:
+def logits_of(head: Head, dtype: torch.dtype) -> torch.Tensor:
     """Return the logits of three rows of four beams after two tokens.
 
     The states are strided as in a search.
@@ -41,16 +44,18 @@ def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Ten
 def test_plain_and_packed_products_equal_the_trained_head(name: str) -> None:
     head = random_head(SHAPES[name], torch.float64)
     expected = logits_of(head, torch.float64)
-    assert torch.allclose(
-        logits_of(PackedHead(head, packed=False), torch.float64), expected, atol=1e-12
-    )
+    for products in (partial(make_linear, packed=False), FusedLinear):
+        exact = logits_of(PackedHead(head, products), torch.float64)
+        assert torch.allclose(exact, expected, atol=1e-12)
     single = random_head(SHAPES[name])
     assert can_pack(torch.device("cpu"), torch.float32)
-    packed = logits_of(PackedHead(single), torch.float32)
+    packed = logits_of(for_drafting(single), torch.float32)
     assert torch.allclose(packed.double(), expected, atol=1e-4)
     assert not torch.allclose(packed[0], packed[1], atol=1e-2), "logits must differ between rows"
 
 
 def test_heads_are_packed_where_possible() -> None:
     assert isinstance(for_drafting(random_head(SHAPES["published"])), PackedHead)
-    assert isinstance(for_drafting(random_head(SHAPES["published"], torch.float64)), RecurrentHead)
+    double = random_head(SHAPES["published"], torch.float64)
+    assert isinstance(for_drafting(double), RecurrentHead)
+    assert isinstance(for_drafting(double, fused=True), PackedHead)

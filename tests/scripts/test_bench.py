@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,21 @@ def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -
     slow = compute_shares({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
     assert slow["warnings"] == ["share_of_bandwidth is 1.50: yardstick read slowly: not valid"]
     assert "not valid" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_engines_are_measured_on_an_idle_machine_only(tmp_path: Path) -> None:
+    """Check the table of our loop and Hugging Face's, and the refusal while a process is busy."""
+    script = [sys.executable, str(ROOT / "scripts/bench/engines.py"), "engines=[ours,hf]"]
+    small = ["dtypes=[float32]", "batch_sizes=[1]", "max_prompts=2", "max_new_tokens=8"]
+    options = [*small, "rounds=1", "threads=1", f"output_dir={tmp_path / 'runs'}"]
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        refused = subprocess.run([*script, *options], capture_output=True, text=True)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert refused.returncode and "other processes use" in refused.stderr
+    done = subprocess.run([*script, *options, "busy=true"], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert re.search(r"batch 1: [\d.]+ tokens/s, [\d.]+x of hf", done.stdout)

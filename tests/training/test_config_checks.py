@@ -164,11 +164,13 @@ def test_an_invalid_number_is_refused_by_its_key(
         ("seed", 10**30),
         ("threads", -1),
         ("threads", 100_000),
+        ("threads", "many"),
+        ("threads", 1.5),
         ("threads", THREADS_PER_CORE * (os.cpu_count() or 1) + 1),
     ],
 )
 def test_every_job_checks_seed_and_threads(
-    job: str, key: str, value: int, tmp_path: Path, tiny_target: Path
+    job: str, key: str, value: int | float | str, tmp_path: Path, tiny_target: Path
 ):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
     assert words.startswith(f"{key} is {value}, expected ")

@@ -61,6 +61,17 @@ def _cpuinfo() -> str:
     return file.read_text() if file.is_file() else ""
 
 
+def cpu_flags() -> list[str]:
+    """Return the instruction sets of the processor, as Linux names them; [] where it does not."""
+    lines = [line for line in _cpuinfo().splitlines() if line.startswith(("flags", "Features"))]
+    return sorted(lines[0].partition(":")[2].split()) if lines else []
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 in hardware, by its name, not a timing."""
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
+
+
 def mkl_is_fast() -> bool:
     """Return whether `F.linear` calls MKL on an Intel processor.
 
@@ -87,9 +98,8 @@ def draft_dtype(dtype: str, device: torch.device) -> str:
         return dtype
     if device.type == "cuda":
         native = devices.multiplies_bfloat16()
-    else:  # otherwise oneDNN converts, which costs more than it saves; also decided by name
-        has_bf16 = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split())
-        native = has_bf16 and can_pack(device, torch.bfloat16)
+    else:  # otherwise oneDNN converts, which costs more than it saves
+        native = multiplies_bfloat16() and can_pack(device, torch.bfloat16)
     return "bfloat16" if native else "float32"
 
 

@@ -1,9 +1,9 @@
 """The native target: Llama, Mistral without window, Qwen2 and Qwen3 in few, small operations.
 
 It fuses the qkv and gate/up products, keeps one cache tensor for all layers, and applies rope in
-three operations and one mask a forward. For models of a laptop's size, batch-1 decoding on a CPU is
-bound by the number of operations, not by bytes. The logits are tested against the hf backend. On a
-GPU the same layers run as recorded steps by default (decoding/models/native/static.py).
+three operations and one mask a forward. The logits are tested against the hf backend. That is the
+eager execution, which also reads the prompts of the others. Decode steps run faster as one call of
+compiled C++ on a CPU (fused.py), and as recorded steps on a GPU (static.py).
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
 H, D head size, F feed-forward size, T cache slots, L layers.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
+from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
@@ -27,7 +28,9 @@ from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
 from decoding.values import check_choice
 
-EXECUTIONS = ("eager", "graph", "compiled")  # unrecorded; recorded; recorded with fused layers
+# operation by operation; one call of C++ (CPU); recorded; recorded with fused layers
+EXECUTIONS = ("eager", "fused", "graph", "compiled")
+RECORDED = ("graph", "compiled")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class NativeTarget(CachedTarget):
 
         max_length: None is the model's context. skips: sub-layers to leave out. execution: one of
         EXECUTIONS; None is graph on a GPU and eager on a CPU. Raises UserError for another
-        execution.
+        execution, and for one that cannot run here.
         """
         if execution is None:
             execution = "graph" if devices.runs_ahead(weights.device) else "eager"
@@ -79,7 +82,10 @@ class NativeTarget(CachedTarget):
         self.slots = Slots(weights.dtype, weights.device)
         self._layers = [step[1:] for step in steps]
         self._static: StaticForward | None = None
-        if execution != "eager":
+        self._fused: FusedForward | None = None
+        if execution == "fused":
+            self._fused = FusedForward(weights, steps)
+        elif execution in RECORDED:
             self._static = StaticForward(weights, steps, compiled=execution == "compiled")
         self._cache_L2BHTD: Tensor | None = None
         self._keys: list[Tensor] = []
@@ -103,13 +109,13 @@ class NativeTarget(CachedTarget):
     ) -> "NativeTarget":
         """Make a target from config.json's fields and a Hugging Face state dict.
 
-        packed: whether to use oneDNN's packed products; None uses them where they exist. execution:
-        see `__init__`. Raises UserError for a model that this backend does not support, and for a
-        missing tensor.
+        packed: whether to use oneDNN's packed products; None uses them where they exist and the
+        execution is not fused. execution: see `__init__`. Raises UserError for a model that this
+        backend does not support, and for a missing tensor.
         """
         place = torch.device(device)
         if packed is None:
-            packed = can_pack(place, dtype)
+            packed = execution != "fused" and can_pack(place, dtype)
         weights = Weights(NativeConfig.from_dict(config), state, dtype, place, packed)
         return cls(weights, name, max_length, execution=execution)
 
@@ -147,10 +153,16 @@ class NativeTarget(CachedTarget):
                 self._cache_L2BHTD = torch.zeros(shape, dtype=dtype, device=self.device)
                 cos, sin = rope_tables(self._frequencies, slots, dtype)
                 self._rope = (cos.to(self.device), sin.to(self.device))
-            if self._static is not None:
-                self._static.bind(self._cache_L2BHTD, self._rope)
+            self._bind()
         self._view_rows(batch_size)
         self.slots.open(batch_size, capacity)
+
+    def _bind(self) -> None:
+        """Hand cache and rope tables to the execution that holds their addresses."""
+        step = self._fused or self._static
+        if step is not None:
+            assert self._cache_L2BHTD is not None and self._rope is not None
+            step.bind(self._cache_L2BHTD, self._rope)
 
     def _view_rows(self, num_rows: int) -> None:
         assert self._cache_L2BHTD is not None
@@ -168,13 +180,21 @@ class NativeTarget(CachedTarget):
             check_taps(self, taps)
             self.slots.end_of(tokens_BN.shape[1])
             return self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
+        if self._fused is not None and self._fused.takes(tokens_BN.numel()):
+            check_taps(self, taps)
+            self.slots.end_of(tokens_BN.shape[1])
+            return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps)
         hidden_BNC, tapped_BNC = self._states(tokens_BN, parents_BN, taps)
         return self.weights.head(hidden_BNC), tapped_BNC
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
-        """Return the hidden states of `forward` without computing logits, always unrecorded."""
+        """Return the hidden states of `forward` without computing logits, never recorded."""
+        if self._fused is not None and self._fused.takes(tokens_BN.numel()):
+            check_taps(self, taps)
+            self.slots.end_of(tokens_BN.shape[1])
+            return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
         return self._states(tokens_BN, parents_BN, taps)[1]
 
     def _states(
@@ -292,7 +312,7 @@ class NativeTarget(CachedTarget):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
-        return self.weights.head(hidden)
+        return self.weights.head(hidden) if self._fused is None else self._fused.lm_head(hidden)
 
     def partial(self, skips: Skips) -> "NativeTarget":
         """Return a view without the sub-layers in `skips`, which shares weights and cache.
@@ -313,9 +333,7 @@ class NativeTarget(CachedTarget):
         """
         if self._cache_L2BHTD is not target._cache_L2BHTD:
             self._cache_L2BHTD, self._rope = target._cache_L2BHTD, target._rope
-            assert self._cache_L2BHTD is not None and self._rope is not None
-            if self._static is not None:
-                self._static.bind(self._cache_L2BHTD, self._rope)
+            self._bind()
         self.slots.capacity = target.slots.capacity
         self.slots.lengths_B = list(target.lengths_B)
         self._view_rows(len(self.lengths_B))

@@ -152,21 +152,26 @@ class Weights:
         self.num_parameters = 0  # counts a tied embedding once
         self.embedding_VC = self.norm_C = torch.empty(0)
         self.head = make_linear(self.embedding_VC, None, False)
+        self.head_weight_VC: Tensor | None = None  # unless it is packed
+        self._ids_N: Tensor | None = None  # the tokens of a draft vocabulary
         if has_ends:
             self.embedding_VC = self._take("model.embed_tokens.weight")
             self.norm_C = self._take("model.norm.weight")
             head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
-            self.head = make_linear(head_VC, None, packed)
+            product = make_linear(head_VC, None, packed)
+            self.head_weight_VC = None if packed else head_VC
             if config.draft_vocab_size:
-                self.head = self._spread_head(self.head)
+                d2t_N = self._stored(D2T)[0]
+                self._ids_N = ids_of(d2t_N, config.vocab_size, "the weights").to(device)
+            self.head = product if self._ids_N is None else lambda x_NC: self.spread(product(x_NC))
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self._state = {}
 
-    def _spread_head(self, head: Linear) -> Linear:
-        """Return the head of a draft vocabulary, with the logit -inf for all other tokens."""
-        d2t_N = self._stored(D2T)[0]
-        ids_N = ids_of(d2t_N, self.config.vocab_size, "the weights").to(self.device)
-        return lambda x_NC: spread(head(x_NC), ids_N, self.config.vocab_size, float("-inf"))
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return the logits (..., V) of a head's outputs: -inf outside its draft vocabulary."""
+        if self._ids_N is None:
+            return logits
+        return spread(logits, self._ids_N, self.config.vocab_size, float("-inf"))
 
     def _take(self, *names: str) -> Tensor:
         """Return the concatenated tensors of these names on the device, and count them."""

@@ -46,10 +46,8 @@ class Evaluation:
 
     @property
     def execution(self) -> str:
-        """Execution of the target: as configured, else `graph` (native on CUDA) or `eager`."""
-        asked, row = self.config["target"].get("execution", ""), self.rows[0]
-        graph = row.device.startswith("cuda") and row.backend != "hf"
-        return asked or ("graph" if graph else "eager")
+        """Execution of the target, which the rows name with the backend unless it is eager."""
+        return [*self.rows[0].backend.split(), "eager"][1]
 
     def units(self, row: Row) -> list[PairedSample]:
         """Return the paired samples behind a row.

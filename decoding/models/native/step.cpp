@@ -1,0 +1,665 @@
+// One forward of a Llama-family decoder over few new tokens, as one call: the `fused` execution of the
+// native target on a CPU (decoding/models/native/fused.py builds, loads and calls this file).
+//
+// A decode step reads every weight once, so its time is bounded by the memory's bandwidth. Here a team of
+// threads stays in one parallel region for the whole forward and meets at five barriers a layer.
+//
+// Each output is one dot product, whose terms are added in an order that does not depend on the number of
+// rows, and each query adds its visible keys in the order of their positions. So a token's logits have
+// the same bits whether it is decoded alone, in a batch, in a drafted chain or in a tree.
+//
+// Shapes: B rows, N new tokens, M = B * N, C hidden size, Q query heads, H key/value heads, D head size,
+// F feed-forward size, S slots of the cache, V rows of the output layer, K inputs and O outputs of a product.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The type in which sums of T are accumulated and activations are kept.
+template <typename T>
+using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename A>
+struct VectorOf {
+  typedef A type __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int lanes = VECTOR_BYTES / sizeof(A);
+};
+template <typename A>
+using Vector = typename VectorOf<A>::type;
+
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+inline float widen(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void store(float* place, float x) { *place = x; }
+inline void store(double* place, double x) { *place = x; }
+inline void store(BFloat16* place, float x) {  // rounds to nearest, ties to even; keeps NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) {
+    place->bits = 0x7fc0;
+    return;
+  }
+  place->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <typename A>
+inline Vector<A> load(const A* place) {
+  Vector<A> x;
+  std::memcpy(&x, place, sizeof x);
+  return x;
+}
+inline Vector<float> load(const BFloat16* place) {
+  constexpr int lanes = VectorOf<float>::lanes;
+  typedef uint16_t Halves __attribute__((vector_size(lanes * 2)));
+  typedef uint32_t Words __attribute__((vector_size(lanes * 4)));
+  Halves halves;
+  std::memcpy(&halves, place, sizeof halves);
+  Words words = __builtin_convertvector(halves, Words) << 16;
+  Vector<float> x;
+  std::memcpy(&x, &words, sizeof x);
+  return x;
+}
+
+// The sum of a vector's lanes: the upper half is added to the lower one until one lane is left.
+template <typename A, int lanes = VectorOf<A>::lanes, typename V>
+inline A total(V x) {
+  if constexpr (lanes == 1) {
+    return x[0];
+  } else {
+    typedef A Half __attribute__((vector_size(lanes / 2 * sizeof(A))));
+    Half halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return total<A, lanes / 2>(Half(halves[0] + halves[1]));
+  }
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Threads that run one function at a time together, the calling thread among them. They spin for a short
+// time and then sleep or yield, so that on busy cores the thread that has work gets them.
+class Team {
+ public:
+  explicit Team(int size) : size_(size), process_(getpid()) {
+    for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
+  }
+  ~Team() {
+    if (process_ != getpid()) {  // a forked copy has no such threads
+      for (auto& worker : workers_) worker.detach();
+      return;
+    }
+    function_ = nullptr;
+    begin();
+    for (auto& worker : workers_) worker.join();
+  }
+  bool fits(int size) const { return size == size_ && process_ == getpid(); }
+  int size() const { return size_; }
+
+  void run(void (*function)(void*, int), void* argument) {
+    function_ = function;
+    argument_ = argument;
+    running_.store(size_ - 1, std::memory_order_relaxed);
+    begin();
+    function(argument, 0);
+    for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) idle(spins);
+  }
+
+  void barrier() {
+    const uint32_t round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) idle(spins);
+  }
+
+ private:
+  static constexpr int SPINS = 2000;  // some 50 microseconds: barriers wait less, an idle team sleeps
+
+  static void idle(int spins) {
+    if (spins < SPINS)
+      pause();
+    else
+      std::this_thread::yield();
+  }
+  void begin() {
+    job_.fetch_add(1, std::memory_order_release);
+    job_.notify_all();
+  }
+  void work(int rank) {
+    uint32_t seen = 0;
+    for (;;) {
+      for (int spins = 0; spins < SPINS && job_.load(std::memory_order_acquire) == seen; ++spins) pause();
+      job_.wait(seen, std::memory_order_acquire);
+      ++seen;
+      if (function_ == nullptr) return;
+      function_(argument_, rank);
+      running_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  const int size_;
+  const pid_t process_;
+  std::vector<std::thread> workers_;
+  void (*function_)(void*, int) = nullptr;
+  void* argument_ = nullptr;
+  alignas(64) std::atomic<uint32_t> job_{0};
+  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// Work that the team shares: each thread takes the next piece until none is left, so a thread that the
+// system delays leaves its pieces to the others.
+class Pieces {
+ public:
+  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  void reset() { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  alignas(64) std::atomic<int> next_{0};
+};
+
+// Products ------------------------------------------------------------------------------------------
+
+constexpr int PREFETCHED = 1024;  // bytes of each row of weights that are fetched before they are needed
+
+// The dot products of each of MR rows of x with two rows of weights.
+template <typename T, int MR>
+inline void dots(const T* first, const T* second, int64_t K, const Sum<T>* x, Sum<T> (&out)[MR][2]) {
+  using A = Sum<T>;
+  constexpr int lanes = VectorOf<A>::lanes, AHEAD = PREFETCHED / sizeof(T);
+  Vector<A> sums[MR][2] = {};
+  int64_t k = 0;
+  for (; k + lanes <= K; k += lanes) {
+    __builtin_prefetch(first + k + AHEAD);
+    __builtin_prefetch(second + k + AHEAD);
+    const Vector<A> weights[2] = {load(first + k), load(second + k)};
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const Vector<A> inputs = load(x + m * K + k);
+      sums[m][0] += weights[0] * inputs;
+      sums[m][1] += weights[1] * inputs;
+    }
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int i = 0; i < 2; ++i) out[m][i] = total<A>(sums[m][i]);
+  for (; k < K; ++k)
+    for (int m = 0; m < MR; ++m) {
+      out[m][0] += widen(first[k]) * x[m * K + k];
+      out[m][1] += widen(second[k]) * x[m * K + k];
+    }
+}
+
+constexpr int MOST_ROWS = 6;  // rows of a tile, whose 12 sums fill the registers of AVX2
+constexpr int PIECE = 16;     // pairs of outputs of a piece of work
+
+// The outputs of a product come in pairs, one of its first and one of its second half, which for the gate
+// and up matrices of an MLP are those that are multiplied. `emit(row, pair, first, second)` takes them.
+template <typename T, int MR, typename Emit>
+inline void tile(const T* first, const T* second, int64_t K, const Sum<T>* x, int row, int64_t pair,
+                 int64_t end, const Emit& emit) {
+  for (; pair < end; ++pair) {
+    Sum<T> out[MR][2];
+    dots<T, MR>(first + pair * K, second + pair * K, K, x + row * K, out);
+    for (int m = 0; m < MR; ++m) emit(row + m, pair, out[m][0], out[m][1]);
+  }
+}
+
+template <typename T, typename Emit>
+inline void product_pairs(const T* first, const T* second, int64_t pairs, int64_t K, const Sum<T>* x, int M,
+                          Pieces& pieces, const Emit& emit) {
+  const int64_t count = (pairs + PIECE - 1) / PIECE;
+  for (int64_t piece; (piece = pieces.take()) < count;) {
+    const int64_t begin = piece * PIECE, end = std::min(begin + PIECE, pairs);
+    for (int row = 0; row < M;) {
+      const int left = M - row;
+      // 8 rows as 4 and 4, not as 6 and 2
+      const int rows = left > MOST_ROWS && left < 2 * MOST_ROWS ? (left + 1) / 2 : std::min(left, MOST_ROWS);
+      switch (rows) {
+        case 1: tile<T, 1>(first, second, K, x, row, begin, end, emit); break;
+        case 2: tile<T, 2>(first, second, K, x, row, begin, end, emit); break;
+        case 3: tile<T, 3>(first, second, K, x, row, begin, end, emit); break;
+        case 4: tile<T, 4>(first, second, K, x, row, begin, end, emit); break;
+        case 5: tile<T, 5>(first, second, K, x, row, begin, end, emit); break;
+        default: tile<T, 6>(first, second, K, x, row, begin, end, emit); break;
+      }
+      row += rows;
+    }
+  }
+}
+
+// x_MK @ weight_OK^T + bias_O; `emit(row, output, value)` takes the outputs. The middle one of an odd number
+// belongs to both halves.
+template <typename T, typename Emit>
+inline void product(const T* weight, const T* bias, int64_t O, int64_t K, const Sum<T>* x, int M,
+                    Pieces& pieces, const Emit& emit) {
+  const int64_t half = (O + 1) / 2, second = O - half;
+  const auto add = [&](int row, int64_t output, Sum<T> value) {
+    emit(row, output, bias == nullptr ? value : value + widen(bias[output]));
+  };
+  product_pairs(weight, weight + second * K, half, K, x, M, pieces,
+                [&](int row, int64_t pair, Sum<T> low, Sum<T> high) {
+                  add(row, pair, low);
+                  if (second + pair >= half) add(row, second + pair, high);
+                });
+}
+
+// Element-wise functions -----------------------------------------------------------------------------
+
+inline double exponential(double x) { return std::exp(x); }
+
+// e^x by 2^n times a polynomial of degree 6 in the rest, whose relative error is below 2e-7.
+inline float exponential(float x) {
+  x = std::min(std::max(x, -87.0f), 88.0f);
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// y = x / rms(x) * weight, over K elements; y may be x.
+template <typename T>
+inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Sum<T>* y) {
+  using A = Sum<T>;
+  constexpr int lanes = VectorOf<A>::lanes;
+  Vector<A> squares = {};
+  int64_t k = 0;
+  for (; k + lanes <= K; k += lanes) {
+    const Vector<A> part = load(x + k);
+    squares += part * part;
+  }
+  A sum = total<A>(squares);
+  for (; k < K; ++k) sum += x[k] * x[k];
+  const A scale = A(1) / std::sqrt(sum / A(K) + A(eps));
+  for (k = 0; k < K; ++k) y[k] = x[k] * scale * widen(weight[k]);
+}
+
+// The model ------------------------------------------------------------------------------------------
+
+extern "C" {
+
+// All pointers of a layer are to contiguous arrays of the model's dtype; null where the layer has none.
+struct Layer {
+  const void* attention_norm;  // (C,)
+  const void* qkv;             // (Q + 2 * H) * D outputs
+  const void* qkv_bias;
+  const void* head_norm;       // (Q + H, D)
+  const void* out;             // C outputs
+  const void* out_bias;
+  const void* mlp_norm;        // (C,)
+  const void* gate_up;         // 2 * F outputs
+  const void* gate_up_bias;
+  const void* down;            // C outputs
+  const void* down_bias;
+  void* keys;                  // (rows of the cache, H, S, D)
+  void* values;
+  int32_t attends;             // whether the attention runs
+  int32_t feeds;               // whether the MLP runs
+};
+
+struct Model {
+  int32_t dtype;  // 0 float32, 1 float64, 2 bfloat16
+  int32_t layers, C, Q, H, D, F, V, S;
+  int64_t vocabulary;  // rows of the embedding
+  double eps;
+  const Layer* layer;
+  const void* embedding;  // (vocabulary, C)
+  const void* norm;       // (C,)
+  const void* head;       // V outputs
+  const void* cosines;    // (S, D), in the type of the sums
+  const void* sines;      // with the signs of rotate-half
+};
+
+struct Forward {
+  int32_t B, N, taps, threads;
+  const int64_t* tokens;   // (B, N)
+  const int64_t* parents;  // (B, N), -1 for a root; null: a chain
+  const int64_t* lengths;  // (B,) committed tokens
+  const int32_t* columns;  // (layers + 1,) place of each layer's hidden states in `hidden`, or -1
+  void* hidden;            // (B, N, taps * C) of the model's dtype
+  void* logits;            // (B, N, V), in the type of the sums; null: not wanted
+};
+
+}  // extern "C"
+
+template <typename T>
+class Step {
+  using A = Sum<T>;
+
+ public:
+  Step(const Model& model, const Forward& forward, Team& team, std::vector<char>& memory)
+      : m_(model), f_(forward), team_(team), M_(forward.B * forward.N) {
+    int64_t longest = 0;
+    for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
+    scores_ = longest + f_.N;
+    const int64_t per_thread = int64_t(M_) * m_.C + scores_;
+    const int64_t shared = int64_t(M_) * (m_.C + (m_.Q + 2 * m_.H) * m_.D + m_.Q * m_.D + m_.F);
+    const size_t bytes = (shared + per_thread * team.size()) * sizeof(A) + 64;
+    if (memory.size() < bytes) memory.resize(bytes);
+    A* next = reinterpret_cast<A*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+    const auto take = [&next](int64_t count) {
+      A* place = next;
+      next += count;
+      return place;
+    };
+    x_ = take(int64_t(M_) * m_.C);
+    qkv_ = take(int64_t(M_) * (m_.Q + 2 * m_.H) * m_.D);
+    attended_ = take(int64_t(M_) * m_.Q * m_.D);
+    active_ = take(int64_t(M_) * m_.F);
+    own_ = take(per_thread * team.size());
+    own_size_ = per_thread;
+    pieces_ = std::make_unique<Pieces[]>(6 * m_.layers + 2);
+  }
+
+  static void run(void* self, int rank) { static_cast<Step*>(self)->thread(rank); }
+
+ private:
+  void thread(int rank) {
+    A* normed = own_ + rank * own_size_;
+    A* scores = normed + int64_t(M_) * m_.C;
+    Pieces* pieces = pieces_.get();
+    for (int row; (row = pieces->take()) < M_;) {
+      const T* embedded = static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C;
+      for (int c = 0; c < m_.C; ++c) x_[row * m_.C + c] = widen(embedded[c]);
+      tap(0, row);
+    }
+    ++pieces;
+    team_.barrier();
+    for (int i = 0; i < m_.layers; ++i) {
+      const Layer& layer = m_.layer[i];
+      if (layer.attends) attention(layer, normed, scores, pieces);
+      if (layer.feeds) feed_forward(layer, normed, pieces + 4);
+      pieces += 6;
+      if (i + 1 < m_.layers && f_.columns[i + 1] >= 0)  // after the last layer the norm comes first
+        for (int row = rank; row < M_; row += team_.size()) tap(i + 1, row);
+    }
+    for (int row = 0; row < M_; ++row)
+      rms_norm(x_ + row * m_.C, static_cast<const T*>(m_.norm), m_.C, m_.eps, normed + row * m_.C);
+    if (f_.columns[m_.layers] >= 0)
+      for (int row = rank; row < M_; row += team_.size()) save(normed + row * m_.C, m_.layers, row);
+    if (f_.logits == nullptr) return;
+    A* logits = static_cast<A*>(f_.logits);
+    product(static_cast<const T*>(m_.head), static_cast<const T*>(nullptr), m_.V, m_.C, normed, M_, *pieces,
+            [&](int row, int64_t output, A value) { logits[row * int64_t(m_.V) + output] = value; });
+  }
+
+  void tap(int layer, int row) {
+    if (f_.columns[layer] >= 0) save(x_ + row * m_.C, layer, row);
+  }
+  void save(const A* state, int layer, int row) {
+    T* place = static_cast<T*>(f_.hidden) + (int64_t(row) * f_.taps + f_.columns[layer]) * m_.C;
+    for (int c = 0; c < m_.C; ++c) store(place + c, state[c]);
+  }
+
+  void norm_all(const void* weight, A* normed) {  // every thread for itself, instead of a barrier
+    for (int row = 0; row < M_; ++row)
+      rms_norm(x_ + row * m_.C, static_cast<const T*>(weight), m_.C, m_.eps, normed + row * m_.C);
+  }
+
+  // x += weight @ inputs
+  void add_product(const void* weight, const void* bias, int64_t K, const A* inputs, Pieces& pieces) {
+    product(static_cast<const T*>(weight), static_cast<const T*>(bias), m_.C, K, inputs, M_, pieces,
+            [&](int row, int64_t output, A value) { x_[row * int64_t(m_.C) + output] += value; });
+  }
+
+  void attention(const Layer& layer, A* normed, A* scores, Pieces* pieces) {
+    const int heads = m_.Q + 2 * m_.H, D = m_.D;
+    norm_all(layer.attention_norm, normed);
+    product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
+            normed, M_, pieces[0],
+            [&](int row, int64_t output, A value) { qkv_[row * int64_t(heads) * D + output] = value; });
+    team_.barrier();
+    for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
+    team_.barrier();
+    for (int item; (item = pieces[2].take()) < M_ * m_.Q;) attend(layer, item / m_.Q, item % m_.Q, scores);
+    team_.barrier();
+    add_product(layer.out, layer.out_bias, int64_t(m_.Q) * D, attended_, pieces[3]);
+    team_.barrier();
+  }
+
+  // Rotates a query or key by its position, and writes a key or value to the cache.
+  void place_head(const Layer& layer, int row, int head) {
+    const int D = m_.D, b = row / f_.N, n = row % f_.N;
+    A* x = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
+    if (head < m_.Q + m_.H) {
+      if (layer.head_norm != nullptr)
+        rms_norm(x, static_cast<const T*>(layer.head_norm) + head * D, D, m_.eps, x);
+      const int64_t position = f_.lengths[b] + depth(b, n);
+      const A* cosines = static_cast<const A*>(m_.cosines) + position * D;
+      const A* sines = static_cast<const A*>(m_.sines) + position * D;
+      for (int d = 0; d < D / 2; ++d) {
+        const A low = x[d], high = x[d + D / 2];
+        x[d] = low * cosines[d] + high * sines[d];
+        x[d + D / 2] = high * cosines[d + D / 2] + low * sines[d + D / 2];
+      }
+    }
+    if (head < m_.Q) return;
+    const bool is_key = head < m_.Q + m_.H;
+    T* cache = static_cast<T*>(is_key ? layer.keys : layer.values);
+    const int h = head - m_.Q - (is_key ? 0 : m_.H);
+    T* slot = cache + ((int64_t(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D;
+    for (int d = 0; d < D; ++d) store(slot + d, x[d]);
+  }
+
+  int depth(int b, int n) const {
+    if (f_.parents == nullptr) return n;
+    int depth = 0;
+    for (int64_t node = f_.parents[b * f_.N + n]; node >= 0; node = f_.parents[b * f_.N + node]) ++depth;
+    return depth;
+  }
+
+  void attend(const Layer& layer, int row, int head, A* scores) {
+    constexpr int lanes = VectorOf<A>::lanes;
+    const int D = m_.D, b = row / f_.N, n = row % f_.N, h = head / (m_.Q / m_.H);
+    const int64_t start = (int64_t(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
+    const T* keys = static_cast<const T*>(layer.keys) + start;
+    const T* values = static_cast<const T*>(layer.values) + start;
+    const A* query = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
+    A* out = attended_ + (int64_t(row) * m_.Q + head) * D;
+    const int64_t visible = length + depth(b, n) + 1;
+    const A scale = A(1) / std::sqrt(A(D));
+
+    A most = -std::numeric_limits<A>::infinity();
+    const auto score = [&](int64_t place, int64_t slot) {
+      const T* key = keys + slot * D;
+      Vector<A> sums = {};
+      int d = 0;
+      for (; d + lanes <= D; d += lanes) sums += load(key + d) * load(query + d);
+      A sum = total<A>(sums);
+      for (; d < D; ++d) sum += widen(key[d]) * query[d];
+      scores[place] = sum * scale;
+      most = std::max(most, scores[place]);
+    };
+    const bool chain = f_.parents == nullptr;
+    const int64_t plain = chain ? visible : length;  // slots from 0 on, in order
+    for (int64_t slot = 0; slot < plain; ++slot) score(slot, slot);
+    if (!chain) {  // then the node's ancestors, from the root to itself
+      int64_t place = visible - 1;
+      for (int64_t node = n; node >= 0; node = f_.parents[b * f_.N + node]) score(place--, length + node);
+    }
+    for (int64_t i = 0; i < visible; ++i) scores[i] = exponential(scores[i] - most);
+    A sum = 0;
+    for (int64_t i = 0; i < visible; ++i) sum += scores[i];
+    const A inverse = A(1) / sum;
+
+    const auto weigh = [&](auto block, int d) {  // the sums of a block of dimensions stay in registers
+      constexpr int vectors = decltype(block)::value;
+      Vector<A> sums[vectors] = {};
+      const auto add = [&](int64_t place, int64_t slot) {
+        const T* value = values + slot * D + d;
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) sums[v] += scores[place] * load(value + v * lanes);
+      };
+      for (int64_t slot = 0; slot < plain; ++slot) add(slot, slot);
+      for (int64_t place = plain; place < visible; ++place) add(place, length + ancestor(b, n, visible - 1 - place));
+      for (int v = 0; v < vectors; ++v) {
+        const Vector<A> scaled = sums[v] * inverse;
+        std::memcpy(out + d + v * lanes, &scaled, sizeof scaled);
+      }
+    };
+    int d = 0;
+    for (; d + 8 * lanes <= D; d += 8 * lanes) weigh(std::integral_constant<int, 8>(), d);
+    for (; d + lanes <= D; d += lanes) weigh(std::integral_constant<int, 1>(), d);
+    for (; d < D; ++d) {
+      A rest = 0;
+      for (int64_t place = 0; place < visible; ++place) {
+        const int64_t slot = place < plain ? place : length + ancestor(b, n, visible - 1 - place);
+        rest += scores[place] * widen(values[slot * D + d]);
+      }
+      out[d] = rest * inverse;
+    }
+  }
+
+  // The node `steps` above node n.
+  int64_t ancestor(int b, int64_t n, int64_t steps) const {
+    for (; steps > 0; --steps) n = f_.parents[b * f_.N + n];
+    return n;
+  }
+
+  void feed_forward(const Layer& layer, A* normed, Pieces* pieces) {
+    const int64_t F = m_.F;
+    norm_all(layer.mlp_norm, normed);
+    const T* gate = static_cast<const T*>(layer.gate_up);
+    const T* bias = static_cast<const T*>(layer.gate_up_bias);
+    product_pairs(gate, gate + F * m_.C, F, m_.C, normed, M_, pieces[0], [&](int row, int64_t f, A g, A up) {
+      if (bias != nullptr) g += widen(bias[f]), up += widen(bias[F + f]);
+      active_[row * F + f] = g / (A(1) + exponential(-g)) * up;
+    });
+    team_.barrier();
+    add_product(layer.down, layer.down_bias, F, active_, pieces[1]);
+    team_.barrier();
+  }
+
+  const Model& m_;
+  const Forward& f_;
+  Team& team_;
+  const int M_;
+  A *x_, *qkv_, *attended_, *active_, *own_;
+  int64_t own_size_, scores_;
+  std::unique_ptr<Pieces[]> pieces_;
+};
+
+struct Product {
+  const void* weight;
+  const void* bias;
+  int64_t O, K;
+  const void* x;
+  void* out;
+  int32_t M;
+  Pieces pieces;
+  std::vector<float> widened;
+};
+
+template <typename T>
+void run_product(void* argument, int) {
+  Product& p = *static_cast<Product*>(argument);
+  using A = Sum<T>;
+  const A* x = std::is_same_v<T, A> ? static_cast<const A*>(p.x) : reinterpret_cast<const A*>(p.widened.data());
+  T* out = static_cast<T*>(p.out);
+  product(static_cast<const T*>(p.weight), static_cast<const T*>(p.bias), p.O, p.K, x, p.M, p.pieces,
+          [&](int row, int64_t output, A value) { store(out + row * p.O + output, value); });
+}
+
+std::mutex one_call;
+Team* the_team = nullptr;  // never freed at exit, when another thread may still be in a step
+std::vector<char> memory;
+
+Team& team_of(int threads) {
+  if (the_team == nullptr || !the_team->fits(threads)) {
+    delete the_team;
+    the_team = new Team(threads);
+  }
+  return *the_team;
+}
+
+// Whether every token has an embedding, its slot exists, and every parent comes before its node.
+bool is_valid(const Model& model, const Forward& forward) {
+  for (int b = 0; b < forward.B; ++b) {
+    if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
+    for (int n = 0; n < forward.N; ++n) {
+      const int64_t token = forward.tokens[b * forward.N + n];
+      if (token < 0 || token >= model.vocabulary) return false;
+      if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;
+    }
+  }
+  return true;
+}
+
+template <typename T>
+void run_step(const Model& model, const Forward& forward) {
+  Team& team = team_of(forward.threads);
+  Step<T> step(model, forward, team, memory);
+  team.run(Step<T>::run, &step);
+}
+
+}  // namespace
+
+// Returns 0, or 1 for tokens, lengths or parents that would lead out of the model's arrays.
+extern "C" int32_t forward_step(const Model* model, const Forward* forward) {
+  std::lock_guard<std::mutex> lock(one_call);
+  if (!is_valid(*model, *forward)) return 1;
+  if (model->dtype == 0) run_step<float>(*model, *forward);
+  if (model->dtype == 1) run_step<double>(*model, *forward);
+  if (model->dtype == 2) run_step<BFloat16>(*model, *forward);
+  return 0;
+}
+
+// out_MO = x_MK @ weight_OK^T + bias_O, all of one dtype (as in Model).
+extern "C" void linear(int32_t dtype, int32_t threads, int32_t M, int64_t O, int64_t K, const void* x,
+                       const void* weight, const void* bias, void* out) {
+  std::lock_guard<std::mutex> lock(one_call);
+  Product p{weight, bias, O, K, x, out, M, {}, {}};
+  if (dtype == 2) {
+    p.widened.resize(size_t(M) * K);
+    for (int64_t i = 0; i < M * K; ++i) p.widened[i] = widen(static_cast<const BFloat16*>(x)[i]);
+  }
+  const auto function = dtype == 0 ? run_product<float> : dtype == 1 ? run_product<double> : run_product<BFloat16>;
+  team_of(threads).run(function, &p);
+}

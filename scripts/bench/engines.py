@@ -1,0 +1,127 @@
+"""Our decode loop beside other engines: autoregressive, with a drafter and with n-gram lookup.
+
+    python scripts/bench/engines.py targets=[models/smollm2_135m] drafter=FOLDER \\
+      prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
+
+For each target and dtype one `eval.run` decodes the prompts in every engine in turn, each `rounds`
+times, of which the fastest counts. Engines run in their fastest setting: vLLM compiled, ours fused.
+The tables are those of eval.run and eval.compare, below runs/bench/engines. The machine must be
+idle, which is checked first. Engines are installed by scripts/engines/*.sh; engines=[ours,hf] needs
+none.
+"""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from decoding.errors import UserError
+from eval.measure.cpu_contention import machine_seconds
+from eval.statistics.engine_row import EngineRow
+from eval.statistics.schema import read_all_rows
+from jobs.paths import resolve, resolve_model
+from scripts.bench import common
+from scripts.bench.common import BenchOptions
+
+ENGINES = ("ours", "hf", "vllm", "llama_cpp", "openvino")
+IDLE_SECONDS = 5.0  # for which the machine is watched
+IDLE_SHARE = 0.1  # of one core, which other processes may use
+
+
+@dataclass
+class Options(BenchOptions):
+    targets: list[str] = field(default_factory=lambda: ["embedded:target"])  # model folders
+    drafter: str = ""  # drafter folder of every target; empty: n-gram lookup alone
+    prompts: str = "embedded:prompts"  # evaluation JSONL
+    engines: list[str] = field(default_factory=lambda: list(ENGINES))  # ours beside others
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float32"])  # of all engines
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])  # prompts decoded at a time
+    max_prompts: int = 24  # prompts, spread over the file's categories
+    max_new_tokens: int = 96  # tokens of every answer
+    num_draft_tokens: int = 2  # draft length in every engine
+    rounds: int = 3  # runs of each generation
+    busy: bool = False  # measure on a machine that is not idle too
+    output_dir: str = "runs/bench/engines"  # folder of the runs
+
+
+def check_idle() -> None:
+    """Raise UserError if other processes use the machine."""
+    before = machine_seconds()
+    if before is None:
+        print("whether the machine is idle is not known on this system", file=sys.stderr)
+        return
+    time.sleep(IDLE_SECONDS)
+    share = ((machine_seconds() or before) - before) / IDLE_SECONDS
+    if share > IDLE_SHARE:
+        raise UserError(
+            f"other processes use {share:.0%} of a core, expected at most {IDLE_SHARE:.0%}. End "
+            f"them, or measure all the same with busy=true."
+        )
+
+
+def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[str]:
+    """Return the overrides of one eval.run."""
+    drafters = [str(resolve_model(chosen.drafter))] if chosen.drafter else []
+    return [
+        f"engine=[{','.join(chosen.engines)}]",
+        f"target.path={target}",
+        f"target.dtype={dtype}",
+        f"drafters=[{','.join([*drafters, 'prompt_lookup'])}]",
+        "benchmark=file",
+        f"benchmark.path={resolve(chosen.prompts)}",
+        "benchmark.spread=true",
+        f"batch_sizes=[{','.join(map(str, chosen.batch_sizes))}]",
+        "temperatures=[0.0]",
+        "sweep=[]",
+        f"num_draft_tokens=[{chosen.num_draft_tokens}]",
+        f"max_prompts={chosen.max_prompts}",
+        f"max_new_tokens={chosen.max_new_tokens}",
+        f"repeats={chosen.rounds}",
+        f"threads={chosen.threads}",
+        f"output_dir={folder}",
+    ]
+
+
+def over_the_fastest(rows: list[EngineRow]) -> list[str]:
+    """Return a line for each batch size: our autoregressive decoding over the fastest engine's."""
+    lines = []
+    for batch in sorted({row.batch_size for row in rows}):
+        speeds = {
+            row.engine: row.tokens_per_second
+            for row in rows
+            if row.batch_size == batch and row.method == "autoregressive"
+        }
+        ours = speeds.pop("ours", None)
+        if ours is not None and speeds:
+            fastest = max(speeds, key=lambda name: speeds[name])
+            ratio = ours / speeds[fastest]
+            lines.append(f"batch {batch}: {ours:.1f} tokens/s, {ratio:.2f}x of {fastest}")
+    return lines
+
+
+def run(job: str, arguments: list[str]) -> None:
+    """Run a job in a process of its own, and end with its exit status if it fails."""
+    done = subprocess.run([sys.executable, "-m", job, *arguments])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def main() -> None:
+    chosen = common.read_options(Options, engines=ENGINES)
+    if not chosen.busy:
+        check_idle()
+    for target in map(resolve_model, chosen.targets):
+        for dtype in chosen.dtypes:
+            folder = f"{chosen.output_dir}/{target.name}_{dtype}"
+            run("eval.run", overrides(chosen, target, dtype, folder))
+            lines = over_the_fastest(read_all_rows(Path(folder) / "results.jsonl")[1])
+            print("\n".join([f"{target.name}, {dtype}", *lines]))
+    compared = [f"runs=['{chosen.output_dir}/*']", f"output_dir={chosen.output_dir}_compared"]
+    run("eval.compare", compared)
+
+
+if __name__ == "__main__":
+    common.run_script(main)
