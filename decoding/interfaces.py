@@ -84,8 +84,11 @@ class Chooser(Protocol):
         node: None leaves the node out of the key.
         """
 
-    def draft_key(self, row: int, depth: int) -> int:
-        """Return the key of (seed, request, round, position) for a drafter's noise."""
+    def uniforms(self, rows: Any, depths: Any, purposes: Any, nodes: Any = None) -> Any:
+        """Return `uniform` for integers or arrays of them, in their broadcast shape."""
+
+    def draft_keys(self, depths: Sequence[int]) -> Any:
+        """Return the keys (B, len(depths)) of (seed, request, round, position) for drafts."""
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return each row's next draft token (B,), and q (B, V) if the rule tests it."""

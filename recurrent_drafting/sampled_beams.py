@@ -103,10 +103,8 @@ class SampledBeams:
         self.has_tail = not chooser.warper.truncates
         self.symbols = min(head.config.num_drafted, max(CANDIDATES, width) + self.has_tail)
         counters_WX = constants(width, self.symbols, torch.float32, chooser.device).counters_WX
-        keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
-        uniforms_BLWX = noise.uniforms(
-            devices.tensor(keys, chooser.device)[:, :, None, None], counters_WX
-        )
+        keys_BL = devices.tensor(chooser.draft_keys(range(length)), chooser.device)
+        uniforms_BLWX = noise.uniforms(keys_BL[:, :, None, None], counters_WX)
         # negative: the first clock to ring has the least rate / clock
         self._clocks_BLWS = uniforms_BLWX[..., :-1].log()
         self._tails_BLW1 = uniforms_BLWX[..., -1:]

@@ -10,14 +10,18 @@ It does not depend on the batch row, the order of calls or the device. There are
   = argmax(p / E).
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014) in integer arithmetic:
-Python integers for single numbers, and torch.int64, which wraps, for rows of a vocabulary. CPU and
-CUDA give equal numbers.
+Python integers for single numbers, numpy.uint64, which wraps, for all rows of a batch, and
+torch.int64, which wraps too, for rows of a vocabulary. CPU and CUDA give equal numbers.
 """
 
 from functools import reduce
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Unsigned = TypeVar("Unsigned", int, np.ndarray)  # 64-bit integers
 
 DRAFT, ACCEPT, RESIDUAL, BONUS = range(4)  # purposes of a uniform
 
@@ -31,8 +35,8 @@ HALF_STEP = 2.0**-53
 SIGNED_STEP = 2.0**-64 * (1 - 2.0**-52)
 
 
-def mix(z: int) -> int:
-    """Apply SplitMix64's finaliser to an unsigned 64-bit integer."""
+def mix(z: Unsigned) -> Unsigned:
+    """Apply SplitMix64's finaliser to unsigned 64-bit integers."""
     z = ((z ^ (z >> 30)) * MIX_1) & MASK
     z = ((z ^ (z >> 27)) * MIX_2) & MASK
     return z ^ (z >> 31)
@@ -43,13 +47,13 @@ def key(*parts: int) -> int:
     return reduce(extend, parts, 0)
 
 
-def extend(state: int, part: int) -> int:
+def extend(state: Unsigned, part: Any) -> Unsigned:
     """Return key(*parts, part) from state = key(*parts)."""
     return mix((state ^ (part & MASK)) * 5 + GOLDEN & MASK)
 
 
-def uniform(state: int) -> float:
-    """Return a float64 uniform inside (0, 1) from a key."""
+def uniform(state: Unsigned) -> Any:
+    """Return a float64 uniform inside (0, 1) from each key."""
     return (mix((state + GOLDEN) & MASK) >> 12) * 2.0**-52 + HALF_STEP
 
 

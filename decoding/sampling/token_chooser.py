@@ -8,7 +8,10 @@ of a round, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +30,7 @@ RULES = ("greedy", *SAMPLING)
 AT_ONCE = 4
 MOST_KEPT = 1 << 24  # maximum number of cached noise values (64 MiB)
 FRESH = ("token", "block")  # rules with new random numbers in every round
+FEW = 16  # keyed numbers up to which Python is faster than numpy
 
 
 class TokenChooser:
@@ -57,7 +61,7 @@ class TokenChooser:
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self.processors = processors
-        self._round_keys_B: list[int] = []
+        self._round_keys_B = np.empty(0, np.uint64)
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
         self._keys: list[list[int]] = []
@@ -81,9 +85,12 @@ class TokenChooser:
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
         if self.rule in (*FRESH, *LOSSY):
-            self._round_keys_B = [
-                noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)
-            ]
+            pairs: Any = zip(request_keys_B, rounds_B)
+            if len(request_keys_B) <= FEW:
+                self._round_keys_B = np.array([noise.extend(*pair) for pair in pairs], np.uint64)
+            else:
+                keys_B = np.array(request_keys_B, np.uint64)
+                self._round_keys_B = noise.extend(keys_B, np.array(rounds_B, np.uint64))
         if self.rule == "coupled":
             self._keys = keys = [
                 [noise.signed(noise.extend(request, position + depth)) for depth in range(depths)]
@@ -108,16 +115,28 @@ class TokenChooser:
 
         It is keyed by seed, request, round, position, purpose and, if given, node.
         """
-        state = self._state(row, depth, purpose)
-        return noise.uniform(state if node is None else noise.extend(state, node))
+        state = noise.extend(int(self._round_keys_B[row]), self._positions_B[row] + depth)
+        state = noise.extend(state, purpose)
+        return float(noise.uniform(state if node is None else noise.extend(state, node)))
 
-    def draft_key(self, row: int, depth: int) -> int:
-        """Return the key of (seed, request, round, position) for a drafter's noise."""
-        return noise.signed(self._state(row, depth, noise.DRAFT))
+    def uniforms(self, rows: Any, depths: Any, purposes: Any, nodes: Any = None) -> Any:
+        """Return `uniform` for integers or arrays of them, in their broadcast shape."""
+        parts = [rows, depths, purposes] if nodes is None else [rows, depths, purposes, nodes]
+        keys = np.broadcast(*parts)
+        if keys.size <= FEW:
+            return np.array([self.uniform(*map(int, key)) for key in keys]).reshape(keys.shape)
+        return noise.uniform(self._states(*parts))
 
-    def _state(self, row: int, depth: int, purpose: int) -> int:
-        position = self._positions_B[row] + depth
-        return noise.extend(noise.extend(self._round_keys_B[row], position), purpose)
+    def draft_keys(self, depths: Sequence[int]) -> Any:
+        """Return the keys (B, len(depths)) of (seed, request, round, position) for drafts."""
+        rows_B1 = np.arange(len(self._positions_B))[:, None]
+        return self._states(rows_B1, np.array(depths), noise.DRAFT).view(np.int64)
+
+    def _states(self, rows: Any, depths: Any, *parts: Any) -> Any:
+        """Return keys of (seed, request, round, position) and these parts, broadcast."""
+        positions = np.array(self._positions_B, np.uint64)[rows] + np.asarray(depths, np.uint64)
+        states = noise.extend(self._round_keys_B[rows], positions)
+        return reduce(noise.extend, (np.asarray(part, np.uint64) for part in parts), states)
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return a drafter's next tokens (B,) at this depth, and q (B, V) if the rule tests it."""
@@ -126,15 +145,9 @@ class TokenChooser:
         if self.rule == "coupled":
             return self.race(logits_BV[:, None], depth).squeeze(1), None
         probs_BV = self.warper.probs(logits_BV)
-        uniforms_B = [self.uniform(row, depth, noise.DRAFT) for row in range(len(probs_BV))]
+        uniforms_B = self.uniforms(range(len(probs_BV)), depth, noise.DRAFT)
         # NaN has no weight and would sample past the vocabulary; the round rejects NaN later.
         return draw(probs_BV, uniforms_B).clamp_(max=probs_BV.shape[-1] - 1), probs_BV
-
-    def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
-        """Return the keys (B, P) of (seed, request, round, position, node) for nodes' children."""
-        rows = range(len(self._round_keys_B))
-        states_B = [self._state(row, depth, noise.DRAFT) for row in rows]
-        return [[noise.signed(noise.extend(state, node)) for node in nodes] for state in states_B]
 
     def draw_children(
         self, q_BPV: Tensor, count: int, depth: int, first: int = 0
@@ -143,8 +156,10 @@ class TokenChooser:
 
         The nodes are at one depth and numbered from `first`. See `draw_different`.
         """
-        keys = self.node_keys(depth, range(first, first + q_BPV.shape[1]))
-        keys_BP1 = devices.tensor(keys, q_BPV.device)[:, :, None]
+        rows_B1 = np.arange(len(q_BPV))[:, None]
+        nodes_P = np.arange(first, first + q_BPV.shape[1])
+        keys_BP = self._states(rows_B1, depth, noise.DRAFT, nodes_P).view(np.int64)
+        keys_BP1 = devices.tensor(keys_BP, q_BPV.device)[:, :, None]
         scaled_M = noise.scaled_ids(
             torch.arange(1 if count == 1 else SAMPLES_PER_CHILD * count, device=q_BPV.device)
         )

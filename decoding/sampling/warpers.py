@@ -9,6 +9,7 @@ Shapes: R rows (any leading dimensions), V vocabulary, K most likely tokens, P n
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,11 +142,11 @@ def _single(value: float, device: torch.device) -> Tensor:
         return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
-def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
+def draw(weights_RV: Tensor, uniforms_R: Any) -> Tensor:
     """Sample one token per row (R,) from unnormalised weights by inverting the cumulative sum.
 
-    uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
-    the total, so the first sum above it belongs to a token of positive weight.
+    uniforms_R: host numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays
+    below the total, so the first sum above it belongs to a token of positive weight.
     """
     uniforms = devices.tensor(uniforms_R, weights_RV.device, torch.float64)
     return draw_at(weights_RV, uniforms[:, None])

@@ -13,7 +13,13 @@ from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.verification import device_chain
-from decoding.verification.nodes import at_nodes, finish_chain, probabilities, sample_without_draft
+from decoding.verification.nodes import (
+    FEW_ROWS,
+    at_nodes,
+    finish_chain,
+    probabilities,
+    sample_without_draft,
+)
 
 
 def block(
@@ -39,7 +45,7 @@ def block(
         )
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)
-    if devices.runs_ahead(probs_BNV.device):
+    if devices.runs_ahead(probs_BNV.device) or len(probs_BNV) > FEW_ROWS:
         return device_chain.block(probs_BNV, q_BNV, proposal, chooser, readback)
     # w_0 .. w_N
     w_BN = [_running_ratios(*pair) for pair in zip(*probabilities(probs_BNV, proposal))]

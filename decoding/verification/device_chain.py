@@ -1,8 +1,8 @@
 """Device versions of `token` and `block` verification of chains: one wait per round.
 
 The eager versions (token.py, block.py) read probabilities, decide on the host and then read the
-next token: three waits on a GPU, but fewer operations on a CPU. Both use the same numbers and the
-same float64 comparisons, and have the same outcome.
+next token: three waits on a GPU, but fewer operations on a CPU that decodes few rows. Both use the
+same numbers and the same float64 comparisons, and have the same outcome.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the
 proposal: the tip comes first.
@@ -10,6 +10,7 @@ proposal: the tip comes first.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,13 +64,14 @@ def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
     accepted tokens. Both are float64, sent to the device in one copy.
     """
     N = proposal.tokens_BN.shape[1]
-    numbers = [
-        [chooser.uniform(b, n, noise.ACCEPT) for n in range(count)]
-        + [math.inf] * (N - count)
-        + [chooser.uniform(b, n, noise.RESIDUAL) for n in range(count)]
-        + [chooser.uniform(b, count, noise.BONUS)] * (N - count + 1)
-        for b, count in enumerate(proposal.counts_B)
-    ]
+    counts_B1, nodes_N = np.array(proposal.counts_B)[:, None], np.arange(N + 1)
+    is_drafted_BN = nodes_N < counts_B1
+    purposes_BN = np.where(is_drafted_BN, noise.RESIDUAL, noise.BONUS)
+    rows_B1 = np.arange(len(counts_B1))[:, None]
+    accept_BN = chooser.uniforms(rows_B1, nodes_N[:N], noise.ACCEPT)
+    last_BN = chooser.uniforms(rows_B1, np.minimum(nodes_N, counts_B1), purposes_BN)
+    accept_BN[~is_drafted_BN[:, :N]] = math.inf
+    numbers = np.concatenate((accept_BN, last_BN), 1)
     both = devices.tensor(numbers, proposal.tokens_BN.device, torch.float64)
     return both[:, :N], both[:, N:]
 

@@ -67,7 +67,7 @@ def token(
     """Verify a tree by the rule of token_tree.py, with one wait."""
     probs_BPV = chooser.warper.probs(logits_BPV)
     # for rows without a draft
-    ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
+    ends_B = chooser.uniforms(range(len(probs_BPV)), 0, noise.BONUS)
     ends_B11 = devices.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
     make_tests = _point_mass_tests
     if proposal.q_BNV is not None:

@@ -13,6 +13,8 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw, residual_or_p
 
+# rows up to which Python loops on a CPU take less time than operations for all rows at once
+FEW_ROWS = 8
 # maps F rows and their rejected nodes to the unnormalised weights (F, V) of the next token
 Residual = Callable[[list[int], list[int]], Tensor]
 
@@ -52,10 +54,11 @@ def finish_chain(
 ) -> Outcome:
     """Return the outcome of a chain; the next token is sampled from its `final_weights`."""
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
-    uniforms_B = [
-        chooser.uniform(b, accepted, noise.BONUS if accepted == count else noise.RESIDUAL)
-        for b, (accepted, count) in enumerate(zip(accepted_B, counts_B, strict=True))
+    purposes_B = [
+        noise.BONUS if accepted == count else noise.RESIDUAL
+        for accepted, count in zip(accepted_B, counts_B, strict=True)
     ]
+    uniforms_B = chooser.uniforms(range(len(accepted_B)), accepted_B, purposes_B)
     weights_BV = final_weights(probs_BNV, residual, accepted_B, counts_B)
     next_B = draw(weights_BV, uniforms_B).tolist()
     tokens_B = [[*drafted[b][:accepted], next_B[b]] for b, accepted in enumerate(accepted_B)]
@@ -84,6 +87,6 @@ def final_weights(
 def sample_without_draft(logits_BNV: Tensor, chooser: Chooser, readback: Readback) -> Outcome:
     """Return the outcome of a round without a draft: a token sampled from p after each tip."""
     p_BV = chooser.warper.probs(logits_BNV)[:, 0]
-    uniforms_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(p_BV))]
+    uniforms_B = chooser.uniforms(range(len(p_BV)), 0, noise.BONUS)
     (next_B,) = readback(draw(p_BV, uniforms_B))
     return Outcome([[token] for token in next_B], None, [0] * len(p_BV), [0] * len(p_BV))

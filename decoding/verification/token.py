@@ -11,8 +11,14 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.verification import device_chain, device_tree, token_tree
-from decoding.verification.nodes import at_nodes, finish_chain, probabilities, sample_without_draft
+from decoding.verification import batched_tree, device_chain, device_tree, token_tree
+from decoding.verification.nodes import (
+    FEW_ROWS,
+    at_nodes,
+    finish_chain,
+    probabilities,
+    sample_without_draft,
+)
 
 
 def token(
@@ -31,11 +37,13 @@ def token(
     if proposal is not None and proposal.parents_BN is not None:
         if devices.runs_ahead(logits_BNV.device):
             return device_tree.token(logits_BNV, proposal, chooser, readback)
+        if len(logits_BNV) > FEW_ROWS and proposal.q_top is None:
+            return batched_tree.token(logits_BNV, proposal, chooser)
         return token_tree.token(logits_BNV, proposal, chooser)
     if proposal is None:
         return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)
-    if devices.runs_ahead(probs_BNV.device):
+    if devices.runs_ahead(probs_BNV.device) or len(probs_BNV) > FEW_ROWS:
         return device_chain.token(probs_BNV, proposal, chooser, readback)
     p_BN, q_BN = probabilities(probs_BNV, proposal)
     accepted_B = []

@@ -1,7 +1,7 @@
 """Token verification of trees: recursive rejection among siblings.
 
-Yang et al. 2024, arXiv 2401.06706, section 3.2. This is the eager reference; its device version is
-decoding/verification/device_tree.py.
+Yang et al. 2024, arXiv 2401.06706, section 3.2. This is the eager reference; its batched version is
+decoding/verification/batched_tree.py, its device version decoding/verification/device_tree.py.
 
 Shapes: B rows, N drafted tokens, R rows that continue, F rows with a rejected child, V vocabulary.
 """

@@ -44,7 +44,7 @@ def typical(
     paths_B = [path for path, _ in walks]
     ends_B = [path[-1] + 1 if path else 0 for path in paths_B]
     accepted_B, tested_B = [len(path) for path in paths_B], [tested for _, tested in walks]
-    uniforms_B = [chooser.uniform(b, count, noise.BONUS) for b, count in enumerate(accepted_B)]
+    uniforms_B = chooser.uniforms(range(len(accepted_B)), accepted_B, noise.BONUS)
     next_B = draw(at_nodes(probs_BNV, ends_B), uniforms_B).tolist()
     tokens_B = [[*(drafted[b][n] for n in path), next_B[b]] for b, path in enumerate(paths_B)]
     if proposal.parents_BN is None:

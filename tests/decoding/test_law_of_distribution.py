@@ -23,8 +23,8 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
-from decoding.verification import nodes, token_tree
-from tests.support.many_requests import ManyChooser, first_tokens, opened, without_collector
+from decoding.verification import device_chain, token_tree
+from tests.support.many_requests import first_tokens, replace_uniform, without_collector
 from tests.support.tiny_targets import TableTarget
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
@@ -119,7 +119,7 @@ def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     def reused(self: TokenChooser, row: int, depth: int, purpose: int) -> float:
         return original(self, row, depth // 2 * 2 if purpose == noise.ACCEPT else depth, purpose)
 
-    monkeypatch.setattr(TokenChooser, "uniform", reused)
+    replace_uniform(monkeypatch, reused)
     return ChainDrafter(model=draft_table())
 
 
@@ -140,20 +140,14 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Sample the token after a rejection from p instead of the residual."""
-    monkeypatch.setattr(
-        nodes,
-        "final_weights",
-        lambda probs_BNV, _, accepted_B, counts_B: nodes.at_nodes(probs_BNV, accepted_B),
-    )
+    monkeypatch.setattr(device_chain, "residual_or_p", lambda residual_BV, p_BV: p_BV)
     return ChainDrafter(model=draft_table())
 
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Use one uniform per position for draft, test and residual."""
     original = TokenChooser.uniform
-    monkeypatch.setattr(
-        TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
-    )
+    replace_uniform(monkeypatch, lambda self, row, depth, purpose: original(self, row, depth, 0))
     return ChainDrafter(model=draft_table())
 
 
@@ -234,15 +228,3 @@ def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
         for i in ids
     ]
     assert together == alone
-    assert isinstance(opened(target_table(), drafter, PROMPT, settings, ids).chooser, ManyChooser)
-
-
-def test_batched_requests_use_the_noise_that_a_control_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    share_purposes(monkeypatch)
-    settings = Settings(temperature=1.0)
-    assert (
-        type(opened(target_table(), drafter_of("chain"), PROMPT, settings, [0]).chooser)
-        is TokenChooser
-    )

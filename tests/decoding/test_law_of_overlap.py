@@ -16,6 +16,7 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
 from tests.support.batched_requests import MANY, decode_in_batches
+from tests.support.many_requests import replace_uniform
 
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
@@ -90,7 +91,7 @@ def test_law_3_rejects_the_reused_uniform_of_the_published_code(
         )
         return last[request, position]
 
-    monkeypatch.setattr(TokenChooser, "uniform", reused)
+    replace_uniform(monkeypatch, reused)
     assert law_of(name) < P_LIMIT
 
 

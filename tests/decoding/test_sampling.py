@@ -5,12 +5,13 @@ Shapes: R rows, V vocabulary.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from decoding.errors import UserError
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import TokenChooser
+from decoding.sampling.token_chooser import FEW, TokenChooser
 from decoding.sampling.warpers import PARTIAL_SORT_SIZES, Warper, draw
 
 from .law_3 import exact_row
@@ -156,6 +157,25 @@ def test_uniforms_differ_by_every_part_of_their_key() -> None:
     values |= {chooser.uniform(0, depth, purpose) for depth in range(4) for purpose in range(4)}
     assert len(values) == 64
     assert all(0 < value < 1 for value in values)
+
+
+def test_numbers_of_many_rows_are_those_of_each_row() -> None:
+    """Check that numpy, which computes many keyed numbers at once, gives Python's numbers."""
+    chooser, rows = TokenChooser(Warper(1.0), "token", 0, 5, CPU), range(3 * FEW)
+    requests = [noise.key(7, row) for row in rows]
+    chooser.begin(requests, [row % 3 for row in rows], [9 + row for row in rows], 4)
+    for nodes in (None, [4, 0]):
+        made = chooser.uniforms(np.array(rows)[:, None], [2, 3], noise.ACCEPT, nodes)
+        assert made.tolist() == [
+            [chooser.uniform(row, depth, noise.ACCEPT, node) for depth, node in pairs]
+            for row in rows
+            for pairs in [zip([2, 3], nodes or [None, None])]
+        ]
+    round_keys = [noise.extend(key, row % 3) for key, row in zip(requests, rows)]
+    assert chooser.draft_keys([1])[:, 0].tolist() == [
+        noise.signed(noise.extend(noise.extend(key, 10 + row), noise.DRAFT))
+        for key, row in zip(round_keys, rows)
+    ]
 
 
 @pytest.mark.parametrize("depths", [None, torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])])

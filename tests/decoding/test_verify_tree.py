@@ -11,7 +11,8 @@ from decoding.interfaces import NO_NODE, Outcome, Proposal, TopRows
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper, draw_at
-from decoding.verification import device_tree, token_tree
+from decoding.verification import batched_tree, device_tree, token_tree
+from tests.support.many_requests import replace_uniform
 
 from .law_3 import P_LIMIT, p_value
 
@@ -150,7 +151,7 @@ def test_both_versions_sample_the_same_next_token(
             *((depth, purpose, node) if purpose == noise.ACCEPT else (0, noise.BONUS, None)),
         )
 
-    monkeypatch.setattr(TokenChooser, "uniform", uniform)
+    replace_uniform(monkeypatch, uniform)
     for seed in range(12):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
@@ -284,10 +285,8 @@ def test_rounding_never_emits_an_impossible_token(
     for seed in range(60):
         logits_BNV, proposal, p_BV, sizes_B = nearly_equal(kind, seed)
         numbers = {noise.ACCEPT: NEARLY_ONE}
-        monkeypatch.setattr(
-            TokenChooser,
-            "uniform",
-            lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end),
+        replace_uniform(
+            monkeypatch, lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end)
         )
         chooser = TokenChooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
         for rule in (token_tree.token, device_tree.token):
@@ -337,6 +336,18 @@ def test_rounding_that_counts_as_a_share_is_seen(
     broken(monkeypatch)
     with pytest.raises(AssertionError):
         test_rounding_never_emits_an_impossible_token(kind, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["point masses", "whole vocabulary"])
+def test_many_rows_have_the_outcomes_of_few(kind: str) -> None:
+    """Check the batched version against the eager one, also where a sibling repeats a token."""
+    for seed in range(12):
+        logits_BNV, proposal, chooser = random_tree(seed)
+        if seed % 2:
+            proposal.tokens_BN[:, 2] = proposal.tokens_BN[:, 1]
+        proposal = KINDS[kind](proposal, seed)
+        eager = token_tree.token(logits_BNV, proposal, chooser)
+        assert batched_tree.token(logits_BNV, proposal, chooser) == eager
 
 
 def test_dense_and_sparse_q_give_equal_outcomes() -> None:
