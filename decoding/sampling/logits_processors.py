@@ -15,6 +15,7 @@ tip comes first.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
 
 import numpy as np
 import torch
@@ -83,7 +84,8 @@ class Processors:
         raising UserError.
         """
         assert self.allowed is not None
-        forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
+        B, N, V = logits_BNV.shape
+        bound, allowed = list[int](), list[Sequence[int]]()  # places of nodes, and their tokens
         for row, texts_N in enumerate(texts_BN):
             for node, text in enumerate(texts_N):
                 ids = self.allowed(text)
@@ -95,9 +97,14 @@ class Processors:
                         f"allowed() allows no token after {len(text)} tokens, expected at least "
                         f"one. Let it allow a stop token there."
                     )
-                forbidden_BNV[row, node] = True
-                forbidden_BNV[row, node, list(ids)] = False
-        mask_BNV = devices.tensor(forbidden_BNV, logits_BNV.device)
+                bound.append(row * N + node)
+                allowed.append(ids)
+        forbidden_XV = np.zeros((B * N, V), dtype=bool)
+        forbidden_XV[bound] = True
+        ids_of_all = np.fromiter(chain.from_iterable(allowed), np.int64)
+        places = np.repeat(np.array(bound, np.int64), list(map(len, allowed)))
+        forbidden_XV[places, ids_of_all] = False
+        mask_BNV = devices.tensor(forbidden_XV, logits_BNV.device).view(B, N, V)
         return logits_BNV.masked_fill(mask_BNV, float("-inf"))
 
 
@@ -177,8 +184,7 @@ def _texts_at_nodes(
     """Return the texts at the tip and at each node; waits for the drafted tokens."""
     drafted, paths = devices.read(tokens_BN, paths_BNN)
     return [
-        [list(sequence)]
-        + [[*sequence, *(token for token, on in zip(tokens, way) if on)] for way in ways]
+        [list(sequence)] + [[*sequence, *compress(tokens, way)] for way in ways]
         for sequence, tokens, ways in zip(sequences_B, drafted, paths, strict=True)
     ]
 
