@@ -122,6 +122,8 @@ class TokenChooser:
     def uniforms(self, rows: Any, depths: Any, purposes: Any, nodes: Any = None) -> Any:
         """Return `uniform` for integers or arrays of them, in their broadcast shape."""
         parts = [rows, depths, purposes] if nodes is None else [rows, depths, purposes, nodes]
+        if isinstance(rows, range) and len(rows) == 1 and not np.ndim(depths):
+            return [self.uniform(rows[0], depths, purposes, nodes)]  # the least overhead of one row
         keys = np.broadcast(*parts)
         if keys.size <= FEW:
             return np.array([self.uniform(*map(int, key)) for key in keys]).reshape(keys.shape)

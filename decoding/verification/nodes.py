@@ -54,11 +54,10 @@ def finish_chain(
 ) -> Outcome:
     """Return the outcome of a chain; the next token is sampled from its `final_weights`."""
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
-    purposes_B = [
-        noise.BONUS if accepted == count else noise.RESIDUAL
-        for accepted, count in zip(accepted_B, counts_B, strict=True)
+    uniforms_B = [
+        chooser.uniform(b, accepted, noise.BONUS if accepted == count else noise.RESIDUAL)
+        for b, (accepted, count) in enumerate(zip(accepted_B, counts_B, strict=True))
     ]
-    uniforms_B = chooser.uniforms(range(len(accepted_B)), accepted_B, purposes_B)
     weights_BV = final_weights(probs_BNV, residual, accepted_B, counts_B)
     next_B = draw(weights_BV, uniforms_B).tolist()
     tokens_B = [[*drafted[b][:accepted], next_B[b]] for b, accepted in enumerate(accepted_B)]
