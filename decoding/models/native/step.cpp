@@ -286,22 +286,100 @@ inline void product(const T* weight, const T* bias, int64_t O, int64_t K, const 
 
 inline double exponential(double x) { return std::exp(x); }
 
-// e^x by 2^n times a polynomial of degree 6 in the rest, whose relative error is below 2e-7.
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = std::nearbyint(x * 1.44269504f);
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 720;
+// e^x as 2^n times a polynomial of degree 6 in the rest, with a relative error below 2e-7. V: a float or a
+// vector of them, I: as many 32-bit integers.
+template <typename V, typename I, typename Convert>
+inline V exponential_of(V x, const Convert& to_integers) {
+  const V shift = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
+  const V n = (x * 1.44269504f + shift) - shift;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  V p = V{} + 1.0f / 720;
   p = p * r + 1.0f / 120;
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-  float power;
+  const I bits = (to_integers(n) + 127) << 23;
+  V power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
+}
+
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // keeps NaN
+  return exponential_of<float, int32_t>(x, [](float n) { return int32_t(n); });
+}
+
+// scores = e^(scores - most); returns their sum. The order of its terms depends on their number alone.
+inline double exponentials(double* scores, int64_t count, double most) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += scores[i] = exponential(scores[i] - most);
+  return sum;
+}
+
+inline float exponentials(float* scores, int64_t count, float most) {
+  constexpr int lanes = VectorOf<float>::lanes;
+  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+  const Vector<float> lowest = Vector<float>{} - 87.0f;
+  Vector<float> sums = {};
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    Vector<float> x = load(scores + i) - most;
+    x = x < lowest ? lowest : x;
+    x = exponential_of<Vector<float>, Integers>(
+        x, [](Vector<float> n) { return __builtin_convertvector(n, Integers); });
+    std::memcpy(scores + i, &x, sizeof x);
+    sums += x;
+  }
+  float sum = total<float>(sums);
+  for (; i < count; ++i) sum += scores[i] = exponential(scores[i] - most);
+  return sum;
+}
+
+// Attention --------------------------------------------------------------------------------------------
+
+// Writes the products of a query with `count` keys in a row, times `scale`, and returns the largest.
+template <typename T>
+inline Sum<T> score_keys(const T* keys, int64_t count, const Sum<T>* query, int D, Sum<T> scale, Sum<T>* scores) {
+  using A = Sum<T>;
+  constexpr int lanes = VectorOf<A>::lanes;
+  A most = -std::numeric_limits<A>::infinity();
+  for (int64_t i = 0; i < count; ++i, keys += D) {
+    Vector<A> sums = {};
+    int d = 0;
+    for (; d + lanes <= D; d += lanes) sums += load(keys + d) * load(query + d);
+    A sum = total<A>(sums);
+    for (; d < D; ++d) sum += widen(keys[d]) * query[d];
+    scores[i] = sum * scale;
+    most = std::max(most, scores[i]);
+  }
+  return most;
+}
+
+// Adds `count` values in a row, times their weights, to `out`: `vectors` vectors at a time in registers.
+template <int vectors, typename T>
+inline void add_block(const T* values, int64_t count, const Sum<T>* weights, int D, Sum<T>* out) {
+  using A = Sum<T>;
+  constexpr int lanes = VectorOf<A>::lanes;
+  Vector<A> sums[vectors];
+  std::memcpy(sums, out, sizeof sums);
+  for (int64_t i = 0; i < count; ++i, values += D) {
+    const A weight = weights[i];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) sums[v] += weight * load(values + v * lanes);
+  }
+  std::memcpy(out, sums, sizeof sums);
+}
+
+template <typename T>
+inline void add_values(const T* values, int64_t count, const Sum<T>* weights, int D, Sum<T>* out) {
+  constexpr int lanes = VectorOf<Sum<T>>::lanes;
+  int d = 0;
+  for (; d + 8 * lanes <= D; d += 8 * lanes) add_block<8>(values + d, count, weights, D, out + d);
+  for (; d + lanes <= D; d += lanes) add_block<1>(values + d, count, weights, D, out + d);
+  for (; d < D; ++d)
+    for (int64_t i = 0; i < count; ++i) out[d] += weights[i] * widen(values[i * D + d]);
 }
 
 // y = x / rms(x) * weight, over K elements; y may be x.
@@ -496,65 +574,28 @@ class Step {
   }
 
   void attend(const Layer& layer, int row, int head, A* scores) {
-    constexpr int lanes = VectorOf<A>::lanes;
     const int D = m_.D, b = row / f_.N, n = row % f_.N, h = head / (m_.Q / m_.H);
     const int64_t start = (int64_t(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
     const T* keys = static_cast<const T*>(layer.keys) + start;
     const T* values = static_cast<const T*>(layer.values) + start;
     const A* query = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
     A* out = attended_ + (int64_t(row) * m_.Q + head) * D;
-    const int64_t visible = length + depth(b, n) + 1;
     const A scale = A(1) / std::sqrt(A(D));
 
-    A most = -std::numeric_limits<A>::infinity();
-    const auto score = [&](int64_t place, int64_t slot) {
-      const T* key = keys + slot * D;
-      Vector<A> sums = {};
-      int d = 0;
-      for (; d + lanes <= D; d += lanes) sums += load(key + d) * load(query + d);
-      A sum = total<A>(sums);
-      for (; d < D; ++d) sum += widen(key[d]) * query[d];
-      scores[place] = sum * scale;
-      most = std::max(most, scores[place]);
-    };
-    const bool chain = f_.parents == nullptr;
-    const int64_t plain = chain ? visible : length;  // slots from 0 on, in order
-    for (int64_t slot = 0; slot < plain; ++slot) score(slot, slot);
-    if (!chain) {  // then the node's ancestors, from the root to itself
-      int64_t place = visible - 1;
-      for (int64_t node = n; node >= 0; node = f_.parents[b * f_.N + node]) score(place--, length + node);
+    // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
+    const int64_t visible = length + depth(b, n) + 1, plain = f_.parents == nullptr ? visible : length;
+    A most = score_keys(keys, plain, query, D, scale, scores);
+    for (int64_t place = plain; place < visible; ++place) {
+      const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;
+      most = std::max(most, score_keys(key, 1, query, D, scale, scores + place));
     }
-    for (int64_t i = 0; i < visible; ++i) scores[i] = exponential(scores[i] - most);
-    A sum = 0;
-    for (int64_t i = 0; i < visible; ++i) sum += scores[i];
+    const A sum = exponentials(scores, visible, most);
+    std::fill(out, out + D, A(0));
+    add_values(values, plain, scores, D, out);
+    for (int64_t place = plain; place < visible; ++place)
+      add_values(values + (length + ancestor(b, n, visible - 1 - place)) * D, 1, scores + place, D, out);
     const A inverse = A(1) / sum;
-
-    const auto weigh = [&](auto block, int d) {  // the sums of a block of dimensions stay in registers
-      constexpr int vectors = decltype(block)::value;
-      Vector<A> sums[vectors] = {};
-      const auto add = [&](int64_t place, int64_t slot) {
-        const T* value = values + slot * D + d;
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) sums[v] += scores[place] * load(value + v * lanes);
-      };
-      for (int64_t slot = 0; slot < plain; ++slot) add(slot, slot);
-      for (int64_t place = plain; place < visible; ++place) add(place, length + ancestor(b, n, visible - 1 - place));
-      for (int v = 0; v < vectors; ++v) {
-        const Vector<A> scaled = sums[v] * inverse;
-        std::memcpy(out + d + v * lanes, &scaled, sizeof scaled);
-      }
-    };
-    int d = 0;
-    for (; d + 8 * lanes <= D; d += 8 * lanes) weigh(std::integral_constant<int, 8>(), d);
-    for (; d + lanes <= D; d += lanes) weigh(std::integral_constant<int, 1>(), d);
-    for (; d < D; ++d) {
-      A rest = 0;
-      for (int64_t place = 0; place < visible; ++place) {
-        const int64_t slot = place < plain ? place : length + ancestor(b, n, visible - 1 - place);
-        rest += scores[place] * widen(values[slot * D + d]);
-      }
-      out[d] = rest * inverse;
-    }
+    for (int d = 0; d < D; ++d) out[d] *= inverse;
   }
 
   // The node `steps` above node n.
