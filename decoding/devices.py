@@ -58,8 +58,8 @@ def multiplies_bfloat16() -> bool:
 
 
 def set_default_gpu(device: torch.device) -> None:
-    """Make this GPU the one to which plain `cuda` refers; do nothing for a CPU."""
-    if device.type == "cuda":
+    """Make this GPU the one to which plain `cuda` refers; do nothing for a CPU or plain `cuda`."""
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
@@ -89,10 +89,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return host numbers as a tensor on the device, without waiting for the device."""
+    """Return a list or array of numbers as a tensor on the device, without waiting for it."""
     if device.type == "cuda":
-        return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-    return torch.tensor(data, dtype=dtype, device=device)
+        return copy_to_device(torch.as_tensor(data, dtype=dtype), device)
+    return torch.as_tensor(data, dtype=dtype, device=device)
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -115,8 +115,8 @@ def copy_arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) ->
 
 def fill(buffer: Tensor, data: Any) -> None:
     """Overwrite a buffer with host numbers; on a GPU the copy is queued like a kernel."""
-    host = torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
-    buffer.copy_(host, non_blocking=True)
+    host = torch.as_tensor(data, dtype=buffer.dtype)
+    buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
 
 
 def read(*tensors: Tensor) -> list[Any]:

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx2
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -118,7 +118,7 @@ def _download(name: str, hub_name: HubName, weights: bool) -> Path:
             f"{missing}Hugging Face Hub it has no revision '{hub_name.revision}'. Use a branch, a "
             f"tag or a commit of https://huggingface.co/{hub_name.repository}"
         ) from error
-    except (EntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx2.HTTPError) as error:
+    except (EntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HTTPError) as error:
         raise UserError(
             f"{missing}Hugging Face Hub it is not in the local cache, and the Hub cannot be "
             f"reached or HF_HUB_OFFLINE is set ({type(error).__name__}). Correct the path, or with "

@@ -30,8 +30,6 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
-# no figure starts later, so a part ends within eight minutes if its last figure takes 80 s at most
-LAST_START_S = 400.0
 
 
 @dataclass
@@ -40,6 +38,9 @@ class Options:
     device: str = "cuda"  # cpu | cuda | cuda:N
     toy: bool = False  # small shapes, to test the script
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
+    # a part ends within eight minutes if its last figure takes 80 s at most
+    last_start: float = 400.0  # seconds after which no figure starts
+    executions: str = "graph,eager,compiled"  # those that part `decode` measures
 
 
 class Figures:
@@ -49,7 +50,7 @@ class Figures:
         device = torch.device(options.device)
         self.path = ROOT / options.out / f"gpu_{options.part}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.began = time.perf_counter()
+        self.began, self.last_start = time.perf_counter(), options.last_start
         self.failed: list[str] = []
         self.record: dict[str, Any] = {
             "benchmark": f"gpu_{options.part}",
@@ -71,7 +72,7 @@ class Figures:
 
     def in_time(self, name: str) -> bool:
         """Return whether time is left for a figure; if not, record it as left out."""
-        if time.perf_counter() - self.began < LAST_START_S:
+        if time.perf_counter() - self.began < self.last_start:
             return True
         self.add(name, "left out: the part's time was up")
         return False
@@ -106,7 +107,10 @@ def parse(words: list[str]) -> Options:
         if not equals or key not in kinds:
             expected = ", ".join(f"{name}=" for name in kinds)
             sys.exit(f"error: '{word}' is not an option, expected one of {expected}")
-        given[key] = value.lower() == "true" if kinds[key] is bool else value
+        if kinds[key] is float:
+            given[key] = _seconds(key, value)
+        else:
+            given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
     if options.part not in PARTS:
         sys.exit(f"error: part '{options.part}' is unknown, expected one of {', '.join(PARTS)}")
@@ -115,6 +119,13 @@ def parse(words: list[str]) -> Options:
     except UserError as error:
         sys.exit(f"error: {error}")
     return options
+
+
+def _seconds(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        sys.exit(f"error: {key} is '{value}', expected a number of seconds")
 
 
 def main(words: list[str]) -> int:
@@ -128,7 +139,8 @@ def main(words: list[str]) -> int:
     options = parse(words)
     figures = Figures(options)
     with torch.inference_mode():
-        modules[options.part].run(options.device, options.toy, figures)
+        chosen = {"executions": options.executions.split(",")} if options.part == "decode" else {}
+        modules[options.part].run(options.device, options.toy, figures, **chosen)
     figures.add("done", not figures.failed)
     for name in figures.failed:
         print(f"FAILED: {name}", file=sys.stderr)

@@ -15,6 +15,8 @@
 # All parts import only torch, transformers, accelerate, safetensors and numpy. They write
 # scripts/bench/results/gpu_PART.json.
 #   DEVICE   cuda (default), cuda:N, or cpu for a trial (TOY=true for seconds instead of hours)
+#   LAST     seconds after which a part starts no figure (default 400)
+#   EXECUTIONS  those of part decode (default graph,eager,compiled)
 #   PYTHON   Python interpreter
 #   OUT      folder for a copy of the figures
 set -euo pipefail
@@ -30,7 +32,8 @@ for part in $parts; do
     exact | decode | train | recurrent) ;;
     *) echo "error: part '$part' is unknown, expected exact, decode, train, recurrent or all" >&2; exit 2 ;;
   esac
-  "${PYTHON:-python3}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" || status=$?
+  "${PYTHON:-python3}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" \
+    "last_start=${LAST:-400}" "executions=${EXECUTIONS:-graph,eager,compiled}" || status=$?
 done
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT"

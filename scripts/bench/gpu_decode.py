@@ -5,7 +5,7 @@ measure the cost of each shape, eager, as recorded graphs and with compiled laye
 the fastest plain read of memory and a matrix product (decoding/costs/machine_limits.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -41,6 +41,7 @@ class Sizes:
     gamma: int
     contexts: tuple[int, ...]  # of V(n)
     widths: tuple[int, ...]
+    compiled_widths: tuple[int, ...]
     repeats: int
     limit_seconds: float  # for each measurement of a limit
 
@@ -65,7 +66,8 @@ REAL = Sizes(
     tokens=128,
     gamma=4,
     contexts=(1024, 8192, 32768),
-    widths=(*range(1, 17), 32, 64),
+    widths=(*range(1, 9), 12, 16, 32, 64),
+    compiled_widths=(1, 5, 16),
     repeats=25,
     limit_seconds=0.5,
 )
@@ -78,6 +80,7 @@ TOY = Sizes(
     gamma=2,
     contexts=(16, 40),
     widths=(1, 2, 4),
+    compiled_widths=(1, 2),
     repeats=2,
     limit_seconds=0.001,
 )
@@ -173,14 +176,14 @@ def run_full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -
 
 
 def measure_widths(
-    target: NativeTarget, sizes: Sizes, context: int, limits: Limits
+    target: NativeTarget, widths: Sequence[int], repeats: int, context: int, limits: Limits
 ) -> dict[str, Any]:
     """Measure t_target(n) and V(n) after `context` tokens, and compare them with the limits.
 
     share_of_limits: the least time that bandwidth and arithmetic allow, over the measured time.
     """
     t_target_ms = time_parts(
-        target, None, [3], widths=sizes.widths, context=context, repeats=sizes.repeats
+        target, None, [3], widths=widths, context=context, repeats=repeats
     ).t_target_ms
     least = {
         n: forward_budget(target.config, target.weights.dtype, n, context).seconds(
@@ -227,24 +230,24 @@ def measure_execution(
         devices.release(weights.device)
 
 
-def run(device: str, toy: bool, figures: Any) -> None:
-    """Measure and record the machine's limits, decoding in each execution, and V(n)."""
+def run(device: str, toy: bool, figures: Any, executions: Sequence[str]) -> None:
+    """Measure and record the machine's limits, then decoding and V(n) in each execution."""
     sizes, place = TOY if toy else REAL, torch.device(device)
     weights = random_weights(sizes.target, sizes.dtype, device)
     devices.release(place)
     step = forward_budget(weights.config, sizes.dtype, 1, sizes.context)
     limits = measure_limits(step.weight_bytes, sizes.dtype, device, sizes.limit_seconds)
     figures.add("limits", asdict(limits))
-    for execution in ("graph", "eager"):
-        measure_execution(weights, execution, sizes, limits, figures)
-    for execution in ("graph", "eager"):
+    for execution in executions:
+        if figures.in_time(execution):
+            measure_execution(weights, execution, sizes, limits, figures)
         capacity = max(sizes.contexts) + max(sizes.widths) + 64
         target = open_model(weights, "target", execution, capacity)
+        # compiling a form for each width would take minutes
+        widths = sizes.compiled_widths if execution == "compiled" else sizes.widths
         for context in sizes.contexts:
             if figures.in_time(f"V at {context}, {execution}"):
-                found = measure_widths(target, sizes, context, limits)
+                found = measure_widths(target, widths, sizes.repeats, context, limits)
                 figures.add(f"V at {context}, {execution}", found)
         del target
         devices.release(place)
-    if figures.in_time("compiled"):  # last, since a missing compiler ends it
-        measure_execution(weights, "compiled", sizes, limits, figures)
