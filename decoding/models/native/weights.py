@@ -15,6 +15,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, ids_of, spread
 from decoding.models.folder import refuse_unsupported_attention
+from decoding.models.native.attention import attention
 from decoding.models.native.linear import Linear, make_linear, rms_norm
 from decoding.models.native.rope import rope_parameters
 
@@ -120,7 +121,7 @@ class Layer:
         B, N, Q, D = q_BNQD.shape
         H = keys_BHTD.shape[1]
         q = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-        out = F.scaled_dot_product_attention(q, keys_BHTD, values_BHTD, attn_mask=mask)
+        out = attention(q, keys_BHTD, values_BHTD, mask)
         out = out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4)
         return self.out(out.reshape(B, N, Q * D))
 
