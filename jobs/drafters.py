@@ -51,9 +51,12 @@ def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
     """Return the settings with `auto` replaced by the device and the execution that it stands for.
 
     Drafters run as their target does, also those that `auto` alone would run eagerly. folder: the
-    target's.
+    target's. An empty execution, of configurations from before `auto`, is graph on a GPU and eager
+    on a CPU, so that a run goes on as it began.
     """
     device = device_of(target.device)
+    if not target.execution:
+        target = replace(target, execution="eager" if device == "cpu" else AUTO)
     if target.execution != AUTO:
         return replace(target, device=device)
     count = processes_of(target.parallel, target.processes, target.backend, device)

@@ -29,6 +29,9 @@ INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # name in the inventory -> current name, of a row, a test function, a parameter id, an override, a
 # command or a drafter; `test[id]` for the id of one test
 RENAMED = {
+    "test_batched_requests_use_the_noise_that_a_control_replaced": (
+        "test_numbers_of_many_rows_are_those_of_each_row"
+    ),
     "test_control_without_the_constraint_nothing_goes": (
         "test_control_without_the_constraint_nothing_is_removed"
     ),

@@ -79,7 +79,7 @@ def check(cfg: EvalConfig) -> None:
             "2 or more: one token leaves nothing to draft",
         ),
         ("verify", cfg.verify in SAMPLING, _one_of(SAMPLING)),
-        ("target.execution", cfg.target.execution in EXECUTIONS, _one_of(EXECUTIONS)),
+        ("target.execution", cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
         if not fits:
             raise UserError(f"{key} is {attrgetter(key)(cfg)}, expected {expected}.")

@@ -16,6 +16,7 @@ from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.engine import Engine, load
 from decoding.errors import UserError
 from decoding.loop import decode
+from decoding.models.load import AUTO
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import LOOPING_BELOW, distinct_n
 from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
@@ -118,7 +119,12 @@ def compare_outputs(
     )
     plain = [decode(engine.target, None, [ids], settings)[0].tokens for ids in prompts]
     options = {"use": "recurrent", "folder": resolve_model(chosen.head), "dtype": chosen.head_dtype}
-    shared = {"backend": "native", "dtype": chosen.decode_dtype, "device": chosen.device}
+    shared = {
+        "backend": "native",
+        "dtype": chosen.decode_dtype,
+        "device": chosen.device,
+        "execution": getattr(engine.target, "execution", AUTO),
+    }
     found = {}
     for width in chosen.exact_widths:
         counts = found[str(width)] = {"equal": 0, "tie": 0, "different": 0}

@@ -353,7 +353,7 @@ def fresh_compiler() -> None:
 
 def test_unknown_executions_are_refused(stories260k: Path) -> None:
     with pytest.raises(
-        UserError, match="execution 'graph' is unknown, expected one of eager, compiled"
+        UserError, match="execution 'graph' is unknown, expected one of auto, eager, compiled"
     ):
         load_target(stories260k, backend="hf", execution="graph")
     with pytest.raises(

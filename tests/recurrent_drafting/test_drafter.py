@@ -277,7 +277,7 @@ def test_invalid_input_is_named() -> None:
     with pytest.raises(UserError, match="children is 'guessed', expected top_k or sampled"):
         drafter_with(children="guessed")
     with pytest.raises(
-        UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"
+        UserError, match="'fast' is unknown, expected one of eager, fused, graph, compiled"
     ):
         drafter_with(execution="fast")
     with pytest.raises(UserError, match="trained for a hidden size of 12, but 'table' has 13"):
