@@ -42,6 +42,7 @@ class Options(BenchOptions):
     max_prompts: int = 24  # prompts, spread over the file's categories
     max_new_tokens: int = 96  # tokens of every answer
     num_draft_tokens: int = 2  # draft length in every engine
+    max_length: int = 1024  # context of the targets, which bounds the caches
     rounds: int = 3  # runs of each generation
     busy: bool = False  # measure on a machine that is not idle too
     output_dir: str = "runs/bench/engines"  # folder of the runs
@@ -69,6 +70,7 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
         f"engine=[{','.join(chosen.engines)}]",
         f"target.path={target}",
         f"target.dtype={dtype}",
+        f"target.max_length={chosen.max_length}",
         f"drafters=[{','.join([*drafters, 'prompt_lookup'])}]",
         "benchmark=file",
         f"benchmark.path={resolve(chosen.prompts)}",
