@@ -10,6 +10,7 @@ import openvino_genai
 from channel import Decode, serve
 
 PRECISION = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+CAPABILITY = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}  # names in its properties
 LOOKUP = 3  # most tokens of the n-gram that is looked up
 
 
@@ -17,12 +18,15 @@ def start(config: dict[str, Any]) -> tuple[str, Decode]:
     """Load the models and return the engine's version and decoder."""
     method, device = config["method"], {"cpu": "CPU", "cuda": "GPU"}[config["device"]]
     precision = PRECISION[config["dtype"]]
+    able = openvino.Core().get_property(device, "OPTIMIZATION_CAPABILITIES")
+    # A processor without bfloat16 computes in float32, and refuses a cache in another precision.
+    cached = precision if CAPABILITY[config["dtype"]] in able else "f32"
     if config["dtype"] == "bfloat16" and min(config["threads"], cores()) == 1:
         # On processors with AMX, OpenVINO 2026.4 divides by zero with one thread.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     properties: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,
+        "KV_CACHE_PRECISION": cached,
         "INFERENCE_NUM_THREADS": config["threads"],
     }
     extra: dict[str, Any] = {}
