@@ -58,7 +58,7 @@ ARTEFACTS = {
 }
 FOR_ALL = ["manifest.json", "config.yaml"]
 # In the short suite, files of BOTH jobs have FOUR damages, and those of other jobs ONE, as all jobs
-# read with the functions of tests/jobs/test_run_files.py.
+# read with the functions of tests/jobs/test_run_files.py. The long tier has FOUR for all.
 BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list"), ("torn",)
 
 
@@ -118,15 +118,22 @@ def check_resumes_or_names(job: str, model: str, folder: Path, file: str) -> str
     return words
 
 
+def tier(job: str, kind: str) -> list[pytest.MarkDecorator]:
+    """Return the mark of the tier in which a damage to a job's file is tested."""
+    if kind in (FOUR if job in BOTH else ONE):
+        return []
+    return [pytest.mark.long if kind in FOUR else pytest.mark.exhaustive]
+
+
 def cases(files: dict[str, list[str]], kinds: list[str]) -> list[object]:
-    """Return a parameter per job, file and kind of damage; most run in the long suite."""
+    """Return a parameter per job, file and kind of damage, in three tiers."""
     return [
         pytest.param(
             job,
             file,
             kind,
             id=f"{job} {file} {kind}",
-            marks=[] if kind in (FOUR if job in BOTH else ONE) else [pytest.mark.long],
+            marks=tier(job, kind),
         )
         for job, of_job in files.items()
         for file in of_job

@@ -27,6 +27,8 @@ from .rows import COSTS, PICKED, ROWS
 # scripts/test.sh sets the variable: 5,000 in the short suite, 20,000 with --all, a million with
 # --exhaustive. Controls use the same number, so each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
+# Of cases that repeat a drafter and rule in other circumstances; only --exhaustive draws more.
+FEW_DRAWS = DRAWS if DRAWS >= 1_000_000 else min(DRAWS, 5000)
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
     "plain": {"temperature": 1.0},
@@ -139,9 +141,14 @@ def count_triples(
 
 
 def law_holds(
-    drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
+    drafter: Drafter | None,
+    rule: str,
+    warper: str,
+    seed: int = 0,
+    draws: int = DRAWS,
+    **more: object,
 ) -> float:
-    """Return the p-value of law 3 over DRAWS requests with a drafter and a verification rule.
+    """Return the p-value of law 3 over `draws` requests with a drafter and a verification rule.
 
     warper: key of WARPERS. more: further fields of `Settings`; they override those chosen here.
     """
@@ -155,5 +162,6 @@ def law_holds(
         **WARPERS[warper],
         **more,
     }
-    counts = count_triples(target, drafter, PROMPT, Settings(**fields))  # type: ignore[arg-type]
+    settings = Settings(**fields)  # type: ignore[arg-type]
+    counts = count_triples(target, drafter, PROMPT, settings, draws)
     return p_value(counts, exact_joint(target, WARPERS[warper]))

@@ -301,7 +301,7 @@ def test_a_stage_with_an_experiment_is_composed_from_it(tmp_path: Path):
     assert "plan: 3 epochs" in output and "plan: 2 epochs" in output
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: Path):
     folder, prompts = tmp_path / "run", tmp_path / "prompts.jsonl"
     texts = [f"Write a function of {count} arguments." for count in range(1, 13)]
@@ -356,11 +356,12 @@ def hours_in(text: str) -> list[float]:
             marks=pytest.mark.exhaustive,
         ),
         ("llama_796m", "796.3 M", [], "stage 2 of 2: 12 -> 5 layers"),
-        (
+        pytest.param(
             "llama_543m",
             "543.3 M",
             ["prune_mode=l0", "prune_largest_cut=0.95"],
             "l0: weights and masks trained on 419,430,400",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "llama_290m",

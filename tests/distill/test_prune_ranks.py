@@ -20,10 +20,10 @@ from tests.support import prune_rank
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-# DeepSpeed starts slowly, and tests/training covers it in every run
+# DeepSpeed starts slowly, and tests/training covers it and DDP in every run
 SELDOM = pytest.mark.exhaustive
 KINDS = [
-    "ddp",
+    pytest.param("ddp", marks=SELDOM),
     pytest.param("zero1", marks=SELDOM),
     pytest.param("zero2", marks=SELDOM),
     pytest.param("zero3", marks=SELDOM),
@@ -53,7 +53,9 @@ def prune(target: Path, folder: Path, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["fsdp", "ddp", pytest.param("zero3", marks=pytest.mark.exhaustive)], indirect=True
+    "kind",
+    ["fsdp", *(pytest.param(kind, marks=SELDOM) for kind in ("ddp", "zero3"))],
+    indirect=True,
 )
 @pytest.mark.long
 def test_a_sharded_target_gets_the_scores_of_an_unsharded_one(
