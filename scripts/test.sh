@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and tests, in tiers. Makes .venv and installs the dev, train and slurm extras when needed.
 #   (none)        the short suite: before every commit
-#   --all         the long tests too, and law 3 with 20,000 draws per case instead of 5,000
+#   --all         the long tests too, and law 3 with 20,000 draws for each drafter and rule, not 5,000
 #   --exhaustive  before a release: law 3 with a million draws per case, and a hundred kills; hours
 #   --engines     the tests that run other engines, which it installs first; the other tiers leave them out
 # Other arguments go to pytest.
