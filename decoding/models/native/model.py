@@ -10,7 +10,8 @@ H, D head size, F feed-forward size, T cache slots, L layers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,24 @@ class NativeTarget(CachedTarget):
         assert self._cache_L2BHTD is not None
         self._keys = [self._cache_L2BHTD[i, 0, :num_rows] for i in self.layer_ids]
         self._values = [self._cache_L2BHTD[i, 1, :num_rows] for i in self.layer_ids]
+
+    @contextmanager
+    def only_row(self, row: int) -> Iterator[None]:
+        """Return a context in which this target has one row, the given one of its batch."""
+        assert self._cache_L2BHTD is not None
+        cache, lengths_B = self._cache_L2BHTD, self.slots.lengths_B
+        self._cache_L2BHTD, self.slots.lengths_B = cache[:, :, row : row + 1], [lengths_B[row]]
+        if self._fused is not None:
+            self._bind()
+        self._view_rows(1)
+        try:
+            yield
+        finally:
+            lengths_B[row] = self.slots.lengths_B[0]
+            self._cache_L2BHTD, self.slots.lengths_B = cache, lengths_B
+            if self._fused is not None:
+                self._bind()
+            self._view_rows(len(lengths_B))
 
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()

@@ -1,0 +1,84 @@
+"""Law: prompts of different lengths are read alike, whether alone or padded together."""
+
+import pytest
+import torch
+
+from decoding.models import prefill as module
+from decoding.models.native.model import NativeTarget
+from decoding.models.prefill import prefill, reads_rows_alone
+from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
+
+LENGTHS = (3, 0, 90, 41, 1)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    made = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCABULARY, (size,), generator=made).tolist() for size in lengths]
+
+
+def target_of(execution: str) -> NativeTarget:
+    return native_of(hf_model("llama", layers=2), execution=execution, dtype=torch.float64)
+
+
+@torch.inference_mode()
+def read(
+    target: NativeTarget, rows: list[list[int]], taps: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states after reading the prompts in two parts, and the next logits."""
+    target.open(len(rows), 256)
+    prefill(target, [row[: len(row) // 2] for row in rows])
+    hidden_BNC = prefill(target, [row[len(row) // 2 :] for row in rows], True, taps)
+    assert hidden_BNC is not None and target.lengths_B == [len(row) for row in rows]
+    return hidden_BNC, target.forward(torch.full((len(rows), 1), 7))[0]
+
+
+@pytest.mark.parametrize("taps", [(), (0, 1)])
+@pytest.mark.parametrize("execution", ["eager", "fused"])
+def test_rows_read_alone_equal_padded_rows(
+    execution: str, taps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rows = target_of(execution), prompts()
+    assert reads_rows_alone(target, rows)
+    hidden_BNC, logits = read(target, rows, taps)
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1000)
+    assert not reads_rows_alone(target, rows)
+    padded_BNC, expected = read(target, rows, taps)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    assert hidden_BNC.shape == padded_BNC.shape
+    for row, found, padded in zip(rows, hidden_BNC, padded_BNC, strict=True):
+        count = len(row) - len(row) // 2
+        torch.testing.assert_close(found[:count], padded[:count], rtol=1e-10, atol=1e-10)
+
+
+def test_control_another_row_differs() -> None:
+    target, rows = target_of("eager"), prompts()
+    _, logits = read(target, rows)
+    _, swapped = read(target, [rows[2], *rows[1:2], rows[0], *rows[3:]])
+    assert (logits - swapped).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("execution", ["eager", "fused"])
+def test_a_row_read_alone_equals_a_batch_of_one(execution: str) -> None:
+    target, rows = target_of(execution), prompts()
+    _, logits = read(target, rows)
+    for row, found in zip(rows, logits, strict=True):
+        if row:
+            target.open(1, 256)
+            prefill(target, [row[: len(row) // 2]])
+            prefill(target, [row[len(row) // 2 :]])
+            with torch.inference_mode():
+                alone = target.forward(torch.full((1, 1), 7))[0][0]
+            torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_and_short_prompts_are_read_together() -> None:
+    target = target_of("eager")
+    assert not reads_rows_alone(target, prompts((50, 50, 50)))
+    assert not reads_rows_alone(target, prompts((3, 12, 30)))
+    assert not reads_rows_alone(target, prompts((50,)))
+    assert reads_rows_alone(target, prompts((50, 200)))
+    assert not reads_rows_alone(object.__new__(Padded), prompts((50, 200)))
+
+
+class Padded:
+    """A target that reads all rows together."""
