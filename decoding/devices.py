@@ -59,8 +59,8 @@ def multiplies_bfloat16() -> bool:
 
 def set_default_gpu(device: torch.device) -> None:
     """Make this GPU the one to which plain `cuda` refers; do nothing for a CPU or plain `cuda`."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def rng_state() -> Tensor | None:
