@@ -29,9 +29,6 @@ INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # name in the inventory -> current name, of a row, a test function, a parameter id, an override, a
 # command or a drafter; `test[id]` for the id of one test
 RENAMED = {
-    "test_batched_requests_use_the_noise_that_a_control_replaced": (
-        "test_numbers_of_many_rows_are_those_of_each_row"
-    ),
     "test_control_without_the_constraint_nothing_goes": (
         "test_control_without_the_constraint_nothing_is_removed"
     ),
@@ -75,7 +72,7 @@ RENAMED = {
         "test_law_3_holds_if_a_batch_decides_before_the_round"
     ),
     "test_numbers_that_a_control_broke_are_the_ones_that_are_drawn": (
-        "test_batched_requests_use_the_noise_that_a_control_replaced"
+        "test_numbers_of_many_rows_are_those_of_each_row"
     ),
     "test_a_perfect_drafter_gains_its_closed_form": "test_a_perfect_drafter_has_its_closed_form",
     "test_a_drafter_that_is_never_right_changes_nothing": (

@@ -8,9 +8,9 @@ command does it: torch.compile with mode="reduce-overhead" and its Inductor sett
 the new tokens are those of `gpu.sh decode`. It writes scripts/bench/results/gpt_fast.json.
 """
 
-import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +21,28 @@ import torch
 
 from decoding import devices
 from decoding.costs.machine_limits import measure_limits
+from decoding.errors import UserError
+from scripts.bench import common
+from scripts.bench.common import BenchOptions
 from scripts.bench.gpu_decode import REAL, TOY, Sizes
 
 RUNS = 3
 
 
+@dataclass
+class Options(BenchOptions):
+    device: str = "cuda"  # cpu | cuda | cuda:N
+    folder: str = "gpt-fast"  # a clone of gpt-fast
+    toy: bool = False  # small shapes, to test the script
+
+
 def load_gpt_fast(folder: Path) -> tuple[Any, Any]:
     """Return gpt-fast's modules `generate` and `model`, from its source folder."""
+    if not (folder / "generate.py").is_file():
+        raise UserError(
+            f"{folder} has no generate.py, expected a clone of gpt-fast. Run git clone "
+            f"https://github.com/pytorch-labs/gpt-fast, and set folder="
+        )
     sys.path.insert(0, str(folder))
     import generate  # type: ignore[import-not-found]
     import model  # type: ignore[import-not-found]
@@ -84,22 +99,16 @@ def measure(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
         "share_of_limit": per_second * weight_bytes / limits.bytes_a_second,
         "first_run_seconds": compiling,
         "bytes_a_second": limits.bytes_a_second,
-        "card": devices.describe_gpu(torch.device(device)),
-        "torch": torch.__version__,
     }
 
 
-def main(words: list[str]) -> None:
-    """Measure, print and write the figures."""
-    given = dict(word.split("=", 1) for word in words)
-    device = devices.device_of(given.get("device", "cuda"))
-    sizes = TOY if given.get("toy") == "true" else REAL
-    found = measure(Path(given["folder"]), device, sizes)
-    print(json.dumps(found, indent=1))
-    results = Path(__file__).resolve().parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / "gpt_fast.json").write_text(json.dumps(found, indent=1) + "\n")
+def main() -> None:
+    chosen = common.read_options(Options)
+    device = devices.device_of(chosen.device)
+    common.save(
+        "gpt_fast", chosen, measure(Path(chosen.folder), device, TOY if chosen.toy else REAL)
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    common.run_script(main)
