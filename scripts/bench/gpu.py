@@ -30,6 +30,7 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
+EXECUTIONS = ("graph", "eager", "compiled")
 
 
 @dataclass
@@ -114,6 +115,10 @@ def parse(words: list[str]) -> Options:
     options = Options(**given)
     if options.part not in PARTS:
         sys.exit(f"error: part '{options.part}' is unknown, expected one of {', '.join(PARTS)}")
+    unknown = {*options.executions.split(",")} - {*EXECUTIONS}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        sys.exit(f"error: executions has '{names}', expected some of {', '.join(EXECUTIONS)}")
     try:
         options.device = devices.device_of(options.device)
     except UserError as error:

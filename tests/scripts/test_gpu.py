@@ -107,7 +107,7 @@ assert gpu.main(["--help"]) == 0
 shape = gpu_decode.TOY.target
 toy = random_models.random_target(shape, torch.float32, "cpu", 16)
 assert toy.num_parameters == parameter_counts(shape)["all"]
-for words in (["speed=9"], ["part=all"], ["device=cuda"], ["last_start=x"]):
+for words in (["speed=9"], ["part=all"], ["device=cuda"], ["last_start=x"], ["executions=x"]):
     try:
         gpu.parse(words)
         raise AssertionError(words)
@@ -285,6 +285,21 @@ def test_an_unknown_part_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "part 'speed' is unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("executions=graph,fast", "executions has 'fast', expected some of graph, eager, compiled"),
+        ("last_start=soon", "last_start is 'soon', expected a number of seconds"),
+    ],
+)
+def test_a_bad_option_is_named(word: str, error: str) -> None:
+    from scripts.bench import gpu
+
+    with pytest.raises(SystemExit, match=f"^error: {error}"):
+        gpu.parse(["device=cpu", word])
+    assert gpu.parse(["device=cpu", "executions=eager", "last_start=9"]).last_start == 9.0
 
 
 def test_a_missing_gpu_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
