@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from decoding.errors import UserError
+from decoding.models.folder import read_config
 from eval.measure.cpu_contention import machine_seconds
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.schema import read_all_rows
@@ -42,7 +43,7 @@ class Options(BenchOptions):
     max_prompts: int = 24  # prompts, spread over the file's categories
     max_new_tokens: int = 96  # tokens of every answer
     num_draft_tokens: int = 2  # draft length in every engine
-    max_length: int = 1024  # context of the targets, which bounds the caches
+    max_length: int = 1024  # the most tokens of a row, if the target's context has as many
     rounds: int = 3  # runs of each generation
     busy: bool = False  # measure on a machine that is not idle too
     output_dir: str = "runs/bench/engines"  # folder of the runs
@@ -65,12 +66,13 @@ def check_idle() -> None:
 
 def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[str]:
     """Return the overrides of one eval.run."""
+    context = read_config(target).get("max_position_embeddings", chosen.max_length)
     drafters = [str(resolve_model(chosen.drafter))] if chosen.drafter else []
     return [
         f"engine=[{','.join(chosen.engines)}]",
         f"target.path={target}",
         f"target.dtype={dtype}",
-        f"target.max_length={chosen.max_length}",
+        f"target.max_length={min(chosen.max_length, context)}",
         f"drafters=[{','.join([*drafters, 'prompt_lookup'])}]",
         "benchmark=file",
         f"benchmark.path={resolve(chosen.prompts)}",
