@@ -205,7 +205,7 @@ class Lookahead(StatelessDrafter):
 
 def argmax_tokens(logits_BNV: Tensor) -> tuple[Tensor]:
     """Return the most likely token after every node, for the readback."""
-    return (logits_BNV.argmax(-1),)
+    return (devices.argmax(logits_BNV),)
 
 
 def pack_trees(trees: Sequence[TreeBuilder], counts_B: list[int], device: torch.device) -> Proposal:

@@ -173,7 +173,7 @@ class Ouroboros(ChainDrafter):
     def _choose(logits_BNV: Tensor, depths_BN: Tensor, chooser: Chooser) -> Tensor:
         """Return the model's token after each node: its argmax, or its choice by shared noise."""
         if chooser.rule != "coupled":
-            return logits_BNV.argmax(-1)
+            return devices.argmax(logits_BNV)
         depths_BN = depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
         return chooser.race(logits_BNV, 0, depths_BN)
 

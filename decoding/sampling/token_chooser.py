@@ -143,7 +143,7 @@ class TokenChooser:
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return a drafter's next tokens (B,) at this depth, and q (B, V) if the rule tests it."""
         if self.rule in ("greedy", *LOSSY):
-            return logits_BV.argmax(-1), None
+            return devices.argmax(logits_BV), None
         if self.rule == "coupled":
             return self.race(logits_BV[:, None], depth).squeeze(1), None
         probs_BV = self.warper.probs(logits_BV)
@@ -206,9 +206,9 @@ class TokenChooser:
             race_BNK = noise.exponentials(keys_BN[:, :, None], self._scaled_V[ids_BNK])
             return ids_BNK.gather(-1, (probs_BNK / race_BNK).argmax(-1, keepdim=True)).squeeze(-1)
         if depths_BN is not None:
-            return self.race_scores(logits_BNV, depths_BN).argmax(-1)
+            return devices.argmax(self.race_scores(logits_BNV, depths_BN))
         noise_BNV = self._shared(first_depth, logits_BNV.shape[1])
-        return (self.warper.probs(logits_BNV) / noise_BNV).argmax(-1)
+        return devices.argmax(self.warper.probs(logits_BNV) / noise_BNV)
 
     def _at_depths(self, depths_BN: Tensor) -> Tensor:
         """Return the noise (B, N, V) of nodes at these depths.

@@ -23,7 +23,7 @@ def greedy(
     readback: Readback = devices.read,
 ) -> Outcome:
     """Accept drafted tokens while they equal the target's argmax."""
-    return follow(logits_BNV.argmax(-1), proposal, readback)
+    return follow(devices.argmax(logits_BNV), proposal, readback)
 
 
 def coupled(

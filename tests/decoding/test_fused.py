@@ -3,8 +3,11 @@
 Its equality with the eager step is in test_static.py. Shapes: B rows, N new tokens, V vocabulary.
 """
 
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
+ROOT = Path(__file__).resolve().parents[2]
 # sizes that are no multiples of a vector, in products and in attention
 ODD = {"hidden_size": 76, "intermediate_size": 90, "head_dim": 22, "vocab_size": VOCABULARY - 1}
 EVEN = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 64}
@@ -169,6 +173,28 @@ def test_two_targets_in_eight_threads_compute_what_they_compute_alone() -> None:
         thread.join()
     assert len(found) == 160
     assert all(torch.equal(logits, wanted[index]) for index, logits in found)
+
+
+FORKS = """
+import os, sys, torch
+from tests.decoding.test_fused import logits_of_last, model
+torch.set_num_threads(3)
+target = model(torch.float32)
+(mine,) = logits_of_last(target, [7, 11, 13], "chain")
+child = os.fork()
+if child == 0:
+    (copied,) = logits_of_last(target, [7, 11, 13], "chain")
+    os._exit(0 if torch.equal(copied, mine) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("limit", [{}, {"OMP_THREAD_LIMIT": "2"}], ids=["three", "two of three"])
+def test_a_forked_process_and_one_short_of_threads_compute_the_same(limit: dict[str, str]) -> None:
+    """Check the teams of both kinds: a forked process lacks the OpenMP threads of its parent."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **limit}
+    done = subprocess.run([sys.executable, "-c", FORKS], env=environment, timeout=100)
+    assert done.returncode == 0
 
 
 def test_a_long_chain_in_slices_equals_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
