@@ -133,11 +133,20 @@ class LoopConfig:
     keep: int = 1
     # optimizer steps between two metric records
     log_every: int = 1
-    # dtype of weights and activations; bfloat16 keeps float32 master weights
+    # Dtype of weights and activations; bfloat16 keeps float32 master weights. auto: bfloat16 where
+    # the GPU, or without one the processor, multiplies it in hardware, else float32.
     dtype: str = "float32"
     # store only the input of each decoder layer; the backward pass recomputes the layer
     activation_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        """Choose the dtype for `auto`, so that run folders record what they were trained in."""
+        if self.dtype == "auto":
+            from decoding.devices import device_of  # here, as --help should not import torch
+            from decoding.models.native.linear import native_dtype
+
+            self.dtype = native_dtype(device_of("auto"))
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from jobs.openmp import SPINS
 from serving.engines.interface import Answer, BatchResult, EngineConfig, Sampling
 
 WORKERS = Path(__file__).parent / "workers"
@@ -20,7 +21,9 @@ TAIL = 15  # lines of the engine's log in an error
 
 def _inherited(python: str) -> dict[str, str]:
     """Return this process's environment, for another interpreter without our own modules."""
-    drop = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    # SPINS may be our own choice, and other engines keep their defaults.
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", SPINS)
+    drop = () if python == sys.executable else ours
     return {name: value for name, value in os.environ.items() if name not in drop}
 
 

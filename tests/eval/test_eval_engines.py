@@ -313,7 +313,7 @@ def test_vllm_accepts_the_tokens_of_medusa_heads_as_often_as_ours(vllm_home, tmp
     ]
     assert {row.lossless for row in rows} <= {"equal", "ties"}
     assert rows[1].agreement == AGREES, rows[1].agreement_detail
-    assert 0.1 < rows[1].alpha < 1
+    assert 0.05 < rows[1].alpha < 1
     turned = tmp_path / "turned"
     shutil.copytree(heads, turned)
     state = load_file(turned / "model.safetensors")

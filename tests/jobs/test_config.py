@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
+from decoding.models.native import linear
 from distill.config import (
     CompactConfig,
     PretrainConfig,
@@ -335,3 +337,17 @@ def test_seconds_that_a_stage_plans_reach_the_experiment(monkeypatch: pytest.Mon
             subprocess.run([sys.executable, "-c", program], check=True)
         assert file.read_text().split() == ["2.5", "2.5"]
     assert not file.exists()
+
+
+@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
+def test_auto_trains_in_the_dtype_that_the_processor_multiplies(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the dtype is chosen once, so that the run folder names the one trained in."""
+    monkeypatch.setattr(linear, "_cpuinfo", lambda: f"flags : {flags}")
+    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = {"job": "distill.train", "output_dir": "x", "loop": {"dtype": "auto"}}
+    config = typed(OmegaConf.create({**given, "target": {"path": "x"}}), TrainConfig)
+    assert config.loop.dtype == ("bfloat16" if "bf16" in flags else "float32")
+    assert plain(config)["loop"]["dtype"] == config.loop.dtype

@@ -89,18 +89,22 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def draft_dtype(dtype: str, device: torch.device) -> str:
-    """Return the dtype in which a head drafts for a target in `dtype`.
-
-    It is bfloat16 instead of float32, with half the bytes, if the device multiplies it natively.
-    """
-    if dtype != "float32":
-        return dtype
+def native_dtype(device: str | torch.device) -> str:
+    """Return `bfloat16` if the device multiplies it in hardware, else `float32`."""
+    device = torch.device(device)
     if device.type == "cuda":
         native = devices.multiplies_bfloat16()
     else:  # otherwise oneDNN converts, which costs more than it saves
         native = multiplies_bfloat16() and can_pack(device, torch.bfloat16)
     return "bfloat16" if native else "float32"
+
+
+def draft_dtype(dtype: str, device: torch.device) -> str:
+    """Return the dtype in which a head drafts for a target in `dtype`.
+
+    In place of float32 it is the device's `native_dtype`, which may have half the bytes.
+    """
+    return native_dtype(device) if dtype == "float32" else dtype
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:
