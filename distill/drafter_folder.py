@@ -60,9 +60,7 @@ def describe_vocabulary(card: dict[str, Any]) -> str:
         return ""
     return (
         f"It proposes {vocabulary['size']:,} of the target's {card['shape']['vocab_size']:,} "
-        f"tokens (`ids` in `drafter_card.json`), which only Shallow Draft reads. For the engines "
-        f"below, make a copy with all tokens and name it instead of `.`:\n\n"
-        f"```\npython scripts/full_vocabulary.py FOLDER COPY\n```\n\n"
+        f"tokens (`ids` in `drafter_card.json`), which only Shallow Draft reads.\n\n"
     )
 
 
@@ -110,14 +108,29 @@ _MOVED = (
 )
 
 
-def format_readme(card: dict[str, Any]) -> str:
-    """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
+_COPY = """Other engines need a copy that drafts from all tokens. In a clone of Shallow Draft, with
+the path of this folder for `FOLDER`, this makes one, whose README has the lines that run it:
+
+```bash
+python scripts/full_vocabulary.py FOLDER COPY
+```"""
+
+
+def describe_running(card: dict[str, Any]) -> str:
+    """Return the README's section on running a drafter in other engines."""
+    if card.get("draft_vocabulary"):
+        return _COPY
     target = name_anywhere(card["target"])
     blocks = "\n\n".join(
         f"**{engine}** ({TESTED[engine]})\n\n{block}"
         for engine, block in launch_lines(target, card["num_draft_tokens"]).items()
     )
     moved = "" if target == card["target"] and not Path(target).is_absolute() else _MOVED
+    return f"Run these lines in this folder, which they name `.`.{moved}\n\n{blocks}"
+
+
+def format_readme(card: dict[str, Any]) -> str:
+    """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
     shape = card["shape"]
     layers = f"{shape['num_hidden_layers']} layer{'s' if shape['num_hidden_layers'] != 1 else ''}"
     return f"""---
@@ -133,9 +146,7 @@ It only proposes tokens. The target verifies all of them, so the output is the t
 
 {tokenizer_on_card(card)}{describe_vocabulary(card)}## Run it
 
-Run these lines in this folder, which they name `.`.{moved}
-
-{blocks}
+{describe_running(card)}
 
 `drafter_card.json` lists its target, data and code. Made with Shallow Draft.
 """  # noqa: E501

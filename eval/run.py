@@ -21,7 +21,13 @@ from decoding.verification.rules import check_rule
 from eval.config import EvalConfig
 from eval.engines.job import measure_engines
 from eval.engines.measure import read_not_run
-from eval.engines.plan import check_engines, describe_arms, engine_names, plan_engines
+from eval.engines.plan import (
+    DRAFT_LENGTH,
+    check_engines,
+    describe_arms,
+    engine_names,
+    plan_engines,
+)
 from eval.measure.deadline import Deadline
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, origin_of, write_origins
@@ -59,6 +65,9 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     """
     check(cfg)
     check_engines(cfg)
+    if OURS not in engine_names(cfg):  # whose loop alone has a sweep
+        lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
+        cfg = dataclasses.replace(cfg, sweep=[], num_draft_tokens=lengths)
     if not cfg.drafters and cfg.prompt_lookup_control:
         print(
             "no drafters= given: only prompt lookup, the control, and autoregressive decoding are "
@@ -185,6 +194,10 @@ def _print_plan(cfg: EvalConfig) -> None:
         print(f"engines: {describe_arms(plan.arms)}")
     for note in plan.not_run:
         print(f"not run by other engines: {note}")
+    if OURS not in engine_names(cfg):
+        work = f"{len(benchmark.prompts)} prompts in each, {cfg.max_new_tokens} tokens each"
+        print(f"would decode {work}, into {cfg.output_dir}")
+        return
     print(
         f"would decode {sum(generations(cfg, loaded).values())} batches, at most "
         f"{max_tokens(cfg, loaded)} tokens{within}, into {cfg.output_dir}"

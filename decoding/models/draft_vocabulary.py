@@ -71,6 +71,16 @@ def draft_vocab_size(folder: str | Path) -> int:
     return int(read_json(file).get("draft_vocab_size") or 0) if file.is_file() else 0
 
 
+def check_full_vocabulary(folder: str | Path, reader: str) -> None:
+    """Raise UserError for a drafter with a draft vocabulary, which `reader` does not read."""
+    if size := draft_vocab_size(folder):
+        raise UserError(
+            f"{folder} drafts {size:,} tokens of its vocabulary, expected all of them, as {reader} "
+            f"reads no draft vocabulary. Make a copy with all tokens: python "
+            f"scripts/full_vocabulary.py {folder} COPY"
+        )
+
+
 class DraftHead(nn.Linear):
     """An lm_head with a row for each token of a draft vocabulary; logits of others are -inf."""
 

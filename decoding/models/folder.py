@@ -68,11 +68,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{folder} does not exist, expected a model folder. Use the path of a folder with "
             f"config.json in it."
         )
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} is a file, expected a model folder. Use the path of a folder with "
-            f"config.json and model.safetensors in it."
-        )
+    refuse_file(folder)
     path = folder / "config.json"
     if not path.is_file():
         inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
@@ -93,6 +89,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"folder."
         )
     return config
+
+
+def refuse_file(folder: Path) -> None:
+    """Raise UserError if the path of a model folder is that of a file."""
+    if folder.exists() and not folder.is_dir():
+        remedy = "Use the path of a folder with config.json and model.safetensors in it."
+        if folder.suffix == ".gguf":
+            remedy = f"Convert it once: python scripts/from_gguf.py {folder} FOLDER"
+        raise UserError(f"{folder} is a file, expected a model folder. {remedy}")
 
 
 def untrusted_code_error(folder: str | Path) -> UserError:
@@ -127,6 +132,7 @@ def exists(path: Path) -> bool:
 def weight_files(folder: str | Path) -> list[Path]:
     """Return the safetensors files of a folder; raise UserError if one is missing or incomplete."""
     folder = Path(folder)
+    refuse_file(folder)
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -28,6 +28,8 @@ class Reply:
     prompt_tokens: int | None
     # number of them that were in the server's cache
     cached_tokens: int
+    # number of generated tokens; None if the server does not count them
+    completion_tokens: int | None
 
 
 def read_reply(content: Any) -> Reply:
@@ -38,15 +40,18 @@ def read_reply(content: Any) -> Reply:
     choice, usage = content["choices"][0], content.get("usage") or {}
     text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
     finish, tokens = choice["finish_reason"], choice.get("token_ids")
-    prompt_tokens = usage.get("prompt_tokens")
+    prompt_tokens, completion_tokens = (
+        usage.get(f"{part}_tokens") for part in ("prompt", "completion")
+    )
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError(f"expected a text and a finish_reason, found {str(choice)[:80]}")
     if tokens is not None and not all(map(is_int, tokens)):
         raise ValueError(f"expected token ids, found {str(tokens)[:80]}")
-    if not is_int(cached) or not (prompt_tokens is None or is_int(prompt_tokens)):
+    counted = [count for count in (cached, prompt_tokens, completion_tokens) if count is not None]
+    if not all(map(is_int, counted)):
         raise ValueError(f"expected numbers of tokens, found {str(usage)[:80]}")
-    return Reply(text, finish, tokens, prompt_tokens, cached)
+    return Reply(text, finish, tokens, prompt_tokens, cached, completion_tokens)
 
 
 class Exchange:

@@ -132,6 +132,8 @@ class ServerAnswers:
     async def ask(self, client: OpenAIClient, request: Request) -> Answer:
         """Return the answer to a request; its finish is `refused` if the server rejects it.
 
+        So is that of an answer which the server cuts before max_new_tokens.
+
         Raises UserError if the server fails, reads another prompt, has another tokenizer than the
         target, or rejects the first requests of a run.
         """
@@ -142,6 +144,11 @@ class ServerAnswers:
         self.exchange.check_prompt(reply, request)
         if reply.finish not in ("stop", "length"):
             return self._refused_answer(request, f"finish_reason {reply.finish}")
+        given, wanted = reply.completion_tokens, self.config.max_new_tokens
+        if reply.finish == "length" and given is not None and 0 < given < wanted:
+            return self._refused_answer(
+                request, f"an answer cut after {given} of {wanted} tokens, by a limit of its own"
+            )
         self._answered += 1
         tokens = self.exchange.tokens(reply)
         return Answer(
@@ -176,8 +183,8 @@ class ServerAnswers:
         if self._refused == 1:
             print(
                 f"note: the server refused the request of chat {request.key[0]}, turn "
-                f"{request.key[2]} ({words}). Refusals are counted, and answers/rank_0.jsonl holds "
-                f"their words"
+                f"{request.key[2]} ({words}). {self._remedy}. Refusals are counted, and "
+                f"answers/rank_0.jsonl holds their words"
             )
         if self._refused >= MOST_REFUSALS and not self._answered:
             raise UserError(

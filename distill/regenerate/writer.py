@@ -64,8 +64,8 @@ def collect_chats(
     account.check()
     if not records:
         raise UserError(
-            "no usable chat is left, expected at least one. Check the input files for the reasons "
-            "below.\n" + "\n".join(account.lines())
+            "no usable chat is left, expected at least one. Check the input files, or the server, "
+            "for the reasons below.\n" + "\n".join(account.lines())
         )
     return RegeneratedChats(records, account, kept, retokenized)
 

@@ -18,7 +18,7 @@ AGREES, DIFFERS, TOO_FEW, NOT_COMPARED = "agrees", "differs", "too few tests", "
 # Chance of a false "differs" in a comparison, over all of its depths. It is smaller where both
 # engines decode the same texts, as their counts then vary together.
 LEVEL = 0.01
-MIN_TESTS = 50  # fewer tests at the first depth decide nothing
+MIN_TESTS = 50  # fewer tests at the first depth, one a round, decide nothing
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class Agreement:
     detail: str
 
 
-def compare(engine: Counts, ours: Counts) -> Agreement:
+def compare(engine: Counts, ours: Counts, per_round: int = 1) -> Agreement:
     """Compare acceptance rates depth by depth with Fisher's exact test of two proportions.
 
-    The level is LEVEL, divided by the number of depths (Bonferroni).
+    The level is LEVEL, divided by the number of depths (Bonferroni). per_round: tests of a round in
+    each entry; more than one where an engine reports sums over all depths.
     """
     sides = (engine.tested, engine.accepted, ours.tested, ours.accepted)
     depths = list(zip(*sides, strict=False))
@@ -50,7 +51,7 @@ def compare(engine: Counts, ours: Counts) -> Agreement:
             place = f" at depth {depth}" if len(engine.tested) > 1 else ""
             return Agreement(DIFFERS, f"differs{place} ({texts[depth - 1]})")
     detail = ("by depth: " if len(texts) > 1 else "") + ", ".join(texts)
-    if not depths or min(depths[0][0], depths[0][2]) < MIN_TESTS:
+    if not depths or min(depths[0][0], depths[0][2]) < MIN_TESTS * per_round:
         return Agreement(TOO_FEW, detail)
     return Agreement(AGREES, detail)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
+from decoding.models.draft_vocabulary import draft_vocab_size
 from decoding.models.folder import read_json
 from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
@@ -176,6 +177,11 @@ def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, str], li
         method = _method_of(drafter, folder)
         if folder is None or method not in (DRAFT_MODEL, *heads):
             not_run.append(f"{name}: only our own loop runs this kind of drafter")
+        elif method == DRAFT_MODEL and (size := draft_vocab_size(folder)):
+            not_run.append(
+                f"{name}: only our own loop reads its draft vocabulary of {size:,} tokens. `python "
+                f"scripts/full_vocabulary.py {folder} COPY` makes a drafter for the others"
+            )
         elif folder in folders:
             not_run.append(f"{name}: engines measure its model under another entry")
         else:

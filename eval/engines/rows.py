@@ -215,7 +215,7 @@ def _agreement(by_trial: Mapping[Trial, list[EngineRecord]], trial: Trial) -> di
         elif totals := _totals(by_trial[Trial(arm, trial.rule, True)]):
             of_ours = _totals(by_trial[Trial(own, trial.rule, True)])
             assert of_ours is not None, "our loop counts its drafts"
-            found = compare(totals, of_ours)
+            found = compare(totals, of_ours, arm.num_draft_tokens)
     return {
         "agreement": found.word,
         "agreement_detail": found.detail,

@@ -4,11 +4,13 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import check_full_vocabulary
 from decoding.models.folder import hash_input, read_config
 from decoding.models.gguf.writer import write_gguf
 from serving.engines.interface import EngineConfig
@@ -98,6 +100,7 @@ def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
     UserError if the folder cannot be read, `path` exists, or the export fails, with its words.
     """
     read_config(folder)
+    check_full_vocabulary(folder, "OpenVINO")
     if path.exists():
         raise UserError(f"{path} exists already. Delete it to export again.")
     program = python.parent / "optimum-cli"
@@ -106,6 +109,7 @@ def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
             f"optimum-intel, which exports to OpenVINO, is not installed: {program} does not "
             f"exist. Run ./scripts/engines/openvino.sh."
         )
+    print(f"exporting {folder} to OpenVINO, which takes minutes", file=sys.stderr)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(

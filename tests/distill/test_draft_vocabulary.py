@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.draft_vocabulary import D2T, restrict_head, token_ids
+from decoding.models.gguf.writer import write_gguf
 from decoding.models.load import load_target
 from decoding.models.native.weights import NativeConfig
 from decoding.rounds.settings import Settings
@@ -25,6 +27,7 @@ from distill.prune.job import run as prune
 from distill.student import build_student, restrict_vocabulary
 from distill.train import run
 from scripts.full_vocabulary import export
+from serving.engines.conversion import export_openvino
 from tests.distill.test_prune import configured as pruning
 from tests.distill.test_train import configured
 from training import checkpoint
@@ -80,7 +83,8 @@ def test_the_folder_has_its_ids_in_weights_config_and_card(finished: Path, tiny_
     figures = card["acceptance"]
     assert 0 < figures["acceptance"] <= figures["coverage"] < 1
     assert 0 < figures["drafted_tokens"] < 1
-    assert "full_vocabulary.py" in (drafter / "README.md").read_text()
+    readme = (drafter / "README.md").read_text()
+    assert "full_vocabulary.py" in readme and "vllm serve" not in readme
 
 
 def test_special_tokens_come_first_and_then_the_most_frequent_answers(
@@ -259,13 +263,24 @@ def test_the_copy_with_all_tokens_drafts_the_same(embedded_target: Path, tmp_pat
         assert sum(g.accepted for g in ours) > 0
     card = json.loads((copy / "drafter_card.json").read_text())
     assert card["copy_of"]["drafted"] == SIZE and card["draft_vocabulary"] is None
-    assert "full_vocabulary.py" not in (copy / "README.md").read_text()
+    readme = (copy / "README.md").read_text()
+    assert "full_vocabulary.py" not in readme and "vllm serve" in readme
     with pytest.raises(UserError, match="exists already"):
         export(drafter, copy)
     with pytest.raises(UserError, match="has no draft vocabulary"):
         export(copy, tmp_path / "another")
     with pytest.raises(UserError, match="does not exist, expected a model folder"):
         export(tmp_path / "nowhere", tmp_path / "another")
+
+
+def test_a_folder_for_readers_of_all_tokens_is_refused(finished: Path, tmp_path: Path):
+    """Check that the error has the line that makes a copy for llama.cpp and OpenVINO."""
+    pytest.importorskip("gguf")
+    drafter, words = finished / "drafter", rf"drafts {SIZE} tokens .*full_vocabulary.py .* COPY"
+    with pytest.raises(UserError, match=words):
+        write_gguf(drafter, tmp_path / "drafter.gguf", "float32")
+    with pytest.raises(UserError, match=words):
+        export_openvino(drafter, tmp_path / "openvino", Path(sys.executable))
 
 
 def test_a_copy_that_drafts_other_tokens_reports_it(finished: Path, tmp_path: Path):

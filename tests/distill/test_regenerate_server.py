@@ -201,6 +201,7 @@ def test_a_slow_server_is_given_up_after_the_timeout(home: Path, tmp_path: Path)
     [
         ("refuse", "refused by the server", "HTTP 400: .*the prompt is not welcome"),
         ("filtered", "refused by the server", "finish_reason content_filter"),
+        ("cut", "refused by the server", "cut after 2 of [0-9]+ tokens"),
         ("empty", "empty answer", ""),
     ],
 )

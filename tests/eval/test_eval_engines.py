@@ -8,10 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import fisher_exact
+from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import restrict_head
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.engines.agreement import AGREES, DIFFERS, TOO_FEW, Counts, compare, counts_of, fisher
 from eval.engines.measure import FILE, EngineSession
@@ -98,6 +101,8 @@ def test_equal_rates_agree_and_a_lower_one_differs_at_its_depth():
 
 
 def test_few_tests_decide_nothing_unless_they_differ():
+    sums = Counts([132], [8]), Counts([144], [9])  # of some 35 rounds of four tokens
+    assert compare(*sums).word == AGREES and compare(*sums, per_round=4).word == TOO_FEW
     assert compare(Counts([20], [10]), Counts([20], [11])).word == TOO_FEW
     assert compare(Counts([20], [0]), Counts([20], [20])).word == DIFFERS
 
@@ -153,6 +158,23 @@ def test_a_dry_run_lists_the_arms_and_what_no_engine_runs(engine_home, capsys):
     assert "hf autoregressive, hf draft_model noisy 3, hf ngram prompt_lookup 3" in shown
     assert "suffix_lookup: only our own loop runs this kind of drafter" in shown
     assert "drafters in hf at batch sizes above 1" in shown
+
+
+def test_a_dry_run_of_an_engine_alone_has_no_sweep_and_names_small_vocabularies(
+    engine_home, tmp_path, capsys
+):
+    """Check a run with the default sweep, whose prompts the engine measures too."""
+    few = AutoModelForCausalLM.from_pretrained(engine_home / "noisy")
+    restrict_head(few, torch.arange(30))
+    few.save_pretrained(tmp_path / "few")
+    tiny.tokenizer().save_pretrained(tmp_path / "few")
+    drafters = [str(engine_home / "noisy"), str(tmp_path / "few")]
+    changes = {"sweep": [1, 2], "num_draft_tokens": [], "drafters": drafters}
+    run(engine_config(engine_home, "dry", engine="hf", dry_run=True, **changes))
+    shown = capsys.readouterr().out
+    assert "draft lengths: given: 4" in shown and "would decode 5 prompts in each" in shown
+    assert "sweep" not in shown.replace("python", "")
+    assert "few: only our own loop reads its draft vocabulary of 30 tokens. `python" in shown
 
 
 def test_medusa_heads_are_planned_as_a_chain_in_engines_that_run_them(engine_home):

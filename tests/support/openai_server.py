@@ -86,7 +86,7 @@ def serve(
                 reply = generate(
                     engine,
                     ids,
-                    max_new_tokens=body["max_tokens"],
+                    max_new_tokens=2 if fault == "cut" else body["max_tokens"],
                     temperature=body["temperature"],
                     top_p=body["top_p"],
                     top_k=max(body.get("top_k", 0), 0),
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Sending of answers, and faults.
 
     Faults: drop (close the connection), half (close it within the body), truncate (a complete body
-    that holds a part of the JSON), empty, slow, filtered, refuse (400), 500, 429, 404.
+    that holds a part of the JSON), empty, slow, filtered, cut, refuse (400), 500, 429, 404.
     """
 
     protocol_version = "HTTP/1.1"

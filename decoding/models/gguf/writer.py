@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import check_full_vocabulary
 from decoding.models.folder import read_config, read_headers, read_json
 from decoding.models.gguf.vocabulary import Vocabulary, read_vocabulary
 from decoding.models.model_check import check_model, expected_tensors
@@ -90,6 +91,7 @@ def _check_folder(folder: Path) -> LlamaConfig:
             f"models with llama.cpp's convert_hf_to_gguf.py."
         )
     check_model(folder)
+    check_full_vocabulary(folder, "llama.cpp")
     config = LlamaConfig.from_pretrained(folder)
     rope = _rope(config)["rope_type"]
     for key, found, expected in (
