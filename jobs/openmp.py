@@ -3,8 +3,8 @@
 By default GNU's runtime, which PyTorch uses on Linux, lets a thread spin for some 5 ms before it
 sleeps. On a machine with other work, each of a model's many small operations can wait that long
 for a thread that has no core. Beside one busy process, a decode step in two threads took 4.4 times
-as long by default and 2 times with a shorter spin; training stood still, and made a third of its
-steps.
+as long as on an idle machine, and training stood still. With a shorter spin the step took twice as
+long, and training made a third of its steps.
 
 This module imports only the standard library: it takes effect before PyTorch is loaded.
 """

@@ -24,6 +24,7 @@ FILE = "seconds.json"
 LEAST = {"sweep": 2, "main": 5}
 UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
 COSTS = 0.1  # share of the bound for measuring the costs that stopping rules use
+USUAL_COSTS = 120.0  # seconds for it without a bound
 
 _REMEDY = "Delete it: the records are kept, and the time spent before is not counted"
 
@@ -73,8 +74,8 @@ class Deadline:
 
     @property
     def costs_seconds(self) -> float:
-        """Limit on the seconds that measure the costs used by stopping rules and drafters."""
-        return COSTS * self.max_seconds
+        """Seconds to measure the costs that rules and drafters use; each has three windows at least."""
+        return COSTS * self.max_seconds if self.bounds else USUAL_COSTS
 
     def has_room(self, part: str, blocks: int) -> bool:
         """Return whether to measure another block of a part after `blocks` of them.

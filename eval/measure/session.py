@@ -71,9 +71,12 @@ class Session:
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
         deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
-        # takes minutes with many drafters
-        print("eval: measuring the costs that rules use, and warming up", file=sys.stderr)
         seconds = self.deadline.costs_seconds
+        print(
+            f"eval: measuring the costs that rules use for some {seconds:.0f} s (longer with many "
+            f"drafters), and warming up",
+            file=sys.stderr,
+        )
         freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
