@@ -115,7 +115,7 @@ inline void pause() {
 
 // The OpenMP runtime that PyTorch has loaded, by its calling convention for compiled parallel regions.
 // A team of its threads cannot get in the way of PyTorch's own operations, whose waiting threads spin for
-// milliseconds: on two cores, a team of other threads made forwards that follow them up to 1.7 times as long.
+// milliseconds: on two cores, a team of other threads made forwards that follow them up to 1.6 times as long.
 struct OpenMP {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
