@@ -135,6 +135,12 @@ class OpenAIClient:
             ) from error
         if answer.status_code != 200:
             raise self._failure(path, answer)
+        kind = answer.headers.get("content-type", "")
+        if method == "GET" and kind.startswith("text/html"):
+            raise self._error(
+                f"{path} is a web page, expected JSON",
+                "Use the server's address with its /v1, such as http://127.0.0.1:8000/v1",
+            )
         try:
             return read(answer.json())
         except WRONG as error:

@@ -74,7 +74,10 @@ class Deadline:
 
     @property
     def costs_seconds(self) -> float:
-        """Seconds to measure the costs that rules and drafters use; each has three windows at least."""
+        """Limit on the seconds that measure the costs used by stopping rules and drafters.
+
+        Each cost takes at least three windows, however long they are.
+        """
         return COSTS * self.max_seconds if self.bounds else USUAL_COSTS
 
     def has_room(self, part: str, blocks: int) -> bool:

@@ -335,6 +335,14 @@ def test_invalid_servers_and_values_are_refused(
         ask(home, served, tmp_path, *overrides)
 
 
+def test_an_address_without_its_path_is_refused(home: Path, tmp_path: Path):
+    with (
+        serve(home / "target") as served,
+        pytest.raises(UserError, match="/models is a web page, expected JSON. .* with its /v1"),
+    ):
+        ask(home, served, tmp_path, f"server={served.url.removesuffix('/v1')}")
+
+
 def test_a_server_with_another_tokenizer_is_refused(home: Path, tmp_path: Path, chat24m: Path):
     with (
         serve(chat24m) as served,

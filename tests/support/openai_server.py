@@ -57,6 +57,9 @@ def serve(
 
     class Handler(_Handler):
         def do_GET(self) -> None:
+            if not self.path.startswith("/v1/"):  # as servers with a page for people do
+                self.send(200, {}, kind="text/html; charset=utf-8")
+                return
             extra = {} if context is None else {"max_model_len": context}
             self.send(200, {"data": [{"id": name, "object": "model", **extra} for name in models]})
 
@@ -149,13 +152,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(int(fault), {"error": {"message": f"planted {fault}"}})
         return fault in ("drop", "half", "refuse") or fault.isdigit()
 
-    def send(self, status: int, content: dict[str, Any], truncate: bool = False) -> None:
-        """Send JSON; truncate: only the first half of it."""
+    def send(
+        self,
+        status: int,
+        content: dict[str, Any],
+        truncate: bool = False,
+        kind: str = "application/json",
+    ) -> None:
+        """Send JSON as content of this kind; truncate: only the first half of it."""
         body = json.dumps(content).encode()
         body = body[: len(body) // 2] if truncate else body
         try:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
