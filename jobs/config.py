@@ -6,6 +6,7 @@ finds unknown keys in experiment files and in `+key=`, which Hydra accepts.
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,7 +207,8 @@ def plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def fields_of(schema: type[Any]) -> dict[str, Any]:
+@functools.cache
+def fields_of(schema: type[Any]) -> Mapping[str, Any]:
     """Return the names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}

@@ -30,6 +30,7 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_scripts_distil_decode_with_and_measure_a_drafter(tmp_path: Path) -> None:
     drafter = tmp_path / "distil" / "drafter"
     printed = run("distil_a_drafter.py", f"output_dir={drafter.parent}", "loop.max_steps=8")

@@ -37,6 +37,8 @@ DRY_RUNS = {
     "recurrent_drafting.train": "",
 }
 
+OFTEN = ("distill.train", "eval.run", "recurrent_drafting.train")  # dry runs of the tier --all
+
 pytestmark = pytest.mark.long
 
 
@@ -162,7 +164,10 @@ def test_the_embedded_target_is_distilled_and_measured(installed: Path, folder: 
     assert (folder / "runs/eval.compare/default/comparison.html").stat().st_size
 
 
-@pytest.mark.parametrize("job", DRY_RUNS)
+@pytest.mark.parametrize(
+    "job",
+    [job if job in OFTEN else pytest.param(job, marks=pytest.mark.exhaustive) for job in DRY_RUNS],
+)
 def test_every_job_has_a_dry_run(installed: Path, folder: Path, job: str):
     output(
         installed,

@@ -64,6 +64,12 @@ TOY_LOOP = (
     "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
     "loop.eval_every=0 data.max_samples=20"
 )
+# beginnings of commands and scripts that take a minute even so; other tests run their parts
+SLOW = (
+    "eval.run +experiment=pearl_comparison",
+    "distill.train ... -m",
+    "scripts/bench/distillation",
+)
 # job -> arguments that make it small; stages are left out, as .ci/run runs the quickstart's
 TOY = {
     "distill.compact": "",
@@ -156,8 +162,13 @@ def write_pearl_prompts(folder: Path) -> Path:
     return folder
 
 
+def seldom(name: str) -> Any:
+    """Return a parameter that runs with --exhaustive alone if it takes a minute."""
+    return pytest.param(name, marks=pytest.mark.exhaustive) if name.startswith(SLOW) else name
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", map(seldom, commands()))
 def test_every_command_runs_at_toy_size(
     command: str,
     tiny_target: Path,
@@ -234,7 +245,9 @@ def test_every_command_runs_at_toy_size(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", COMMANDS))
+@pytest.mark.parametrize(
+    "script", map(seldom, re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", COMMANDS))
+)
 def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_path: Path):
     options = f"rounds=1 threads=1 name={tmp_path / 'figures'} "
     if script.endswith("bandwidth.py"):

@@ -28,7 +28,7 @@ from .rows import COSTS, PICKED, ROWS
 # --exhaustive. Controls use the same number, so each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 # Of cases that repeat a drafter and rule in other circumstances; only --exhaustive draws more.
-FEW_DRAWS = DRAWS if DRAWS >= 1_000_000 else min(DRAWS, 5000)
+FEW_DRAWS = min(DRAWS, max(5_000, DRAWS // 10))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
     "plain": {"temperature": 1.0},

@@ -1,7 +1,7 @@
 """The laws of every row of `rows.ROWS`: greedy equality, coupled equality and edge cases.
 
-Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows run in the long
-suite; only the test of ragged batches runs them in every suite, under every rule.
+Law 3 is in test_law_of_distribution.py and law 4 in test_law_of_gain.py. Slow rows and repeats of a
+row run in the long suite.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,26 @@ WARPERS = {
     "all": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
 }
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
-by_row = pytest.mark.parametrize("row", of_rows())
 
 
 def name(value: DrafterRow | str) -> str:
     return value if isinstance(value, str) else value.name
+
+
+by_row = pytest.mark.parametrize("row", of_rows())
+by_warper = pytest.mark.parametrize(
+    "warper",
+    [name if name == "all" else pytest.param(name, marks=pytest.mark.long) for name in WARPERS],
+)
+# The last rule of a row: coupled, or token in rows whose children are sampled.
+by_rule = pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        pytest.param(row, rule, marks=[pytest.mark.long] * (rule != row.rules[-1]))
+        for row, rule in PAIRS
+    ],
+    ids=name,
+)
 
 
 def with_rule(rule: str, **fields: object) -> AnySettings:
@@ -104,7 +119,7 @@ def test_law_1_greedy_output_is_the_targets_own(row: DrafterRow) -> None:
     )
 
 
-@pytest.mark.parametrize("warper", WARPERS)
+@by_warper
 @by_row
 def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper: str) -> None:
     gamma = row.gamma or 4
@@ -117,7 +132,7 @@ def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper:
     assert [g.tokens for g in other] != [g.tokens for g in plain], "the seed has no effect"
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
+@by_rule
 def test_law_5_ragged_batches_equal_single_rows(row: DrafterRow, rule: str) -> None:
     settings = with_rule(
         rule, max_new_tokens=20, num_draft_tokens=row.gamma or 3, stop_token_ids=(3, 4)

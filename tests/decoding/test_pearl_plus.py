@@ -53,7 +53,10 @@ def run(
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize(
     ("regime", "count"),
-    [*((regime, 12) for regime in REGIMES), pytest.param("eager", 64, marks=pytest.mark.long)],
+    [
+        *((regime, 12) for regime in REGIMES),
+        pytest.param("eager", 64, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
     settings = with_rule(

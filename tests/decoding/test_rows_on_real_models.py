@@ -101,17 +101,16 @@ def test_stories_keep_law_2(stories260k: Path, name: str) -> None:
 
 
 # One test, so that the autoregressive text is decoded once.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("names", "sampled"),
     [
         pytest.param(("chain", "ranked_tree"), False, id="chains_and_a_tree"),
         *(
-            pytest.param((name,), False, marks=pytest.mark.exhaustive, id=name)
+            pytest.param((name,), False, id=name)
             for name in ("prompt_lookup", "self_speculation", "recurrent_chain_with_lookup")
         ),
-        pytest.param(
-            ("chain", "prompt_lookup"), True, marks=pytest.mark.exhaustive, id="chains_sampled"
-        ),
+        pytest.param(("chain", "prompt_lookup"), True, id="chains_sampled"),
     ],
 )
 def test_the_chat_model_keeps_laws_1_and_2(

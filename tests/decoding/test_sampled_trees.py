@@ -137,7 +137,8 @@ FEW: dict[str, Callable[[], Drafter]] = {
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in FEW if n != "ranked")]
+    "name",
+    ["ranked", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FEW if n != "ranked")],
 )
 def test_missing_children_are_not_tested(
     name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch

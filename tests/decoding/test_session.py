@@ -25,7 +25,12 @@ from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from .rows import COSTS, ROWS, DrafterRow, Kit
 
 PAIRS = [
-    pytest.param(row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * row.slow)
+    pytest.param(
+        row,
+        rule,
+        id=f"{row.name}-{rule}",
+        marks=[pytest.mark.long] * (row.slow or rule != row.rules[-1]),
+    )
     for row in ROWS
     for rule in row.rules
     if not row.name.startswith("oracle")

@@ -134,8 +134,9 @@ MAKE: dict[str, Callable[[Any], Target]] = {
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [(kind, shape) for kind in ("native", "native graph", "hf") for shape in SHAPES]
-    # Tracing takes seconds.
-    + [pytest.param(kind, "llama", marks=pytest.mark.long) for kind in MAKE if "compiled" in kind],
+    # Tracing takes seconds, and half a minute of a model of Hugging Face's.
+    + [pytest.param("native compiled", "llama", marks=pytest.mark.long)]
+    + [pytest.param("hf compiled", "llama", marks=pytest.mark.exhaustive)],
 )
 def test_every_tap_equals_hugging_faces_hidden_state(kind: str, shape: str) -> None:
     torch._dynamo.reset()
@@ -145,7 +146,7 @@ def test_every_tap_equals_hugging_faces_hidden_state(kind: str, shape: str) -> N
         assert agree(exercise(target, taps), model, taps)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_each_choice_of_taps_is_compiled_separately() -> None:
     """Check that each choice of layers has two traced forms: for single tokens and for more."""
     torch._dynamo.reset()

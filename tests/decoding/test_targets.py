@@ -321,7 +321,7 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_compiled_gpt2_decodes_eager_text() -> None:
     """Check greedy text of compiled GPT-2, alone and with a compiled LLaMA drafter."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,5 +1,6 @@
 """Test experiments of several stages at toy size, run from the command line."""
 
+import functools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from training.config import LoopConfig
 ROOT = CONF.parent
 
 
+@functools.cache  # tests only read the result
 def compose_stages(
     experiment: str, *given: str, job: str = "distill.train"
 ) -> tuple[Any, dict[str, Any]]:

@@ -117,7 +117,7 @@ def test_two_ranks_learn_the_masks_of_one_process(
     assert same(*masks), "equal cuts"
 
 
-@pytest.mark.long
+@SELDOM
 def test_masks_learned_by_fsdp_resume_in_one_process(
     alone: Path, tiny_target: Path, tmp_path: Path
 ):
@@ -148,8 +148,8 @@ def test_masks_learned_by_fsdp_resume_in_one_process(
         torch.testing.assert_close(weights(folder)[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("zero1", marks=SELDOM), "fsdp"], indirect=True)
+@SELDOM
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"], indirect=True)
 def test_probes_and_stages_run_with_a_sharded_target(kind: str, tiny_target: Path, tmp_path: Path):
     """Check that two ranks select the layers and give the weights of one process.
 

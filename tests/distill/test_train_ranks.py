@@ -74,7 +74,7 @@ def test_torchrun_needs_no_other_arguments(alone: Path, tiny_target: Path, tmp_p
     same_drafter(tmp_path, alone)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_deepspeed_launcher_needs_no_other_arguments(
     alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
 ):
@@ -93,7 +93,7 @@ def test_the_deepspeed_launcher_needs_no_other_arguments(
     same_drafter(tmp_path, alone)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_our_launcher_starts_the_ranks_of_zero(
     alone: Path,
     tiny_target: Path,
@@ -223,7 +223,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(
     assert not (tmp_path / "drafter").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_members_of_a_sweep_run_under_the_submitit_launcher(
     tiny_target: Path, tmp_path: Path, submitit: None
 ):

@@ -16,7 +16,7 @@ def test_importance_costs_less_than_a_fiftieth_of_published_masks():
     assert found["ratio_in_stages"] > 50, "two cuts, with the probes of both"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_every_side_runs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     given = [

@@ -260,7 +260,7 @@ def test_races_are_pooled_over_seeds_and_the_best_arms_compared():
     assert "| 0.000 | head, picked | pruned 1 | 1.500 |" in tables.head_against_pruned_table(races)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_second_call_of_all_parts_measures_nothing_again(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,6 +1,6 @@
 """The launch line in a drafter folder's README, run by a shell against the real vLLM.
 
-The tier --engines runs it, and .ci/run does: with vLLM's install in at most eight minutes.
+The tier --engines runs all of it, and .ci/run the test of a trained drafter.
 """
 
 import shlex
@@ -32,8 +32,8 @@ PROMPTS, TOKENS, DRAFTED = 32, 64, 4
 # Level of each of the DRAFTED two-proportion tests. The texts are equal, so the counts differ only
 # by where a text begins and ends.
 LEVEL = 0.01
-# Some 30 s; at most 90 s, so that a slow machine keeps to its minutes.
-TRAINED = ("loop.max_steps=100", "loop.max_seconds=90", "data.max_samples=800")
+# Some 30 s; bounded, so that a slow machine keeps to its minutes.
+TRAINED = ("loop.max_steps=100", "loop.max_seconds=60", "data.max_samples=800")
 SETTINGS = Settings(max_new_tokens=TOKENS, num_draft_tokens=DRAFTED, stopping="fixed")
 Counts = tuple[Sequence[int], Sequence[int]]  # tested and accepted draft tokens, by depth
 
@@ -77,7 +77,7 @@ def damaged(drafter: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def check_equal(embedded_target: Path) -> Callable[[list[Answer], list[Answer]], None]:
+def check_equal(embedded_target: Path) -> "Check":
     """Return a check that answers are equal, except after a near tie of the target (law 1)."""
     target = load(embedded_target).target
 
@@ -91,36 +91,26 @@ def check_equal(embedded_target: Path) -> Callable[[list[Answer], list[Answer]],
     return check
 
 
-def test_the_launch_line_of_a_drafter_folder_serves(
-    embedded_target: Path,
-    vllm_python: Path,
-    tmp_path: Path,
-    check_equal: Callable[[list[Answer], list[Answer]], None],
+Check = Callable[[list[Answer], list[Answer]], None]
+
+
+def test_the_launch_line_of_a_trained_drafter_serves(
+    embedded_target: Path, vllm_python: Path, tmp_path: Path, check_equal: Check
 ) -> None:
-    """Check a trained drafter's server, an untrained one's and one without a drafter.
+    """Check the servers of a trained drafter and of no drafter.
 
     The answers are equal, and the acceptance in the server equals that in our loop, which a drafter
     with a layout error does not have.
     """
-    found = read_prompts(resolve("embedded:prompts"))
-    prompts = [prompt.turns[0] for prompt in found if len(prompt.turns[0]) < 400][:PROMPTS]
-    untrained = write_drafter(tmp_path / "dry", "dry_run=true")
-    plain_line = f"vllm serve {shlex.quote(str(embedded_target))}"
-    with (
-        serve(plain_line, tmp_path, tmp_path / "plain.log") as plain,
-        serve(vllm_line(untrained), untrained, tmp_path / "untrained.log") as proposing_nothing,
-    ):
-        # They start while this process trains.
-        trained = write_drafter(tmp_path / "run", *TRAINED)
-        expected = plain.ask(prompts, TOKENS)
-        check_equal(expected[:8], proposing_nothing.ask(prompts[:8], TOKENS))
-        tested, _ = proposing_nothing.tested_and_accepted()
-        assert tested[0] > 0
-    moved = tmp_path / "a server" / "my drafter"
-    shutil.copytree(trained, moved)
-    with serve(vllm_line(moved), moved, tmp_path / "drafted.log") as drafting:
-        check_equal(expected, drafting.ask(prompts, TOKENS))
-        theirs = drafting.tested_and_accepted()
+    prompts = short_prompts(PROMPTS)
+    with serve(plain_line(embedded_target), tmp_path, tmp_path / "plain.log") as plain:
+        trained = write_drafter(tmp_path / "run", *TRAINED)  # while the server starts
+        moved = tmp_path / "a server" / "my drafter"
+        shutil.copytree(trained, moved)
+        with serve(vllm_line(moved), moved, tmp_path / "drafted.log") as drafting:
+            expected = plain.ask(prompts, TOKENS)
+            check_equal(expected, drafting.ask(prompts, TOKENS))
+            theirs = drafting.tested_and_accepted()
     assert sum(theirs[1]) > 0
 
     engine = load(embedded_target)
@@ -139,6 +129,32 @@ def test_the_launch_line_of_a_drafter_folder_serves(
     print(f"tested and accepted by depth: vLLM {theirs}, ours {found_here}")
     assert not disagreeing_depths(theirs, found_here)
     assert disagreeing_depths(theirs, ours(damaged(moved, tmp_path / "damaged"))), "the control"
+
+
+def test_the_launch_line_of_an_untrained_drafter_serves(
+    embedded_target: Path, vllm_python: Path, tmp_path: Path, check_equal: Check
+) -> None:
+    """Check that the folder of a dry run serves, so that a user can try serving before training."""
+    prompts = short_prompts(8)
+    untrained = write_drafter(tmp_path / "dry", "dry_run=true")
+    with (
+        serve(plain_line(embedded_target), tmp_path, tmp_path / "plain.log") as plain,
+        serve(vllm_line(untrained), untrained, tmp_path / "untrained.log") as proposing_nothing,
+    ):
+        check_equal(plain.ask(prompts, TOKENS), proposing_nothing.ask(prompts, TOKENS))
+        tested, _ = proposing_nothing.tested_and_accepted()
+    assert tested[0] > 0
+
+
+def short_prompts(number: int) -> list[str]:
+    """Return the first prompts of the embedded set that are short."""
+    found = read_prompts(resolve("embedded:prompts"))
+    return [prompt.turns[0] for prompt in found if len(prompt.turns[0]) < 400][:number]
+
+
+def plain_line(target: Path) -> str:
+    """Return the line that serves the target without a drafter."""
+    return f"vllm serve {shlex.quote(str(target))}"
 
 
 def vllm_line(folder: Path) -> str:
