@@ -39,7 +39,7 @@ def test_the_exact_law_sums_to_one_and_follows_the_warpers(tmp_path):
     assert len(law) == 27
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_law_3_of_assisted_generation_is_judged_once_a_run(tmp_path):
     file = tmp_path / "hf_distribution.json"
     [found] = read_or_test(file, "hf", sys.executable, ["draft_model"], WARM)
@@ -48,7 +48,7 @@ def test_law_3_of_assisted_generation_is_judged_once_a_run(tmp_path):
     assert again == [found]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_control_law_3_rejects_assisted_generation_that_mixes_in_the_drafter(tmp_path, monkeypatch):
     """Check that the test finds the bias of a rule of transformers that is lossy by design."""
     program = tmp_path / "lossy_worker.py"

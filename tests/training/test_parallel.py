@@ -24,11 +24,6 @@ TOLERANCE = 1e-5  # relative difference of float32 losses, from the order of add
 # six steps by rank 0's clock, one by the others' (training_rank.Spec)
 BY_SECONDS = {"steps": 0, "seconds": 9.5}
 SHARDING = ["zero1", "zero2", "zero3", "fsdp"]
-# ZeRO's stages 1 and 2 shard less than stage 3 with the same engine.
-EACH_ENGINE = [
-    pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("zero1", "zero2") else kind
-    for kind in SHARDING
-]
 # fsdp alone tests sharding in general, as DeepSpeed's engine takes three times as long
 SHARDED = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARDING[:3]] + ["fsdp"]
 ZERO = SHARDING[:3]
@@ -125,7 +120,7 @@ def test_a_rank_that_divides_by_its_own_count_is_found(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *EACH_ENGINE], indirect=True)
+@pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
 def test_a_resumed_run_equals_an_uninterrupted_one(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
