@@ -66,6 +66,7 @@ TOY_LOOP = (
 )
 # beginnings of commands and scripts that take a minute even so; other tests run their parts
 SLOW = (
+    "eval.run +experiment=every_way",
     "eval.run +experiment=pearl_comparison",
     "distill.train ... -m",
     "scripts/bench/distillation",

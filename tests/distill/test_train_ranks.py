@@ -112,7 +112,7 @@ def test_our_launcher_starts_the_ranks_of_zero(
     same_drafter(tmp_path, alone)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Path, tmp_path: Path):
     """Check that training stages run in both ranks of torchrun, and an evaluation on rank 0 alone.
 

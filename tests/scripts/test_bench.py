@@ -93,7 +93,7 @@ def test_the_best_round_of_a_reader_counts(capsys: pytest.CaptureFixture[str]) -
     assert "not valid" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_engines_are_measured_on_an_idle_machine_only(tmp_path: Path) -> None:
     """Check the table of our loop and Hugging Face's, and the refusal while a process is busy."""
     script = [sys.executable, str(ROOT / "scripts/bench/engines.py"), "engines=[ours,hf]"]

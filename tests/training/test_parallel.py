@@ -24,8 +24,9 @@ TOLERANCE = 1e-5  # relative difference of float32 losses, from the order of add
 # six steps by rank 0's clock, one by the others' (training_rank.Spec)
 BY_SECONDS = {"steps": 0, "seconds": 9.5}
 SHARDING = ["zero1", "zero2", "zero3", "fsdp"]
-# fsdp alone tests sharding in general, as DeepSpeed's engine takes three times as long
+# fsdp tests sharding in general, as DeepSpeed's engine takes three times as long.
 SHARDED = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SHARDING[:3]] + ["fsdp"]
+WITH_DDP = [pytest.param("ddp", marks=pytest.mark.exhaustive), *SHARDED]
 ZERO = SHARDING[:3]
 
 
@@ -120,7 +121,7 @@ def test_a_rank_that_divides_by_its_own_count_is_found(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
+@pytest.mark.parametrize("kind", WITH_DDP, indirect=True)
 def test_a_resumed_run_equals_an_uninterrupted_one(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -151,7 +152,7 @@ def test_a_run_can_be_resumed_under_another_kind(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
+@pytest.mark.parametrize("kind", WITH_DDP, indirect=True)
 def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
     """Check that bfloat16 weights are rounded float32 masters, which have more digits.
 
@@ -186,7 +187,7 @@ def test_tied_embeddings_stay_tied_when_sharded(kind: str, tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", *SHARDED], indirect=True)
+@pytest.mark.parametrize("kind", WITH_DDP, indirect=True)
 def test_activation_checkpointing_changes_no_result(
     kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -197,7 +198,9 @@ def test_activation_checkpointing_changes_no_result(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["zero2", "fsdp"], indirect=True)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("zero2", marks=pytest.mark.exhaustive), "fsdp"], indirect=True
+)
 def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
     """Check that if a rank is killed, the other one misses its messages and ends within a minute.
 
