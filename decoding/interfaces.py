@@ -30,6 +30,9 @@ NO_NODE = -2
 
 Tokens = Sequence[Sequence[int]]  # token ids of every row
 
+# drafts greedy chains, see `Target.chain_call`
+ChainCall = Callable[[Tensor, Sequence[int], Sequence[int], int], Tensor]
+
 Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, with one wait
 
 
@@ -73,6 +76,10 @@ class Chooser(Protocol):
     @property
     def tests_q(self) -> bool:
         """Whether the rule tests sampled tokens by p / q, so proposals must carry q."""
+
+    @property
+    def drafts_likeliest(self) -> bool:
+        """Whether `draft` returns the tokens with the largest logits."""
 
     @property
     def depths(self) -> int:
@@ -209,8 +216,9 @@ class TokenConfidence:
 class Stopping(Protocol):
     """Policy that may end a row's draft before its budget is spent."""
 
-    # input of `more`: "nothing", "confidence" or "entropy"; for the last two, the host waits for
-    # the device at every drafted token
+    # Input of `more`: "nothing", "time", "confidence" or "entropy". With "nothing" the draft length
+    # may be decided before the draft. For the last two, the host waits for the device at every
+    # drafted token.
     reads: str
 
     def limit(self, budget: int) -> int:
@@ -407,6 +415,16 @@ class Target(Protocol):
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, for prefill."""
+
+    def chain_call(self, num_tokens: int) -> ChainCall | None:
+        """Return a function that drafts greedy chains in one call, None if there is none.
+
+        num_tokens: new tokens of its first step in all rows, padding included. The function takes
+        (tokens_BK, unseen_B, counts_B, vocab_size). It reads the first unseen_B[b] of tokens_BK[b],
+        drafts counts_B[b] tokens below vocab_size, each with the largest logit (the lowest id among
+        equals), and returns them (B, N), padded on the right. It commits all tokens but the last
+        drafted one. Tokens and cache have the same bits as with a `forward` for each step.
+        """
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Commit the first counts_B[b] nodes of the path paths_BL[b], and drop the others.

@@ -1,7 +1,8 @@
 """The chain drafter: a causal LM with the target's tokenizer drafts token by token.
 
 Its cache is rolled back by length alone. The first step of a round reads the unseen tokens: usually
-the tip, and after a full acceptance also the last drafted token.
+the tip, and after a full acceptance also the last drafted token. A chain of likeliest tokens whose
+length is known before may be drafted in one call (`Target.chain_call`).
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
@@ -20,6 +21,7 @@ from decoding.interfaces import (
     Chooser,
     Policies,
     Proposal,
+    Stopping,
     Target,
     TokenConfidence,
     Tokens,
@@ -108,10 +110,18 @@ class ChainDrafter(StatelessDrafter):
         counts_B = self._within_context(sequences_B, budgets_B)
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
-        logits_BV = self._catch_up(sequences_B, counts_B)
+        unseen_B = self._unseen(sequences_B, counts_B)
+        processors = chooser.processors
+        if chooser.drafts_likeliest and processors is None and stopping_B[0].reads == "nothing":
+            call = self.model.chain_call(len(unseen_B) * max(map(len, unseen_B)))
+            if call is not None:
+                counts_B = [_decided(*each) for each in zip(stopping_B, counts_B, strict=True)]
+                read_B = [len(unseen) for unseen in unseen_B]
+                tokens_BN = call(self._padded(unseen_B), read_B, counts_B, chooser.vocab_size)
+                return Proposal(tokens_BN.to(chooser.device), counts_B, steps=max(counts_B))
+        logits_BV = self._read_last(unseen_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
-        processors = chooser.processors
         process = processors.drafting(sequences_B) if processors is not None else None
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
@@ -139,6 +149,14 @@ class ChainDrafter(StatelessDrafter):
 
     def _catch_up(self, sequences_B: Tokens, counts_B: Sequence[int]) -> Tensor:
         """Read the unseen tokens; return logits_BV after the last one of each row that drafts."""
+        return self._read_last(self._unseen(sequences_B, counts_B))
+
+    def _read_last(self, unseen_B: list[list[int]]) -> Tensor:
+        """Commit the unseen tokens; return logits_BV after each row's last one."""
+        return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
+
+    def _unseen(self, sequences_B: Tokens, counts_B: Sequence[int]) -> list[list[int]]:
+        """Return the unseen tokens of each row that drafts, which fit into the cache."""
         lengths_B = self.model.lengths_B
         unseen_B = [
             list(s[length:]) if count else []
@@ -152,14 +170,17 @@ class ChainDrafter(StatelessDrafter):
             first_B = [unseen[: max(0, min(room, len(unseen) - room))] for unseen in unseen_B]
             self._read(first_B)
             unseen_B = [unseen[len(first) :] for unseen, first in zip(unseen_B, first_B)]
-        return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
+        return unseen_B
+
+    def _padded(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
+        """Return tokens_BK, padded on the right, within this model's vocabulary."""
+        width = max(len(tokens) for tokens in tokens_B)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
+        return devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
 
     def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
         """Commit tokens to the cache; return logits_BKV after each token, padded on the right."""
-        width = max(len(tokens) for tokens in tokens_B)
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
-        tokens_BK = devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
-        logits_BKV, _ = self.model.forward(tokens_BK)
+        logits_BKV, _ = self.model.forward(self._padded(tokens_B))
         self.model.commit(None, [len(tokens) for tokens in tokens_B])
         return logits_BKV
 
@@ -187,6 +208,11 @@ class ChainDrafter(StatelessDrafter):
         self.model.forward(torch.zeros(B, nodes, dtype=torch.long, device=device))
 
 
+def _decided(policy: Stopping, count: int) -> int:
+    """Return the draft length, at most `count`, of a policy that reads nothing."""
+    return next((depth for depth in range(1, count) if not policy.more(depth, None)), count)
+
+
 def _counts_after(
     stopping_B: Policies,
     depth: int,
@@ -210,7 +236,7 @@ def token_confidences(
     reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
 ) -> list[TokenConfidence] | list[None]:
     """Return what stopping policies read, from q or, without q, from the softmax of the logits."""
-    if reads == "nothing":
+    if reads in ("nothing", "time"):
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV
     confidence_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()

@@ -24,6 +24,8 @@ from decoding.stopping.base import Fixed
 class _UntilMessage(Fixed):
     """A policy that drafts `least` tokens, and more until a message arrives."""
 
+    reads = "time"
+
     def __init__(self, least: int, pipe: Connection) -> None:
         self._least, self._pipe = least, pipe
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import ancestors
+from decoding.interfaces import ChainCall, ancestors
 
 
 @dataclass(slots=True)
@@ -133,6 +133,10 @@ class CachedTarget:
     def lengths_B(self) -> list[int]:
         """Number of committed tokens in the cache of each row."""
         return self.slots.lengths_B
+
+    def chain_call(self, num_tokens: int) -> ChainCall | None:
+        """Return None: this backend drafts step by step (see `Target.chain_call`)."""
+        return None
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Commit the accepted nodes (see `Target.commit`)."""

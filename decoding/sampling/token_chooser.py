@@ -106,6 +106,11 @@ class TokenChooser:
         return self.rule in FRESH
 
     @property
+    def drafts_likeliest(self) -> bool:
+        """Whether `draft` returns the tokens with the largest logits."""
+        return self.rule in ("greedy", *LOSSY)
+
+    @property
     def depths(self) -> int:
         """Number of depths that have shared noise in this round."""
         return self._keys_BW.shape[1]
@@ -142,7 +147,7 @@ class TokenChooser:
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return a drafter's next tokens (B,) at this depth, and q (B, V) if the rule tests it."""
-        if self.rule in ("greedy", *LOSSY):
+        if self.drafts_likeliest:
             return devices.argmax(logits_BV), None
         if self.rule == "coupled":
             return self.race(logits_BV[:, None], depth).squeeze(1), None

@@ -149,6 +149,9 @@ class TableTarget:
         self._last = (tokens_BN, ancestors(parents_BN))
         return self.table_VVV[before_BN, tokens_BN], tokens_BN[:, :, None].double()
 
+    def chain_call(self, num_tokens: int) -> None:
+        return None
+
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         assert self._last is not None
         tokens_BN, _ = self._last

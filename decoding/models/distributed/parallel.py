@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
+from decoding.interfaces import ChainCall
 from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
 from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_divisible
@@ -126,6 +127,10 @@ class ParallelTarget:
         with self.ranks.together():
             self.ranks.call("run", *_arrays(tokens_BN, parents_BN), taps, True)
             return self._target.forward(tokens_BN, parents_BN, taps)
+
+    def chain_call(self, num_tokens: int) -> ChainCall | None:
+        """Return None: the processes meet at every step (see `Target.chain_call`)."""
+        return None
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()

@@ -78,6 +78,14 @@ class _Forward(ctypes.Structure):
     ]
 
 
+class _Chain(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("steps", "choices")),
+        *((name, ctypes.POINTER(ctypes.c_int32)) for name in ("unseen", "counts")),
+        *((name, ctypes.c_void_p) for name in ("ids", "drafted")),
+    ]
+
+
 def cache_folder() -> Path:
     """Return the folder of compiled libraries: SHALLOW_DRAFT_CACHE, else the user's cache."""
     given = os.environ.get("SHALLOW_DRAFT_CACHE")
@@ -125,8 +133,10 @@ def load_library() -> ctypes.CDLL:
     except OSError:  # it is missing or torn
         library = _build_into(path)
     library.forward_step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Forward)]
+    library.draft_chain.argtypes = [*library.forward_step.argtypes, ctypes.POINTER(_Chain)]
     library.linear.argtypes = [*[ctypes.c_int32] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 4]
-    library.forward_step.restype, library.linear.restype = ctypes.c_int32, None
+    library.forward_step.restype = library.draft_chain.restype = ctypes.c_int32
+    library.linear.restype = None
     return library
 
 
@@ -271,19 +281,51 @@ class FusedForward:
             (ctypes.c_int64 * B)(*lengths_B), (ctypes.c_int32 * len(columns))(*columns),
             _address(hidden), _address(logits) if has_logits else None,
         )  # fmt: skip
-        if self._library.forward_step(self._model, forward):
-            raise IndexError(
-                f"tokens, lengths or parents are out of range: expected tokens from 0 to "
-                f"{weights.config.vocab_size - 1}, lengths of at most {self._model.S - N}, and "
-                f"parents before their nodes."
-            )
+        self._check(self._library.forward_step(self._model, forward), N)
         return weights.spread(logits) if has_logits else logits, hidden
+
+    def draft_chain(
+        self,
+        tokens_BK: Tensor,
+        unseen_B: Sequence[int],
+        counts_B: Sequence[int],
+        lengths_B: Sequence[int],
+        vocab_size: int,
+    ) -> Tensor:
+        """Return `Target.draft_chain` after `lengths_B` committed tokens, without committing."""
+        (B, K), steps, config = tokens_BK.shape, max(counts_B), self.weights.config
+        ids_N = self.weights.ids_N
+        choices = vocab_size if ids_N is None else int((ids_N < vocab_size).sum())
+        logits = torch.empty(B, K, config.head_rows, dtype=self._sum_dtype)
+        tokens_BK = tokens_BK.to(torch.int64).contiguous()
+        drafted_BN = torch.empty(B, steps, dtype=torch.int64)
+        no_taps = (ctypes.c_int32 * (len(self.layers) + 1))(*[-1] * (len(self.layers) + 1))
+        forward = _Forward(
+            B, K, 0, torch.get_num_threads(), _address(tokens_BK), None,
+            (ctypes.c_int64 * B)(*lengths_B), no_taps, None, _address(logits),
+        )  # fmt: skip
+        numbers = ctypes.c_int32 * B
+        chain = _Chain(
+            steps, min(choices, config.head_rows), numbers(*unseen_B), numbers(*counts_B),
+            _address(ids_N), _address(drafted_BN),
+        )  # fmt: skip
+        self._check(self._library.draft_chain(self._model, forward, chain), K)
+        return drafted_BN
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
         weight_VC = self.weights.head_weight_VC
         assert weight_VC is not None
         return self.weights.spread(fused_linear(hidden, weight_VC, None))
+
+    def _check(self, failed: int, num_tokens: int) -> None:
+        """Raise IndexError if a call over `num_tokens` new tokens has failed."""
+        if failed:
+            raise IndexError(
+                f"tokens, lengths or parents are out of range: expected tokens from 0 to "
+                f"{self.weights.config.vocab_size - 1}, lengths of at most "
+                f"{self._model.S - num_tokens}, and parents before their nodes."
+            )
 
     def _layer_of(self, layer: Layer, attends: bool, feeds: bool) -> _Layer:
         products = (layer.qkv, layer.out, layer.gate_up, layer.down)

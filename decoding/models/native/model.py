@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.interfaces import ChainCall
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
@@ -205,6 +206,22 @@ class NativeTarget(CachedTarget):
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps)
         hidden_BNC, tapped_BNC = self._states(tokens_BN, parents_BN, taps)
         return self.weights.head(hidden_BNC), tapped_BNC
+
+    def chain_call(self, num_tokens: int) -> ChainCall | None:
+        """Return `draft_chain` if forwards over this many tokens run fused."""
+        fused = self._fused is not None and self._fused.takes(num_tokens)
+        return self._draft_chain if fused else None
+
+    def _draft_chain(
+        self, tokens_BK: Tensor, unseen_B: Sequence[int], counts_B: Sequence[int], vocab_size: int
+    ) -> Tensor:
+        """Draft greedy chains (see `Target.chain_call`)."""
+        assert self._fused is not None
+        self.slots.end_of(tokens_BK.shape[1])
+        arguments = (tokens_BK, unseen_B, counts_B, self.slots.lengths_B, vocab_size)
+        drafted_BN = self._fused.draft_chain(*arguments)
+        self.commit(None, [n + max(count - 1, 0) for n, count in zip(unseen_B, counts_B)])
+        return drafted_BN
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()

@@ -472,6 +472,15 @@ struct Forward {
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
 };
 
+// A greedy chain after the tokens of a Forward, whose logits are overwritten by every step.
+struct Chain {
+  int32_t steps, choices;  // choices: the first outputs, from which tokens are chosen
+  const int32_t* unseen;   // (B,) tokens of the Forward that each row keeps
+  const int32_t* counts;   // (B,) drafted tokens of each row; all but the last are kept
+  const int64_t* ids;      // (V,) tokens of the outputs; null: their numbers
+  int64_t* drafted;        // (B, steps), past a row's count any token
+};
+
 }  // extern "C"
 
 template <typename T>
@@ -707,6 +716,36 @@ void run_step(const Model& model, const Forward& forward) {
   team.run(Step<T>::run, &step);
 }
 
+// The first of the largest numbers, or the first NaN.
+template <typename A>
+int64_t argmax(const A* x, int64_t count) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < count && x[best] == x[best]; ++i)
+    if (!(x[i] <= x[best])) best = i;
+  return best;
+}
+
+// Every step runs all rows, so its bits are those of a forward over the last drafted tokens. Returns false
+// as soon as a step would lead out of the model's arrays.
+template <typename T>
+bool run_chain(const Model& model, Forward forward, const Chain& chain) {
+  std::vector<int64_t> tokens(forward.B), lengths(forward.lengths, forward.lengths + forward.B);
+  const Sum<T>* logits = static_cast<const Sum<T>*>(forward.logits);
+  for (int step = 0; step < chain.steps; ++step) {
+    if (!is_valid(model, forward)) return false;
+    run_step<T>(model, forward);
+    for (int b = 0; b < forward.B; ++b) {
+      const int kept = step == 0 ? chain.unseen[b] : chain.counts[b] > step;
+      const int64_t last = int64_t(b) * forward.N + std::max(kept, 1) - 1;
+      const int64_t best = argmax(logits + last * model.V, chain.choices);
+      lengths[b] += kept;
+      tokens[b] = chain.drafted[b * chain.steps + step] = chain.ids == nullptr ? best : chain.ids[best];
+    }
+    forward.N = 1, forward.tokens = tokens.data(), forward.lengths = lengths.data();
+  }
+  return true;
+}
+
 }  // namespace
 
 // Returns 0, or 1 for tokens, lengths or parents that would lead out of the model's arrays.
@@ -717,6 +756,13 @@ extern "C" int32_t forward_step(const Model* model, const Forward* forward) {
   if (model->dtype == 1) run_step<double>(*model, *forward);
   if (model->dtype == 2) run_step<BFloat16>(*model, *forward);
   return 0;
+}
+
+// Drafts a chain whose tokens have the largest logits; returns as forward_step does.
+extern "C" int32_t draft_chain(const Model* model, const Forward* forward, const Chain* chain) {
+  std::lock_guard<std::mutex> lock(one_call);
+  const auto run = model->dtype == 0 ? run_chain<float> : model->dtype == 1 ? run_chain<double> : run_chain<BFloat16>;
+  return run(*model, *forward, *chain) ? 0 : 1;
 }
 
 // out_MO = x_MK @ weight_OK^T + bias_O, all of one dtype (as in Model).

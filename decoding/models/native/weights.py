@@ -154,7 +154,7 @@ class Weights:
         self.embedding_VC = self.norm_C = torch.empty(0)
         self.head = make_linear(self.embedding_VC, None, False)
         self.head_weight_VC: Tensor | None = None  # unless it is packed
-        self._ids_N: Tensor | None = None  # the tokens of a draft vocabulary
+        self.ids_N: Tensor | None = None  # the tokens of a draft vocabulary
         if has_ends:
             self.embedding_VC = self._take("model.embed_tokens.weight")
             self.norm_C = self._take("model.norm.weight")
@@ -163,16 +163,16 @@ class Weights:
             self.head_weight_VC = None if packed else head_VC
             if config.draft_vocab_size:
                 d2t_N = self._stored(D2T)[0]
-                self._ids_N = ids_of(d2t_N, config.vocab_size, "the weights").to(device)
-            self.head = product if self._ids_N is None else lambda x_NC: self.spread(product(x_NC))
+                self.ids_N = ids_of(d2t_N, config.vocab_size, "the weights").to(device)
+            self.head = product if self.ids_N is None else lambda x_NC: self.spread(product(x_NC))
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self._state = {}
 
     def spread(self, logits: Tensor) -> Tensor:
         """Return the logits (..., V) of a head's outputs: -inf outside its draft vocabulary."""
-        if self._ids_N is None:
+        if self.ids_N is None:
             return logits
-        return spread(logits, self._ids_N, self.config.vocab_size, float("-inf"))
+        return spread(logits, self.ids_N, self.config.vocab_size, float("-inf"))
 
     def _take(self, *names: str) -> Tensor:
         """Return the concatenated tensors of these names on the device, and count them."""
