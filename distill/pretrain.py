@@ -99,6 +99,7 @@ class Pretrain(Job[PretrainConfig]):
             metrics = {
                 "held_out_loss": progress.best["loss"],
                 "best_step": progress.best_step,
+                "ended_by": progress.ended_by,
                 "tokens": progress.tokens,
                 "training_seconds": round(progress.seconds, 1),
             }

@@ -7,6 +7,7 @@ before any other import.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -65,3 +66,24 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 class Interrupted(Exception):
     """A job stopped by SIGINT or SIGTERM with its work saved; the same command resumes."""
+
+
+@contextmanager
+def deferred_signals() -> Iterator[threading.Event]:
+    """Set the yielded event at the first SIGINT or SIGTERM; a second one acts at once."""
+    received = threading.Event()
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.set()
+        signal.signal(number, before[number])
+
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

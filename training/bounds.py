@@ -100,6 +100,11 @@ class Progress:
     warm_elapsed: float = 0.0
     best_step: int = -1
     best_score: float = -math.inf
+    # score of the last gain, and the number of evaluations since then (loop.patience)
+    gain_score: float = -math.inf
+    without_gain: int = 0
+    # key of the option that ended the run, such as loop.max_steps; set at the end
+    ended_by: str = ""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     # PackedData.state
     data: dict[str, Any] = field(default_factory=dict)
@@ -113,9 +118,19 @@ class Progress:
         """Return the totals at the end of a warm-up of `steps` steps."""
         return RunTotals(steps, self.warm_tokens, self.warm_elapsed)
 
-    def reached(self, bounds: Bounds) -> bool:
-        """Return True if one of the bounds ends the run here."""
-        return self.step >= bounds.steps or self.tokens >= bounds.tokens or self.time_up
+    def reached(self, bounds: Bounds) -> str:
+        """Return the bound that ends the run here: steps, tokens, seconds, or "" for none."""
+        if self.step >= bounds.steps:
+            return "steps"
+        if self.tokens >= bounds.tokens:
+            return "tokens"
+        return "seconds" if self.time_up else ""
+
+    def count_gain(self, score: float, min_gain: float) -> None:
+        """Count an evaluation without a gain, or start again at 0 if its score is a gain."""
+        gain = score > self.gain_score + min_gain
+        self.without_gain = 0 if gain else self.without_gain + 1
+        self.gain_score = score if gain else self.gain_score
 
     @property
     def best(self) -> dict[str, float]:

@@ -154,11 +154,20 @@ def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def prune(root: Path, keep: int, best: str | None) -> None:
-    """Delete all checkpoints but the newest `keep` (at least one) and the folder named `best`."""
+def name_of(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def prune(root: Path, keep: int, best: int, keep_every: int = 0) -> None:
+    """Delete all checkpoints but the newest `keep` (at least one) and those of some steps.
+
+    These are the step `best`, and the multiples of `keep_every` unless it is 0.
+    """
     folders = sorted(root.glob("step_*"))
     for folder in folders[: max(0, len(folders) - max(1, keep))]:
-        if folder.name != best:
+        step = int(folder.name.removeprefix("step_"))
+        if step != best and not (keep_every and step % keep_every == 0):
             shutil.rmtree(folder)
 
 

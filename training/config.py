@@ -129,8 +129,15 @@ class LoopConfig:
     eval_every: int = 50
     # optimizer steps between checkpoints; 0: only at the end
     checkpoint_every: int = 50
-    # checkpoints kept besides the best one
+    # newest checkpoints kept, besides the best one and those of keep_every
     keep: int = 1
+    # optimizer steps between checkpoints that are never deleted; 0: none
+    keep_every: int = 0
+    # end the run after this many held-out evaluations in a row without a gain; 0: never
+    patience: int = 0
+    # A gain is a score that exceeds the score of the last gain by more than this. The score is the
+    # figure that selects the best checkpoint.
+    min_gain: float = 0.0
     # optimizer steps between two metric records
     log_every: int = 1
     # Dtype of weights and activations; bfloat16 keeps float32 master weights. auto: bfloat16 where
@@ -218,6 +225,9 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
         ("eval_every", loop.eval_every >= 0, "1 or more, or 0 for only at the end"),
         ("checkpoint_every", loop.checkpoint_every >= 0, "1 or more, or 0 for only at the end"),
         ("keep", loop.keep >= 0, "0 or more"),
+        ("keep_every", loop.keep_every >= 0, "1 or more, or 0 for none"),
+        ("patience", loop.patience >= 0, "1 or more, or 0 for no early stop"),
+        ("min_gain", 0 <= loop.min_gain < math.inf, "0 or more"),
         ("log_every", loop.log_every >= 1, "1 or more"),
         ("optimizer.lr", 0 < optimizer.lr < math.inf, "more than 0"),
         ("optimizer.betas", betas_fit, "two numbers from 0 to below 1"),

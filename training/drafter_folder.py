@@ -173,6 +173,7 @@ def close_run(run: Run, origin: Provenance, progress: Progress) -> None:
     """Write the manifest of a finished run, with the card's figures, the best step and the time."""
     took = {
         "best_step": progress.best_step,
+        "ended_by": progress.ended_by,
         "training_seconds": round(progress.seconds, 1),
         "tokens": progress.tokens,
     }

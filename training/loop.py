@@ -7,15 +7,11 @@ the clock reads the same.
 """
 
 import math
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +19,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
-from jobs.interrupts import Interrupted
+from jobs.interrupts import Interrupted, deferred_signals
 from jobs.progress import ProgressBar
 from training import checkpoint
 from training.bounds import Bounds, Place, Progress
@@ -94,9 +90,9 @@ def fit(
     give_back_memory = HeapTrimmer()
 
     def ended() -> bool:
-        return progress.reached(limits) or bool(data.ended)
+        return bool(_end(progress, limits, data, config))
 
-    with bar, _deferred_signals() as signalled:
+    with bar, deferred_signals() as signalled:
         while not ended():
             bounds = timer.bounds
             values = training.step(bounds)
@@ -111,7 +107,8 @@ def fit(
                 bar.say(f"  step {progress.step}: held-out {_describe(figures)}")
             stop = parallel.any(signalled.is_set())
             best = progress.best_step == progress.step
-            if ended() or best or stop or _due(progress.step, config.checkpoint_every):
+            due = (_due(progress.step, n) for n in (config.checkpoint_every, config.keep_every))
+            if ended() or best or stop or any(due):
                 training.save()
             speeds.append(values["tokens_per_second"])
             total = bounds.expected_steps(progress.done, progress.pace)
@@ -126,7 +123,8 @@ def fit(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the "
                     f"same command to continue"
                 )
-        if reason := _early_end(progress, limits, data):
+        progress.ended_by = _end(progress, limits, data, config)
+        if reason := _early_end(progress, limits, data, config):
             bar.say(f"  ended after step {progress.step}{reason}")
     with parallel.gathered_weights(for_good=True):
         _load_best(root, progress, trained, parallel)
@@ -228,6 +226,7 @@ class Training:
         progress.evaluations.append({"step": progress.step, **figures})
         changes = self.data.adapt(figures)
         progress.data = self.data.state()
+        progress.count_gain(figures["score"], self.config.min_gain)
         if figures["score"] > progress.best_score:
             progress.best_step, progress.best_score = progress.step, figures["score"]
         held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
@@ -243,10 +242,10 @@ class Training:
         with parallel.gathered_weights():
             if parallel.is_main:
                 weights = checkpoint.drop_tied(self.trained.state_dict())
-                folder = self.root / f"step_{progress.step:06d}"
+                folder = self.root / checkpoint.name_of(progress.step)
                 checkpoint.save(folder, vars(progress), weights, states, checkpoint.rng_state())
-                best = f"step_{progress.best_step:06d}"
-                checkpoint.prune(self.root, self.config.keep, best)
+                keep, every = self.config.keep, self.config.keep_every
+                checkpoint.prune(self.root, keep, progress.best_step, every)
         parallel.wait()
 
 
@@ -282,7 +281,7 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
     if progress.best_step in (-1, progress.step):
         return
     try:
-        best = checkpoint.load(root / f"step_{progress.best_step:06d}")
+        best = checkpoint.load(root / checkpoint.name_of(progress.best_step))
     except UserError as error:
         raise UserError(
             f"cannot export the best weights of the run: {error}. To train again, delete all of "
@@ -291,14 +290,26 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
     checkpoint.load_weights(trained, best)
 
 
-def _early_end(progress: Progress, limits: Bounds, data: PackedData) -> str:
+def _end(progress: Progress, limits: Bounds, data: PackedData, config: LoopConfig) -> str:
+    """Return the key of the option that ends the run here, or "" if it continues."""
+    if reached := progress.reached(limits):
+        by_epochs = reached == "steps" and progress.step != config.max_steps
+        return "loop.max_epochs" if by_epochs else f"loop.max_{reached}"
+    if data.ended:
+        return "data.when_exhausted"
+    return "loop.patience" if 0 < config.patience <= progress.without_gain else ""
+
+
+def _early_end(progress: Progress, limits: Bounds, data: PackedData, config: LoopConfig) -> str:
     """Return the end of a message on why a run ended before its bound in steps; else ""."""
-    if not progress.reached(limits):
-        of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
-        return f"{of}: {data.ended}"
-    if progress.time_up and progress.step < limits.steps:
-        return ": the next one would exceed loop.max_seconds"
-    return ""
+    of = f" of {limits.steps:.0f}" if limits.steps < math.inf else ""
+    reasons = {
+        "loop.max_seconds": ": the next one would exceed loop.max_seconds",
+        "data.when_exhausted": f"{of}: {data.ended}",
+        "loop.patience": f"{of}: {progress.without_gain} evaluations without a better score by "
+        f"more than {config.min_gain:g} (loop.patience)",
+    }
+    return reasons.get(_end(progress, limits, data, config), "")
 
 
 def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
@@ -315,24 +326,3 @@ def _note(values: dict[str, float], progress: Progress, speed: float) -> str:
     held_out = f"  held-out {figures}" if figures else ""
     name, metric = list(values.items())[1]
     return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {speed:,.0f} tok/s"
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[threading.Event]:
-    """Set the yielded event at the first SIGINT or SIGTERM; a second one acts at once."""
-    received = threading.Event()
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.set()
-        signal.signal(number, before[number])
-
-    before: dict[int, Any] = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

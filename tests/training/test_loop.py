@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,62 @@ def test_the_model_ends_at_its_best_checkpoint(tmp_path: Path):
         "step_000004",
         "step_000008",
     ]
+
+
+def weight_score(module: LanguageModelling) -> dict[str, float]:
+    """Return a score that depends on the weights and has its maximum within a few steps."""
+    return {"score": -abs(float(module.model.lm_head.weight.detach().square().mean()) - 0.0088)}
+
+
+def fit_with_patience(folder: Path, stop_after: int = 0, **options: object) -> Progress:
+    """Train with an evaluation after every step and an early stop."""
+    module, data = make_model(), stop_after_step(make_data(), stop_after)
+    config = loop(40, **({"eval_every": 1, "patience": 3, "checkpoint_every": 0} | options))
+    parallel = Parallel(ParallelConfig(), "cpu")
+    evaluate = partial(weight_score, module)
+    return fit("t", module, module.model, data, config, parallel, folder, None, evaluate)
+
+
+def test_an_early_stop_ends_a_resumed_run_at_the_same_step(tmp_path: Path):
+    """Check that a run ends after `patience` evaluations without a gain, also if it is resumed.
+
+    Control: without patience the same run reaches its bound in steps.
+    """
+    straight = fit_with_patience(tmp_path / "straight")
+    assert straight.ended_by == "loop.patience" and straight.without_gain == 3
+    assert straight.best_step == straight.step - 3 and 4 < straight.step < 40
+    with pytest.raises(Interrupted):
+        fit_with_patience(tmp_path / "stopped", stop_after=straight.step - 1)
+    resumed = fit_with_patience(tmp_path / "stopped")
+    assert resumed.evaluations == straight.evaluations
+    assert is_equal(newest(tmp_path / "straight"), newest(tmp_path / "stopped"))
+    again = fit_with_patience(tmp_path / "stopped")
+    assert (again.step, again.ended_by) == (straight.step, "loop.patience")
+    endless = fit_with_patience(tmp_path / "endless", patience=0)
+    assert (endless.step, endless.ended_by) == (40, "loop.max_steps")
+
+
+def test_a_gain_of_at_most_min_gain_does_not_renew_patience(tmp_path: Path):
+    """Check the counter of evaluations without a gain, at a score that rises slowly."""
+    progress = Progress()
+    counts = []
+    for score in (0.0, 0.1, 0.2, 0.31, float("nan"), 0.4):
+        progress.count_gain(score, 0.2)
+        counts.append(progress.without_gain)
+    assert counts == [0, 1, 2, 0, 1, 2]
+    control = Progress()
+    for score in (0.0, 0.1, 0.2, 0.31):
+        control.count_gain(score, 0.0)
+        assert control.without_gain == 0
+
+
+def test_checkpoints_of_keep_every_are_never_deleted(tmp_path: Path):
+    def steps_kept(folder: Path, **options: object) -> list[str]:
+        train(folder, loop(8, checkpoint_every=2, keep=1, **options))
+        return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+    assert steps_kept(tmp_path / "a", keep_every=3) == ["step_000003", "step_000006", "step_000008"]
+    assert steps_kept(tmp_path / "b") == ["step_000008"]
 
 
 def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(tmp_path: Path):
