@@ -45,6 +45,9 @@ class QualityConfig(JobConfig):
 class SkipSearchConfig(JobConfig):
     """`python -m distill.skip_search`: find the sub-layers to skip in self-speculative decoding."""
 
+    # the search always measures its costs
+    UNREAD = ("held_out.costs", "held_out.cost_seconds")
+
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

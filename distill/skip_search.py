@@ -42,10 +42,10 @@ from jobs.protocol import Job, Run
 from jobs.run_files import journal_bytes, read_journal_lines, read_object
 from training.config import data_rules
 from training.data.packing import Sample
-from training.held_out import target_answers
+from training.held_out.answers import target_answers
+from training.held_out.speedup import LONGEST_DRAFT
 from training.models.build import refuse_own_code
 
-_LONGEST_DRAFT = 8
 _CHUNK = 1024
 # Number of times that the costs are measured.
 _WINDOWS = 5
@@ -77,7 +77,7 @@ class SubLayerCosts:
         expected number of tokens per round. Overhead is not counted.
         """
         t_1 = self.t_target_ms[1]
-        V = {n: self.t_target_ms[n] / t_1 for n in range(1, _LONGEST_DRAFT + 2)}
+        V = {n: self.t_target_ms[n] / t_1 for n in range(1, LONGEST_DRAFT + 2)}
         gamma, speedup = best_gamma([acceptance], Costs(self.draft_ms(skips) / t_1, V))
         return speedup, gamma
 
@@ -250,7 +250,7 @@ def measure_sub_layers(target: NativeTarget, prompt: list[int], file: Path) -> S
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
     for _ in range(_WINDOWS):
-        widths = range(1, _LONGEST_DRAFT + 2)
+        widths = range(1, LONGEST_DRAFT + 2)
         complete = time_parts(target, None, prompt, widths=widths, repeats=6, warmup=1).t_target_ms
         paces.append(complete[1])
         wider.append([ms / complete[1] for ms in complete.values()])

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
+from decoding.drafters.chain import ChainDrafter
 from decoding.engine import stop_tokens
+from decoding.interfaces import Drafter, Target
+from decoding.models.draft_vocabulary import token_ids
+from decoding.models.load import DTYPES
+from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.acceptance import HeldOutAcceptance, score_mixture
@@ -24,13 +29,25 @@ from training.bounds import Progress
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
 from training.data.mixture import check_mixture
-from training.data.packing import PackedData, Sample
+from training.data.packing import PackedData
 from training.drafter_folder import close_run, origin_of, write_model
-from training.held_out import check_stages, target_answers
+from training.held_out.answers import check_stages
+from training.held_out.costs import (
+    MEASURED,
+    Timing,
+    answers_and_costs,
+    cost_files,
+    cost_rules,
+)
+from training.held_out.speedup import (
+    LONGEST_DRAFT,
+    SpeedupPrediction,
+    describe_prediction,
+)
 from training.job import TargetJob, fit_recorded
 from training.models.build import check_target, dtype_of, known_config
 from training.models.frozen import load_frozen
-from training.models.shapes import millions
+from training.models.shapes import millions, sizes_of
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
@@ -49,8 +66,10 @@ class Distil(TargetJob[TrainConfig]):
 
     def inputs(self) -> list[Path]:
         data = data_files(self.config.data, self.config.dry_run)
-        prompts = resolve(self.config.held_out.prompts)
-        return list(dict.fromkeys([self.target_folder, *data, prompts]))
+        held_out = self.config.held_out
+        prompts = resolve(held_out.prompts)
+        files = [self.target_folder, *data, prompts, *cost_files(held_out)]
+        return list(dict.fromkeys(files))
 
     def dry_run(self, run: Run) -> float:
         return dry_run(self.config, self.target_folder, run)
@@ -76,7 +95,7 @@ class Distil(TargetJob[TrainConfig]):
             print_overview(config, student, teacher, data)
         objective = make_objective(config, student, teacher)
         held_out = make_held_out(
-            config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
+            config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder, run
         )
         progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
         if parallel.is_main:
@@ -102,7 +121,14 @@ def check(config: TrainConfig) -> None:
             f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
+        **cost_rules(held_out),
     }
+    if held_out.costs == MEASURED and config.target.backend != "native":
+        rules["held_out.costs"] = (
+            False,
+            f"a file or none with target.backend={config.target.backend}, as only students for a "
+            f"native target can be timed before they are written",
+        )
     check_values(config, rules)
     for name in ("max_new_tokens", "temperature"):
         check_value(name, vars(held_out)[name], key=f"held_out.{name}")
@@ -115,21 +141,45 @@ def make_held_out(
     tokenizer: Any,
     parallel: Parallel,
     target_folder: Path,
+    run: Run,
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the student on the target's answers and the domains."""
-
-    def scored(samples: list[Sample]) -> HeldOutAcceptance:
-        return HeldOutAcceptance(
-            student, teacher, samples, config.data.max_length, config.held_out.temperature
-        )
-
-    on_main = target_answers(target_folder, tokenizer, config) if parallel.is_main else None
-    answers = scored(parallel.broadcast(on_main))
+    chosen = config.held_out
+    known = (student, teacher)
+    limits = (config.data.max_length, chosen.temperature)
+    on_main = None
+    if parallel.is_main:
+        timing = make_timing(config, student, teacher.config)
+        on_main = answers_and_costs(target_folder, tokenizer, config, run.path, timing)
+    samples, costs = parallel.broadcast(on_main)
+    prediction = costs and SpeedupPrediction(costs, chosen.max_new_tokens, LONGEST_DRAFT)
+    answers = HeldOutAcceptance(*known, samples, *limits, prediction)
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
         return answers
-    scorers = {name: scored(samples) for name, samples in domains.items()}
+    scorers = {name: HeldOutAcceptance(*known, texts, *limits) for name, texts in domains.items()}
     return partial(score_mixture, answers, scorers)
+
+
+def make_timing(config: TrainConfig, student: Any, target: Any) -> Timing:
+    """Return what is timed for held-out predictions: the student, as eval.run would load it.
+
+    target: the target's Hugging Face configuration.
+    """
+
+    def make_drafter(target: Target) -> Drafter:
+        model = NativeTarget.from_state(
+            student.config.to_dict(),
+            student.state_dict(),
+            dtype=DTYPES[config.target.dtype],
+            device=str(target.device),
+            execution=target.execution if isinstance(target, NativeTarget) else "eager",
+        )
+        return ChainDrafter(model=model)
+
+    ids = token_ids(student)
+    drafter = sizes_of(student.config) | {"draft_vocab_size": 0 if ids is None else len(ids)}
+    return Timing(make_drafter, sizes_of(target), drafter, LONGEST_DRAFT)
 
 
 def make_objective(
@@ -171,16 +221,25 @@ def finish(
     folder, best = run.artefact, progress.best
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
-    origin = origin_of(config, config.student.name, target_folder, progress)
+    origin = origin_of(
+        config,
+        config.student.name,
+        target_folder,
+        best,
+        progress,
+        selected_by="acceptance",
+    )
     from_folder = config.student.init == "folder"
     pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
     write_card(folder, student, origin, pruning)
     close_run(run, origin, progress)
-    print(
+    figures = [
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
-        f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, after "
-        f"{progress.seconds:.0f} s of training; drafter: {folder}"
-    )
+        f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy",
+        describe_prediction(best),
+        f"after {progress.seconds:.0f} s of training; drafter: {folder}",
+    ]
+    print(", ".join(filter(None, figures)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jobs.job import CONF, job_main
 from jobs.stages import ON_FILE
 from training.heads.config import HeadJobConfig
 from training.heads.train import train_head
-from training.held_out import check_stages
+from training.held_out.answers import check_stages
 
 DEFAULT_KIND = "recurrent"  # as in conf/heads_train.yaml
 

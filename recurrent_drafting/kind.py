@@ -63,6 +63,9 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)
 
+    def chain_drafter(self, head: RecurrentHead) -> Drafter:
+        return RecurrentDrafter(head=head, beam_width=1, children="top_k")
+
     def drafting(self, config: HeadTrainConfig) -> DraftingSetup:
         width = config.beam_width
         return DraftingSetup(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})

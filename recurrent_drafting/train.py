@@ -9,7 +9,7 @@ from jobs.job import job_main
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.kind import KIND
 from training.heads.train import train_head
-from training.held_out import check_stages
+from training.held_out.answers import check_stages
 
 
 def run(config: HeadTrainConfig) -> Path:

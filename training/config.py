@@ -170,6 +170,12 @@ class HeldOutConfig:
     max_new_tokens: int = 96
     # temperature at which the target answers and acceptance is counted
     temperature: float = 1.0
+    # Costs of a round, from which evaluations predict the speedup that selects the best checkpoint.
+    # none: select without costs | measured (once, before the first step) | FILE: the
+    # held_out_costs.json of another run with the same machine and shapes
+    costs: str = "none"
+    # seconds after which measuring ends, once three windows are measured
+    cost_seconds: float = 20.0
 
 
 @dataclass

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
+from training.held_out.speedup import selecting_figure
 
 _SAFETENSORS_NAMES = {
     torch.float32: "F32",
@@ -150,20 +151,29 @@ class DrafterFields(Protocol):
 
 
 def origin_of(
-    config: DrafterFields, name: str, target_folder: Path, progress: Progress, **measured: float
+    config: DrafterFields,
+    name: str,
+    target_folder: Path,
+    figures: Mapping[str, float],
+    progress: Progress,
+    selected_by: str,
+    **measured: float,
 ) -> Provenance:
-    """Return the provenance of a trained drafter, with the figures of its best checkpoint.
+    """Return the provenance of a trained drafter.
 
-    measured: further held-out figures, by name. Raises UserError if no held-out score was finite.
+    figures: those of its checkpoint. selected_by: the figure that selects a checkpoint if no costs
+    are known. measured: further held-out figures, by name.
     """
-    figures = {key: value for key, value in progress.best.items() if key != "score"}
+    shown: dict[str, Any] = {key: value for key, value in figures.items() if key != "score"}
+    if shown:
+        shown["selected_by"] = selecting_figure(figures, selected_by)
     data = {
         "sources": sources(config.data),
         "template": config.data.template,
         "tokens_seen": progress.tokens,
         "supervised_tokens_seen": progress.supervised,
     }
-    acceptance = {**figures, **measured, "temperature": config.held_out.temperature}
+    acceptance = {**shown, **measured, "temperature": config.held_out.temperature}
     return Provenance(
         name, config.target.path, target_folder, data, plain(config)["loss"], acceptance
     )

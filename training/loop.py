@@ -25,6 +25,7 @@ from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
 from training.data.packing import PackedBatch, PackedData, collate, micro_batches
+from training.held_out.speedup import LENGTH, SPEEDUP, TOKENS, describe_prediction
 from training.memory import HeapTrimmer
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations
@@ -317,8 +318,11 @@ def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
 
     most: the largest number of figures to show; None: all.
     """
-    keys = [key for key in figures if key not in ("step", "score") and "/" not in key]
-    return "  ".join(f"{key} {figures[key]:.3f}" for key in keys[:most])
+    hidden = ("step", "score", SPEEDUP, TOKENS, LENGTH)
+    keys = [key for key in figures if key not in hidden and "/" not in key]
+    words = [f"{key} {figures[key]:.3f}" for key in keys[:most]]
+    prediction = describe_prediction(figures) if most is None else ""
+    return "  ".join([*words, prediction] if prediction else words)
 
 
 def _note(values: dict[str, float], progress: Progress, speed: float) -> str:

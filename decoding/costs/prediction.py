@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from decoding.interfaces import RoundCosts
+
 
 def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
     """Return P(the first k draft tokens are accepted) for k = 1 .. gamma.
@@ -64,6 +66,21 @@ class Costs:
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft or deepest tree to consider; None: all timed ones
     policy_lengths: bool = False  # a stopping policy chooses lengths, up to `deepest` alone
+
+    @classmethod
+    def of_chain(cls, costs: RoundCosts, one_pass: bool) -> Costs:
+        """Return the costs of a chain, from a round's measured milliseconds.
+
+        one_pass: whether `costs.t_draft_ms` is the time of a complete draft.
+        """
+        t_1 = costs.target_ms(1)
+        return cls(
+            costs.t_draft_ms / t_1,
+            {n: ms / t_1 for n, ms in enumerate(costs.t_target_ms, start=1)},
+            overhead=costs.overhead_ms / t_1,
+            baseline_overhead=costs.plain_ms / t_1 - 1.0,
+            one_pass=one_pass,
+        )
 
     def V_at(self, width: float) -> float:
         """Return V(width), interpolated linearly between measured widths.
@@ -135,6 +152,11 @@ def pearl_round(alpha: float, gamma: int, costs: Costs) -> tuple[float, float]:
     return tokens, lanes + costs.overhead
 
 
+def chain_speedup(tokens: float, gamma: int, costs: Costs) -> float:
+    """Return the speedup of a chain that emits `tokens` tokens per round at draft length gamma."""
+    return tokens * (1.0 + costs.baseline_overhead) / costs.round(gamma)
+
+
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
     """Return the predicted speedup at draft length gamma.
 
@@ -142,9 +164,8 @@ def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs)
     """
     if costs.overlapped:
         tokens, cost = pearl_round(survival(alpha_D, 1)[0], gamma, costs)
-    else:
-        tokens, cost = expected_tokens(alpha_D, gamma), costs.round(gamma)
-    return tokens * (1.0 + costs.baseline_overhead) / cost
+        return tokens * (1.0 + costs.baseline_overhead) / cost
+    return chain_speedup(expected_tokens(alpha_D, gamma), gamma, costs)
 
 
 def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:

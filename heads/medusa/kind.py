@@ -139,6 +139,9 @@ class MedusaKind(HeadKind):
         head.config = shape
         return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
 
+    def chain_drafter(self, head: MedusaHeads) -> Drafter:
+        return MedusaDrafter(heads=head, shape="chain", children="top_k")
+
     def drafting(self, config: MedusaTrainConfig) -> DraftingSetup:
         return DraftingSetup("with a static tree", "tree_block_efficiency")
 

@@ -45,7 +45,7 @@ from scripts.bench.students import StudentOptions, Students, prune_config
 from training.config import DataConfig, HeldOutConfig, StudentConfig
 from training.data.packing import Sample
 from training.drafter_folder import write_model
-from training.held_out import target_answers
+from training.held_out.answers import target_answers
 from training.models.build import target_config
 from training.models.shapes import bytes_a_step, parameter_counts
 

@@ -16,7 +16,8 @@ from recurrent_drafting.predictions import PREDICTIONS
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
-from training.heads.evaluation import GreedyChain, HeadAccuracy, combine, walk
+from training.heads.evaluation import GreedyChain, HeadAccuracy, combine
+from training.held_out.rounds import match_survival, walk
 from training.objectives import hidden_states
 
 DRAFT, TOKENS = 3, 14
@@ -96,17 +97,24 @@ def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
 def test_perfect_and_useless_drafts_have_their_closed_forms():
     """Check a walk's numbers of rounds, of tokens, and of accepted and tested tokens.
 
-    The drafts are perfect or useless. An answer of 16 tokens follows a prompt of 4. It ends at the
-    limit, or at a stop token before a limit of 30 tokens.
+    The drafts are perfect or useless. The answer ends at the limit, or at a stop token before a
+    limit of 30 tokens.
     """
-    perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
-    assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)
-    assert walk(perfect, 4, DRAFT, 34) == (4, 16, 12, 12)
-    assert walk(useless, 4, DRAFT, 20) == (16, 16, 0, 15)
-    assert walk(useless, 4, DRAFT, 34) == (16, 16, 0, 16)
-    assert walk(np.full(7, DRAFT), 4, DRAFT, 7) == (1, 3, 2, 2)
-    assert walk(np.full(7, DRAFT), 4, DRAFT, 34) == (1, 3, 3, 3)
-    assert walk(np.zeros(5, dtype=int), 4, DRAFT, 5) == (1, 1, 0, 0)
+
+    def counts(right: int, tokens: int, limit: int) -> tuple[int, int, int, int]:
+        survival_1TK = match_survival([np.full(tokens, right)], DRAFT)
+        one = walk(survival_1TK, [tokens], DRAFT, limit)
+        found = (one.rounds_A, one.emitted_A, one.accepted_AK, one.tested_AK)
+        return tuple(int(each.sum()) for each in found)
+
+    perfect, useless = DRAFT, 0
+    assert counts(perfect, 16, 16) == (4, 16, 12, 12)
+    assert counts(perfect, 16, 30) == (4, 16, 12, 12)
+    assert counts(useless, 16, 16) == (16, 16, 0, 15)
+    assert counts(useless, 16, 30) == (16, 16, 0, 16)
+    assert counts(perfect, 3, 3) == (1, 3, 2, 2)
+    assert counts(perfect, 3, 30) == (1, 3, 3, 3)
+    assert counts(useless, 1, 1) == (1, 1, 0, 0)
 
 
 def test_accuracies_are_ranks_among_all_logits():

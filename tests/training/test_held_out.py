@@ -14,7 +14,7 @@ from distill.config import TrainConfig
 from jobs.config import TargetConfig
 from training.config import DataConfig, HeldOutConfig
 from training.data.chat import render_prompt, render_text
-from training.held_out import check_stages, target_answers
+from training.held_out.answers import check_stages, target_answers
 
 QUESTION = "A man holds a sax.\nThe man"
 

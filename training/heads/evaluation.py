@@ -4,7 +4,7 @@
 tokens that a round accepts depend only on its start: the head drafts at every position of the
 answers at once, and the rounds are walked afterwards. On greedy answers these are the rounds of
 real decoding with a chain, the first of which begins at the prompt's last token. On sampled answers
-they only rank checkpoints.
+they are the rounds of greedy drafts that are verified as point masses.
 
 An evaluation is any callable that returns figures; the last `score` among them selects the
 checkpoint.
@@ -22,10 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.costs.prediction import Costs
 from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
 from training.heads.predicting import DraftStarts, PredictingHead
+from training.held_out.rounds import Rounds, match_survival, walk
+from training.held_out.speedup import SpeedupPrediction
 from training.losses.chunked import CHUNK, Outputs
 
 Evaluation = Callable[[], dict[str, float]]
@@ -77,33 +80,57 @@ class GreedyChain:
         max_new_tokens: int,
         max_length: int,
         device: torch.device,
+        costs: Costs | None = None,
     ) -> None:
         """Prepare the batches.
 
         answers: samples of a prompt with the target's answer, which alone is supervised.
         draft_tokens: length of the chain. max_new_tokens: the limit at which answers were cut off.
-        max_length: tokens per packed row.
+        max_length: tokens per packed row. costs: of a round; None predicts no speedup.
         """
         self.kind, self.head, self.states, self.answers = kind, head, states, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
+        self.lengths = [len(one.ids) - _prompt(one) for one in answers]
+        self.prediction = (
+            None if costs is None else SpeedupPrediction(costs, max_new_tokens, draft_tokens)
+        )
         self._fixed = _FixedBatches(states, answers, 1, max_length, device)
 
     def __call__(self) -> dict[str, float]:
         """Return `acceptance` (accepted / tested draft tokens), `block_efficiency` and `score`.
 
-        Block efficiency is tokens per target forward, the bonus included.
+        Block efficiency is tokens per target forward, the bonus included. The score is the
+        predicted speedup if costs are known, with the figures of the prediction, and else the block
+        efficiency.
         """
-        rounds, emitted, accepted, tested = map(sum, zip(*self.counts(), strict=True))
-        efficiency = emitted / max(1, rounds)
-        return {
-            "acceptance": accepted / max(1, tested),
-            "block_efficiency": efficiency,
-            "score": efficiency,
+        survival_ATK = self._survival()
+        rounds = self._rounds(survival_ATK)
+        figures = {
+            "acceptance": rounds.acceptance,
+            "block_efficiency": rounds.block_efficiency,
+            "score": rounds.block_efficiency,
         }
+        if self.prediction is None:
+            return figures
+        return figures | self.prediction.figures(survival_ATK, self.lengths)
 
     def counts(self) -> list[tuple[int, int, int, int]]:
         """Return (rounds, emitted, accepted, tested) of every answer, in order."""
-        found: dict[int, tuple[int, int, int, int]] = {}
+        found = self._rounds(self._survival())
+        columns = (
+            found.rounds_A,
+            found.emitted_A,
+            found.accepted_AK.sum(axis=1),
+            found.tested_AK.sum(axis=1),
+        )
+        return [tuple(map(int, row)) for row in zip(*columns, strict=True)]
+
+    def _rounds(self, survival_ATK: np.ndarray) -> Rounds:
+        return walk(survival_ATK, self.lengths, self.draft_tokens, self.max_new_tokens)
+
+    def _survival(self) -> np.ndarray:
+        """Return whether the first k + 1 tokens drafted after each tip are right, [A, T, K]."""
+        found: dict[int, np.ndarray] = {}
         for number, (batch, where) in enumerate(self._fixed.batches):
             row = batch.rows[0]
             ends = np.cumsum([len(self.answers[index].ids) for index in row]).tolist()
@@ -115,10 +142,10 @@ class GreedyChain:
             ]
             matches_F = self._matches(batch, where, self._fixed.states(number), alone)
             for begin, end, index in zip(begins, ends, row, strict=True):
-                prompt = _prompt(self.answers[index])
-                limit = prompt + self.max_new_tokens
-                found[index] = walk(matches_F[begin:end], prompt, self.draft_tokens, limit)
-        return [found[index] for index in range(len(self.answers))]
+                first = begin + _prompt(self.answers[index]) - 1
+                found[index] = matches_F[first : end - 1]
+        matches = [found[index] for index in range(len(self.answers))]
+        return match_survival(matches, self.draft_tokens)
 
     @torch.no_grad()
     def _matches(
@@ -150,31 +177,6 @@ class GreedyChain:
 def _prompt(answer: Sample) -> int:
     """Return the number of tokens of an answer's prompt."""
     return int(np.argmax(answer.mask))
-
-
-def walk(
-    matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int
-) -> tuple[int, int, int, int]:
-    """Return (rounds, emitted, accepted, tested) of decoding one answer, counted as in decoding.
-
-    Rounds emit every token of the answer, as in decoding.rounds.batch. matches_T: number of correct
-    drafted tokens after each token of prompt and answer. prompt: tokens of the prompt. limit:
-    largest number of tokens of prompt and answer; no round drafts the last of them.
-    """
-    rounds = emitted = accepted = tested = 0
-    tip, last = prompt - 1, len(matches_T) - 1
-    while tip < last:
-        room = min(draft_tokens, limit - tip - 2)
-        right = min(int(matches_T[tip]), room)
-        gained = min(right + 1, last - tip)  # tokens after a stop token are not emitted
-        rounds, emitted, accepted, tested = (
-            rounds + 1,
-            emitted + gained,
-            accepted + min(right, gained),
-            tested + min(right + 1, room, gained),
-        )
-        tip += gained
-    return rounds, emitted, accepted, tested
 
 
 class HeadAccuracy:

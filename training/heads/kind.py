@@ -125,6 +125,10 @@ class HeadKind(PredictingHead, Protocol):
         """
         ...
 
+    def chain_drafter(self, head: Any) -> Drafter:
+        """Return the drafter of the head's greedy chain, whose costs training may measure."""
+        ...
+
     def drafting(self, config: Any) -> DraftingSetup:
         """Return the description of the drafting that measures the finished head."""
         ...

@@ -11,7 +11,7 @@ from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from training.data.packing import Sample
-from training.held_out import HeldOutFields, load_answering_target
+from training.held_out.answers import HeldOutFields, load_answering_target
 
 _BATCH = 16
 
@@ -27,9 +27,9 @@ def block_efficiency(
     """Decode all held-out prompts with a drafter and return the tokens per target forward.
 
     The bonus token is included and prefill excluded. Prompts are decoded with the settings of the
-    target's answers (training.held_out): greedily, or sampled with token verification. folder: the
-    target's folder. make_drafter: returns the drafter on the target's device. answers: the target's
-    answers, as samples that begin with their prompts.
+    target's answers (training.held_out.answers): greedily, or sampled with token verification.
+    folder: the target's folder. make_drafter: returns the drafter on the target's device. answers:
+    the target's answers, as samples that begin with their prompts.
     """
     held_out = config.held_out
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]

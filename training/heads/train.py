@@ -5,6 +5,7 @@ the best checkpoint's folder. Only the head is trained (training/heads/objective
 are selected by block efficiency on the target's held-out answers.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from decoding.costs.prediction import Costs
 from decoding.drafters.registry import check_fits
 from decoding.errors import UserError
+from decoding.interfaces import Drafter, Target
 from decoding.models.folder import hash_input
+from decoding.models.load import DTYPES
+from decoding.models.native.linear import draft_dtype
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
 from jobs.paths import resolve, resolve_model
@@ -41,13 +46,15 @@ from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, count_kept
 from training.heads.real_drafting import block_efficiency
-from training.held_out import target_answers
+from training.held_out.costs import Timing, answers_and_costs, cost_files, cost_rules
+from training.held_out.speedup import describe_prediction
 from training.job import TargetJob, fit_recorded
 from training.models.build import (
     check_target,
     dtype_of,
     load_causal_lm,
 )
+from training.models.shapes import sizes_of
 from training.objectives import freeze
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
@@ -75,7 +82,8 @@ class HeadJob(TargetJob[HeadJobConfig]):
         if config.dry_run:
             return [self.target_folder]
         head = [resolve_model(config.head.path)] if config.head.path else []
-        files = [*head, *data_files(config.data), resolve(config.held_out.prompts)]
+        held_out = [resolve(config.held_out.prompts), *cost_files(config.held_out)]
+        files = [*head, *data_files(config.data), *held_out]
         return list(dict.fromkeys([self.target_folder, *files]))
 
     def dry_run(self, run: Run) -> float:
@@ -131,6 +139,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             ),
             **kind.rules(config, shape),
             **choice_rules(config),
+            **cost_rules(config.held_out),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
             "held_out.temperature": (
@@ -198,10 +207,14 @@ def train(job: HeadJob, run: Run) -> None:
     states.move_to(parallel.device)
     if parallel.is_main:
         describe_job(job, target, data)
-    answers = parallel.broadcast(
-        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    answers, costs = parallel.broadcast(
+        answers_and_costs(
+            target_folder, tokenizer, config, run.path, make_timing(job, head, target.config)
+        )
+        if parallel.is_main
+        else None
     )
-    evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers)
+    evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers, costs)
     objective = HeadObjective(kind, head, states, config.loss)
     states.store = make_store(job, target.config, data, parallel.is_main)
     progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
@@ -247,17 +260,18 @@ def make_evaluation(
     tokenizer: Any,
     parallel: Parallel,
     answers: Sequence[Sample],
+    costs: Costs | None,
 ) -> Evaluation:
     """Return the held-out evaluation: a chain on the target's answers, and accuracies by head.
 
     Accuracies are measured if there is held-out data, or if the drafter uses them. On greedy
-    answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint;
-    trees are measured once, at the end.
+    answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint,
+    with the costs of a round if they are known; trees are measured once, at the end.
     """
     config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
     length, longest = config.data.max_length, config.held_out.max_new_tokens
     evaluations: list[Evaluation] = [
-        GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device)
+        GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device, costs)
     ]
     measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
@@ -269,6 +283,23 @@ def make_evaluation(
             0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
         )
     return combine(evaluations)
+
+
+def make_timing(job: HeadJob, head: Any, target: Any) -> Timing:
+    """Return what is timed for held-out predictions: the head's chain.
+
+    target: the target's Hugging Face configuration.
+    """
+    dtype = job.config.target.dtype
+
+    def make_drafter(target: Target) -> Drafter:
+        place = torch.device(target.device)
+        # a copy in the dtype in which eval.run drafts; the head that is trained is left alone
+        copied = copy.deepcopy(head).to(place, DTYPES[draft_dtype(dtype, place)]).eval()
+        return job.kind.chain_drafter(copied)
+
+    drafter = {"kind": job.kind.name, **vars(job.shape)}
+    return Timing(make_drafter, sizes_of(target), drafter, job.config.loss.predict_n_tokens)
 
 
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
@@ -295,14 +326,24 @@ def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float
     write_head(kind, head, shape, job.target_folder, run.artefact)
     drafting = kind.drafting(config)
     measured = {drafting.figure: drafted, **drafting.options}
-    origin = origin_of(config, config.head.name, job.target_folder, progress, **measured)
+    origin = origin_of(
+        config,
+        config.head.name,
+        job.target_folder,
+        progress.best,
+        progress,
+        selected_by="block_efficiency",
+        **measured,
+    )
     parameters = sum(parameter.numel() for parameter in head.parameters())
     write_card(kind, run.artefact, shape, parameters, origin)
     close_run(run, origin, progress)
     best = progress.best
-    print(
+    figures = [
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "
-        f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}, "
-        f"{drafted:.3f} by real drafting {drafting.words}, after "
-        f"{progress.seconds:.0f} s of training; head: {run.artefact}"
-    )
+        f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}",
+        describe_prediction(best),
+        f"{drafted:.3f} by real drafting {drafting.words}, after {progress.seconds:.0f} s of "
+        f"training; head: {run.artefact}",
+    ]
+    print(", ".join(filter(None, figures)))

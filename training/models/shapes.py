@@ -24,6 +24,12 @@ def target_widths(target: Any) -> dict[str, int]:
     return {name: filled.get(name) or fields[name] for name in WIDTHS}
 
 
+def sizes_of(config: Any) -> dict[str, int]:
+    """Return the sizes of a configuration that the costs of its forwards depend on."""
+    sizes = {key: getattr(config, key) for key in ("num_hidden_layers", "vocab_size")}
+    return sizes | target_widths(config)
+
+
 def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
     """Count a LLaMA-like model's parameters: `embedding`, `layers`, `head` (0 if tied), `all`."""
     widths = target_widths(config)

@@ -15,7 +15,7 @@ from decoding import devices
 from decoding.values import check_choice
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
-from training.held_out import PROMPTS_PER_BATCH, HeldOutFields
+from training.held_out.answers import PROMPTS_PER_BATCH, HeldOutFields
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of
 from training.models.shapes import (

@@ -3,6 +3,7 @@
 The target is frozen, so it answers once, with our own decoding, before the first step.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,8 +71,19 @@ def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -
     Only the answers are supervised. Prompts without room for an answer are left out. Raises
     UserError if none is left.
     """
-    prompts = _fitting_prompts(tokenizer, config)
+    prompts = fitting_prompts(tokenizer, config)
     target = load_answering_target(target_folder, config)
+    return answer_prompts(target, prompts, target_folder, tokenizer, config)
+
+
+def answer_prompts(
+    target: Target,
+    prompts: Sequence[list[int]],
+    target_folder: Path,
+    tokenizer: Any,
+    config: HeldOutFields,
+) -> list[Sample]:
+    """Decode the target's answers to prompts of token ids; return samples of prompt and answer."""
     settings = Settings(
         config.held_out.max_new_tokens,
         config.held_out.temperature,
@@ -87,7 +99,7 @@ def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutFields) -
     return samples
 
 
-def _fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
+def fitting_prompts(tokenizer: Any, config: HeldOutFields) -> list[list[int]]:
     """Return the ids of the first held_out.max_prompts prompts that leave room for an answer.
 
     Raises UserError if no prompt does.

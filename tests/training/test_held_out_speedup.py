@@ -1,0 +1,196 @@
+"""Test held-out predictions: walks against real decoding, frozen costs, and what they select."""
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distill.train
+from decoding.costs.prediction import Costs
+from decoding.drafters.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
+from distill.acceptance import HeldOutAcceptance
+from jobs.config import ParallelConfig
+from tests.distill.test_train import configured
+from tests.support import tiny_heads as tiny
+from tests.training.test_loop import loop, make_data, make_model
+from training.bounds import Progress
+from training.config import HeldOutConfig
+from training.data.packing import Sample
+from training.held_out.costs import FILE, freeze_costs
+from training.held_out.rounds import chain_survival, walk
+from training.held_out.speedup import SpeedupPrediction
+from training.loop import fit
+from training.parallel.strategy import Parallel
+
+TOKENS = 20
+PROMPTS = [[3, 5, 8], [1], [40, 2, 9, 11, 30], [7, 7], [12, 50], [33, 4, 4]]
+COSTS = Costs(0.1, {n: 1 + 0.02 * (n - 1) for n in range(1, 7)}, overhead=0.05)
+ROUND = RoundCosts(0.25, (1.0, 1.25, 1.5))
+
+
+def as_target(model: Any) -> NativeTarget:
+    return NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager"
+    )
+
+
+def disturbed(model: Any, amount: float) -> Any:
+    """Return a copy of the model that often, but not always, agrees with it."""
+    student = copy.deepcopy(model)
+    torch.manual_seed(3)
+    for parameter in student.parameters():
+        parameter.data += amount * torch.randn_like(parameter)
+    return student
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["by length", "by a stop token"])
+def test_predicted_block_efficiency_equals_greedy_decoding(stopped: bool):
+    """Check that a prediction equals tau of real drafting at the predicted length.
+
+    Control: another student has another tau.
+    """
+    teacher, options = tiny.target(), {}
+    plain = decode(as_target(teacher), None, PROMPTS, Settings(TOKENS))
+    if stopped:
+        options = {"stop_token_ids": (plain[2].tokens[6],)}
+        plain = decode(as_target(teacher), None, PROMPTS, Settings(TOKENS, **options))
+    samples = []
+    for prompt, one in zip(PROMPTS, plain, strict=True):
+        ids = np.array(prompt + one.tokens, dtype=np.int32)
+        samples.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
+    predicted = []
+    for amount in (0.02, 0.06):
+        student = disturbed(teacher, amount)
+        prediction = SpeedupPrediction(COSTS, TOKENS, 5)
+        figures = HeldOutAcceptance(student, teacher, samples, tiny.ROW, 0.0, prediction)()
+        length = int(figures["predicted_draft_length"])
+        done = decode(
+            as_target(teacher),
+            ChainDrafter(model=as_target(student)),
+            PROMPTS,
+            Settings(TOKENS, num_draft_tokens=length, **options),
+        )
+        tau = sum(len(one.tokens) for one in done) / sum(one.rounds for one in done)
+        assert 1 < tau < length + 1
+        assert figures["predicted_block_efficiency"] == tau
+        assert figures["score"] == figures["predicted_speedup"] == tau / COSTS.round(length)
+        predicted.append(tau)
+    assert predicted[0] > predicted[1]
+
+
+def test_expected_rounds_under_sampling_equal_the_closed_form():
+    """Check expected rounds over all texts of a target without memory, against a recursion.
+
+    In the recursion every draft is accepted with probability sum_v min(p, q). Control: the
+    probability of a token instead of the acceptance of a token that was emitted.
+    """
+    p, q, tokens, gamma = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]), 5, 2
+    alpha = float(np.minimum(p, q).sum())
+    rounds = [0.0] * (tokens + gamma + 2)  # expected rounds that emit the last n tokens
+    for n in range(1, tokens + 1):
+        room = min(gamma, n - 1)
+        ends = [alpha**k * (1 - alpha) for k in range(room)] + [alpha**room]
+        rounds[n] = 1 + sum(chance * rounds[n - 1 - k] for k, chance in enumerate(ends))
+
+    def expected(chances_V: np.ndarray) -> float:
+        texts = list(itertools.product(range(3), repeat=tokens))
+        chances = [torch.from_numpy(chances_V[list(text)]) for text in texts]
+        found = walk(chain_survival(chances, gamma), [tokens] * len(texts), gamma, tokens)
+        weights = np.array([np.prod(p[list(text)]) for text in texts])
+        return float((weights * found.rounds_A).sum())
+
+    assert expected(np.minimum(1, q / p)) == pytest.approx(rounds[tokens], rel=1e-12)
+    assert abs(expected(np.minimum(p, q)) - rounds[tokens]) > 0.1
+
+
+def test_the_predicted_speedup_selects_another_checkpoint_than_acceptance(tmp_path: Path):
+    """Check the best checkpoint of a run whose drafts become less accepted, but better spread.
+
+    The token after a rejected draft comes from the target, so one rejection among accepted drafts
+    costs nothing, and each of several in a row costs a round. Control: acceptance as the score.
+    """
+    in_a_row = torch.tensor([1.0] * 11 + [0.0] * 9)
+    spread = torch.tensor([1.0, 0.0] * 10)
+    prediction = SpeedupPrediction(COSTS, 20, 5)
+
+    def select(folder: Path, by: str) -> Progress:
+        chances = iter([in_a_row, spread])
+
+        def evaluate() -> dict[str, float]:
+            chances_T = next(chances)
+            figures = prediction.figures(chain_survival([chances_T], 5), [20])
+            figures["acceptance"] = float(chances_T.mean())
+            return figures | {"score": figures[by]}
+
+        module, config = make_model(), loop(2, eval_every=1)
+        parallel = Parallel(ParallelConfig(), "cpu")
+        return fit("t", module, module.model, make_data(), config, parallel, folder, None, evaluate)
+
+    progress = select(tmp_path / "speedup", "predicted_speedup")
+    assert progress.best_step == 2
+    assert progress.best["predicted_speedup"] == pytest.approx(2 / COSTS.round(1))
+    assert select(tmp_path / "acceptance", "acceptance").best_step == 1
+
+
+def test_costs_are_measured_once_and_refused_elsewhere(tmp_path: Path):
+    facts = {"hardware": {"cpu": "one", "threads": 2}, "drafter": {"num_hidden_layers": 1}}
+    measured, calls = HeldOutConfig(costs="measured"), []
+
+    def measure() -> RoundCosts:
+        calls.append(1)
+        return ROUND
+
+    frozen = tmp_path / FILE
+    for _ in range(2):
+        assert freeze_costs(measured, frozen, facts, measure) == ROUND
+    assert len(calls) == 1, "a resumed run reads the file"
+    named = HeldOutConfig(costs=str(frozen))
+    assert freeze_costs(named, tmp_path / "copy.json", facts, measure) == ROUND
+    elsewhere = {"hardware": {"cpu": "other", "threads": 2}, "drafter": {"num_hidden_layers": 2}}
+    with pytest.raises(
+        UserError,
+        match="drafter.num_hidden_layers is 1 there and 2 here; hardware.cpu is 'one' there and "
+        "'other' here",
+    ):
+        freeze_costs(named, tmp_path / "third.json", elsewhere, measure)
+    assert len(calls) == 1 and not (tmp_path / "third.json").exists()
+    frozen.write_text(frozen.read_text()[:-20])
+    with pytest.raises(UserError, match="Delete it to measure the costs again"):
+        freeze_costs(measured, frozen, facts, measure)
+
+
+def test_training_selects_by_measured_costs(tiny_target: Path, tmp_path: Path):
+    """Check the records of a job with measured costs, and equal figures with the same file."""
+    brief = ["loop.max_steps=2", "loop.eval_every=1", "held_out.cost_seconds=0.01"]
+    distill.train.run(configured(tiny_target, tmp_path / "a", *brief, "held_out.costs=measured"))
+    given = f"held_out.costs={tmp_path / 'a' / FILE}"
+    distill.train.run(configured(tiny_target, tmp_path / "b", *brief, given))
+
+    def looks(name: str) -> list[dict[str, float]]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        return [one for one in records if "held_out_predicted_speedup" in one]
+
+    assert len(looks("a")) == 2 and looks("a") == looks("b")
+    card = json.loads((tmp_path / "a" / "drafter" / "drafter_card.json").read_text())
+    metrics = json.loads((tmp_path / "a" / "manifest.json").read_text())["metrics"]
+    best = max(looks("a"), key=lambda one: one["held_out_predicted_speedup"])
+    for found in (card["acceptance"], metrics):
+        assert found["selected_by"] == "predicted_speedup"
+        assert found["predicted_speedup"] == best["held_out_predicted_speedup"]
+        assert found["predicted_block_efficiency"] >= 1
+    assert metrics["best_step"] == best["step"]
+    with pytest.raises(UserError, match="held_out.costs.*target.backend=hf"):
+        distill.train.run(
+            configured(tiny_target, tmp_path / "c", "held_out.costs=measured", "target.backend=hf")
+        )

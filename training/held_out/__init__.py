@@ -1,0 +1,1 @@
+"""Held-out evaluation of drafters on the target's answers, and the figure that selects them."""
