@@ -310,6 +310,7 @@ def test_an_experiment_trains_on_regenerated_answers(home: Path, tmp_path: Path)
         "loop.eval_every=0",
         "held_out.max_prompts=2",
         "held_out.max_new_tokens=8",
+        "held_out.costs=none",
         "loss.cache_mb=0",
         "stages=[distill.regenerate,distill.train]",
         f"output_dir={tmp_path / 'run'}",
