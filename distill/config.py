@@ -103,6 +103,9 @@ class TrainConfig(TrainingJobConfig):
     prune_largest_cut: float = 1.0
     loss: LossConfig = field(default_factory=LossConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to
+    # RUN/exports/STEP without training; all other settings are then those of that run
+    checkpoint: str = ""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """`python -m distill.train`: distil the frozen target into a student and write a drafter folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from decoding.drafters.chain import ChainDrafter
 from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
-from decoding.models.draft_vocabulary import token_ids
+from decoding.models.draft_vocabulary import D2T, ids_of, restrict_head, token_ids
 from decoding.models.load import DTYPES
 from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
@@ -26,11 +26,13 @@ from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from training.bounds import Progress
+from training.checkpoint import load_weights
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData
-from training.drafter_folder import close_run, origin_of, write_model
+from training.drafter_folder import Provenance, close_run, origin_of, write_model
+from training.export import load_checkpoint, saved_run
 from training.held_out.answers import check_stages
 from training.held_out.costs import (
     MEASURED,
@@ -45,7 +47,7 @@ from training.held_out.speedup import (
     describe_prediction,
 )
 from training.job import TargetJob, fit_recorded
-from training.models.build import check_target, dtype_of, known_config
+from training.models.build import check_target, dtype_of, known_config, load_causal_lm
 from training.models.frozen import load_frozen
 from training.models.shapes import millions, sizes_of
 from training.objectives import Distillation, LanguageModelling, TeacherStates
@@ -104,8 +106,26 @@ class Distil(TargetJob[TrainConfig]):
 
 
 def run(config: TrainConfig) -> Path:
-    """Distil the target and return the drafter folder, output_dir/drafter."""
-    return Distil(config).run()
+    """Distil the target and return the drafter folder, output_dir/drafter.
+
+    With config.checkpoint, write that checkpoint's drafter folder instead and return it.
+    """
+    return export(config) if config.checkpoint else Distil(config).run()
+
+
+def export(config: TrainConfig) -> Path:
+    """Write the drafter folder of config.checkpoint with the settings of its run; return it."""
+    saved, folder = saved_run(config, config.checkpoint)
+    job, dtype = Distil(saved), dtype_of(saved.loop.dtype)
+    found, progress, figures = load_checkpoint(config.checkpoint)
+    teacher = load_causal_lm(job.target_folder, dtype)
+    student = build_student(saved.student, teacher, dtype, job.target_folder)
+    if D2T in found.model and token_ids(student) is None:
+        restrict_head(student, ids_of(found.model[D2T], job.target.vocab_size, found.folder))
+    load_weights(student, found)
+    write_folder(saved, folder, student, job.target_folder, figures, progress)
+    print(f"drafter of step {progress.step}: {folder}")
+    return folder
 
 
 def check(config: TrainConfig) -> None:
@@ -211,6 +231,29 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
     print(f"plan: {describe_plan(config.loop, data)}{slow_first}")
 
 
+def write_folder(
+    config: TrainConfig,
+    folder: Path,
+    student: Any,
+    target_folder: Path,
+    figures: Mapping[str, float],
+    progress: Progress,
+) -> Provenance:
+    """Write a drafter folder with its card, and return the student's provenance.
+
+    figures: the student's held-out figures.
+    """
+    stored_dtype: Any = known_config(target_folder).dtype or torch.float32
+    write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
+    origin = origin_of(
+        config, config.student.name, target_folder, figures, progress, selected_by="acceptance"
+    )
+    from_folder = config.student.init == "folder"
+    pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
+    write_card(folder, student, origin, pruning)
+    return origin
+
+
 def finish(
     config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
@@ -219,19 +262,7 @@ def finish(
     student: the model with the best weights.
     """
     folder, best = run.artefact, progress.best
-    stored_dtype: Any = known_config(target_folder).dtype or torch.float32
-    write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
-    origin = origin_of(
-        config,
-        config.student.name,
-        target_folder,
-        best,
-        progress,
-        selected_by="acceptance",
-    )
-    from_folder = config.student.init == "folder"
-    pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
-    write_card(folder, student, origin, pruning)
+    origin = write_folder(config, folder, student, target_folder, best, progress)
     close_run(run, origin, progress)
     figures = [
         f"held-out acceptance {best['acceptance']:.3f} at temperature "

@@ -132,15 +132,18 @@ class Progress:
         self.without_gain = 0 if gain else self.without_gain + 1
         self.gain_score = score if gain else self.gain_score
 
+    def figures_of(self, step: int) -> dict[str, float] | None:
+        """Return the held-out figures of a step; None if it was not evaluated."""
+        return next((one for one in self.evaluations if one["step"] == step), None)
+
     @property
     def best(self) -> dict[str, float]:
         """Return the held-out figures of the best checkpoint.
 
         Raises UserError if no score was finite.
         """
-        for figures in self.evaluations:
-            if figures["step"] == self.best_step:
-                return figures
+        if (figures := self.figures_of(self.best_step)) is not None:
+            return figures
         raise UserError(
             f"no held-out score was finite in {len(self.evaluations)} evaluations. Check the "
             f"held-out data and the last losses"

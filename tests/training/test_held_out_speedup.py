@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import distill.train
+import recurrent_drafting.train
 from decoding.costs.prediction import Costs
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
@@ -21,6 +22,7 @@ from decoding.rounds.settings import Settings
 from distill.acceptance import HeldOutAcceptance
 from jobs.config import ParallelConfig
 from tests.distill.test_train import configured
+from tests.recurrent_drafting.test_head_train import configured as head_configured
 from tests.support import tiny_heads as tiny
 from tests.training.test_loop import loop, make_data, make_model
 from training.bounds import Progress
@@ -169,28 +171,85 @@ def test_costs_are_measured_once_and_refused_elsewhere(tmp_path: Path):
         freeze_costs(measured, frozen, facts, measure)
 
 
-def test_training_selects_by_measured_costs(tiny_target: Path, tmp_path: Path):
-    """Check the records of a job with measured costs, and equal figures with the same file."""
-    brief = ["loop.max_steps=2", "loop.eval_every=1", "held_out.cost_seconds=0.01"]
-    distill.train.run(configured(tiny_target, tmp_path / "a", *brief, "held_out.costs=measured"))
-    given = f"held_out.costs={tmp_path / 'a' / FILE}"
-    distill.train.run(configured(tiny_target, tmp_path / "b", *brief, given))
+BRIEF = ["loop.max_steps=2", "loop.eval_every=1", "loop.keep_every=1", "held_out.cost_seconds=0.01"]
+MEASURED = "held_out.costs=measured"
 
-    def looks(name: str) -> list[dict[str, float]]:
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return [one for one in records if "held_out_predicted_speedup" in one]
 
-    assert len(looks("a")) == 2 and looks("a") == looks("b")
-    card = json.loads((tmp_path / "a" / "drafter" / "drafter_card.json").read_text())
-    metrics = json.loads((tmp_path / "a" / "manifest.json").read_text())["metrics"]
-    best = max(looks("a"), key=lambda one: one["held_out_predicted_speedup"])
+@pytest.fixture(scope="module")
+def measured(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    distill.train.run(configured(tiny_target, folder, *BRIEF, MEASURED))
+    return folder
+
+
+def looks(folder: Path) -> list[dict[str, float]]:
+    """Return the records of evaluations with a prediction."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [one for one in records if "held_out_predicted_speedup" in one]
+
+
+def check_records(folder: Path, evaluations: int) -> None:
+    """Check that the best evaluation is on the card and in the manifest."""
+    card = json.loads((folder / "drafter" / "drafter_card.json").read_text())
+    metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
+    assert len(looks(folder)) == evaluations
+    best = max(looks(folder), key=lambda one: one["held_out_predicted_speedup"])
     for found in (card["acceptance"], metrics):
         assert found["selected_by"] == "predicted_speedup"
         assert found["predicted_speedup"] == best["held_out_predicted_speedup"]
         assert found["predicted_block_efficiency"] >= 1
     assert metrics["best_step"] == best["step"]
+
+
+def test_training_selects_by_measured_costs(measured: Path, tiny_target: Path, tmp_path: Path):
+    """Check the records of a run with measured costs, and equal figures with the same file."""
+    check_records(measured, evaluations=2)
+    distill.train.run(
+        configured(tiny_target, tmp_path, *BRIEF, f"held_out.costs={measured / FILE}")
+    )
+    assert looks(tmp_path) == looks(measured)
+
+
+def test_costs_of_a_student_need_the_native_backend(tiny_target: Path, tmp_path: Path):
     with pytest.raises(UserError, match="held_out.costs.*target.backend=hf"):
-        distill.train.run(
-            configured(tiny_target, tmp_path / "c", "held_out.costs=measured", "target.backend=hf")
-        )
+        distill.train.run(configured(tiny_target, tmp_path, MEASURED, "target.backend=hf"))
+
+
+def test_any_checkpoint_can_be_exported(measured: Path, tiny_target: Path):
+    """Check that the export of the best checkpoint equals the run's drafter.
+
+    Control: the other checkpoint has other weights and figures.
+    """
+
+    def weights(folder: Path) -> bytes:
+        return (folder / "model.safetensors").read_bytes()
+
+    best = json.loads((measured / "manifest.json").read_text())["metrics"]["best_step"]
+    before = (measured / "manifest.json").read_bytes()
+    for step in (1, 2):
+        name = f"checkpoint={measured}/checkpoints/step_00000{step}"
+        folder = distill.train.run(configured(tiny_target, measured / "unused", name))
+        assert folder == measured / "exports" / f"step_00000{step}"
+        assert (weights(folder) == weights(measured / "drafter")) == (step == best)
+        card = json.loads((folder / "drafter_card.json").read_text())["acceptance"]
+        assert card["predicted_speedup"] == looks(measured)[step - 1]["held_out_predicted_speedup"]
+    assert (measured / "manifest.json").read_bytes() == before
+    assert not (measured / "unused").exists()
+    missing = f"checkpoint={measured}/checkpoints/step_000009"
+    with pytest.raises(UserError, match="not a complete checkpoint.* has step_000001, step_000002"):
+        distill.train.run(configured(tiny_target, measured / "unused", missing))
+    of_a_head = head_configured(tiny_target, measured / "unused", name)
+    with pytest.raises(UserError, match=r"belongs to a run of distill.train.*python -m distill"):
+        recurrent_drafting.train.run(of_a_head)
+
+
+def test_a_head_selects_by_the_costs_of_its_chain(tiny_target: Path, tmp_path: Path):
+    brief = [*BRIEF, MEASURED, "held_out.max_prompts=2", "loss.predict_n_tokens=3"]
+    recurrent_drafting.train.run(head_configured(tiny_target, tmp_path, *brief))
+    check_records(tmp_path, evaluations=2)
+    best = json.loads((tmp_path / "manifest.json").read_text())["metrics"]["best_step"]
+    name = f"checkpoint={tmp_path}/checkpoints/step_00000{best}"
+    folder = recurrent_drafting.train.run(head_configured(tiny_target, tmp_path / "unused", name))
+    assert (folder / "model.safetensors").read_bytes() == (
+        tmp_path / "drafter" / "model.safetensors"
+    ).read_bytes()

@@ -58,6 +58,9 @@ class HeadJobConfig(TrainingJobConfig):
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to
+    # RUN/exports/STEP without training; all other settings are then those of that run
+    checkpoint: str = ""
     # evaluation prompts that an experiment's later stages decode; never trained on
     benchmark_prompts: str = ""
     # form of those prompts (benchmark.render): auto | chat | text

@@ -6,7 +6,7 @@ are selected by block efficiency on the target's held-out answers.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +15,38 @@ import torch
 
 from decoding.costs.prediction import Costs
 from decoding.drafters.registry import check_fits
-from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.folder import hash_input
 from decoding.models.load import DTYPES
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.tokenizer import load_tokenizer
-from decoding.values import RULES
 from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
-from jobs.ranks import SHARDED_WEIGHTS, is_rank
-from jobs.run_folder import RunFolder
+from jobs.ranks import is_rank
 from training.bounds import Progress
-from training.config import check_values
+from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
-from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
-from training.drafter_folder import close_run, origin_of
+from training.drafter_folder import Provenance, close_run, origin_of
+from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
-from training.features.taps import check_layers
 from training.heads.build import build_head, shape_of
+from training.heads.checks import check, check_same_target
 from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
-from training.heads.loss_config import CONTINUATIONS, LOSSES, uses_teacher
+from training.heads.loss_config import uses_teacher
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, count_kept
 from training.heads.real_drafting import block_efficiency
-from training.held_out.costs import Timing, answers_and_costs, cost_files, cost_rules
+from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.job import TargetJob, fit_recorded
 from training.models.build import (
-    check_target,
     dtype_of,
     load_causal_lm,
 )
@@ -58,8 +54,6 @@ from training.models.shapes import sizes_of
 from training.objectives import freeze
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan
-
-CACHES = ("none", "memory", "disk")
 
 
 class HeadJob(TargetJob[HeadJobConfig]):
@@ -100,93 +94,24 @@ class HeadJob(TargetJob[HeadJobConfig]):
 
 
 def train_head(config: HeadJobConfig, kind: HeadKind) -> Path:
-    """Train a head, write it to output_dir/drafter and return that folder."""
-    return HeadJob(config, kind).run()
+    """Train a head, write it to output_dir/drafter and return that folder.
 
-
-def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
-    """Raise UserError for values that would otherwise fail only after the models are loaded.
-
-    target: the target's Hugging Face configuration.
+    With config.checkpoint, write that checkpoint's head folder instead and return it.
     """
-    check_target(config.target, config.parallel)
-    check_mixture(config.data, ())
-    check_layers(kind.taps(shape), target.num_hidden_layers)
-    heads = config.loss.predict_n_tokens
-    drafted = shape.num_drafted
-    check_values(
-        config,
-        {
-            "loss.predict_n_tokens": (
-                2 <= heads <= config.data.max_length - 2,
-                "2 or more, and at most data.max_length less 2",
-            ),
-            "loss.decay": (config.loss.decay > 0, "more than 0"),
-            "loss.temperature": (
-                config.loss.temperature > 0
-                and (uses_teacher(config.loss) or config.loss.temperature == 1),
-                "more than 0, and 1 for losses on tokens, which have no distribution to soften",
-            ),
-            "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
-            "loss.own_tokens": (
-                0 <= config.loss.own_tokens <= 1
-                and (kind.reads_tokens or not config.loss.own_tokens),
-                "a share from 0 to 1" if kind.reads_tokens else "0: no draft reads its own tokens",
-            ),
-            "top_k": (
-                1 <= config.top_k <= drafted,
-                f"1 to {drafted}, the number of drafted tokens",
-            ),
-            **kind.rules(config, shape),
-            **choice_rules(config),
-            **cost_rules(config.held_out),
-            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
-            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
-            "held_out.temperature": (
-                RULES["temperature"].fits(config.held_out.temperature),
-                RULES["temperature"].expected,
-            ),
-            "assumed_tokens": (config.assumed_tokens >= 0, "1 or more, or 0 if unknown"),
-            "assumed_supervised": (
-                0 < config.assumed_supervised <= 1,
-                "a share above 0 and at most 1",
-            ),
-        },
-    )
+    return export(config, kind) if config.checkpoint else HeadJob(config, kind).run()
 
 
-def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
-    """Return the rules for the loss and the store: key -> (validity of its value, expected values).
-
-    All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
-    continue its texts row by row.
-    """
-    losses: Sequence[str] = LOSSES
-    caches: Sequence[str] = CACHES
-    reason = ""
-    if config.data.domains:
-        caches, reason = CACHES[:2], " with data.domains"
-    if config.parallel.kind in SHARDED_WEIGHTS:
-        losses, caches = [name for name in LOSSES if name != CONTINUATIONS], CACHES[:1]
-        reason = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
-    return {
-        "loss.name": (config.loss.name in losses, f"one of {', '.join(losses)}{reason}"),
-        "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
-    }
-
-
-def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
-    """Raise UserError if this run's checkpoints belong to other weights of the target."""
-    before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
-    if before is None or not (run_folder.path / "checkpoints").exists():
-        return
-    now = hash_input(target_folder)
-    if now != before:
-        raise UserError(
-            f"{run_folder.path} was started with another target: {target_folder} had the hash "
-            f"{before[:12]} and now has {now[:12]}. A head only works with its target. "
-            f"Choose another output_dir=, or delete the folder to start over"
-        )
+def export(config: HeadJobConfig, kind: HeadKind) -> Path:
+    """Write the head folder of config.checkpoint with the settings of its run; return it."""
+    saved, folder = saved_run(config, config.checkpoint)
+    job = HeadJob(saved, kind)
+    found, progress, figures = load_checkpoint(config.checkpoint)
+    head = kind.empty(job.shape)
+    load_weights(head, found)
+    job.shape = kind.measured(job.shape, figures)
+    write_folder(job, folder, head, figures, progress, {})
+    print(f"head of step {progress.step}: {folder}")
+    return folder
 
 
 def train(job: HeadJob, run: Run) -> None:
@@ -317,28 +242,43 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     )
 
 
-def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float) -> None:
-    """Export the best weights with their card and complete the manifest.
+def write_folder(
+    job: HeadJob,
+    folder: Path,
+    head: Any,
+    figures: Mapping[str, float],
+    progress: Progress,
+    measured: dict[str, float],
+) -> Provenance:
+    """Write a head folder with its card, and return the head's provenance.
 
-    drafted: the block efficiency measured by real drafting.
+    figures: the head's held-out figures. measured: further ones, by name.
     """
-    config, kind, shape = job.config, job.kind, job.shape
-    write_head(kind, head, shape, job.target_folder, run.artefact)
-    drafting = kind.drafting(config)
-    measured = {drafting.figure: drafted, **drafting.options}
+    config, kind = job.config, job.kind
+    write_head(kind, head, job.shape, job.target_folder, folder)
     origin = origin_of(
         config,
         config.head.name,
         job.target_folder,
-        progress.best,
+        figures,
         progress,
         selected_by="block_efficiency",
         **measured,
     )
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    write_card(kind, run.artefact, shape, parameters, origin)
+    write_card(kind, folder, job.shape, parameters, origin)
+    return origin
+
+
+def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float) -> None:
+    """Export the best weights with their card and complete the manifest.
+
+    drafted: the block efficiency measured by real drafting.
+    """
+    config, drafting, best = job.config, job.kind.drafting(job.config), progress.best
+    measured = {drafting.figure: drafted, **drafting.options}
+    origin = write_folder(job, run.artefact, head, best, progress, measured)
     close_run(run, origin, progress)
-    best = progress.best
     figures = [
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "
         f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}",

@@ -23,6 +23,7 @@ from training.data.chat import choose_rendering, render_prompt, render_text, tem
 from training.data.from_config import each_data
 from training.data.packing import Sample
 from training.data.readers import read_prompts
+from training.export import refuse_stages
 from training.models.build import target_is_here
 
 PROMPTS_PER_BATCH = 16
@@ -41,6 +42,7 @@ class StagedFields(HeldOutFields, Protocol):
     """Configuration of an experiment whose later stages decode with its drafter."""
 
     dry_run: bool
+    checkpoint: str
     benchmark_prompts: str
     benchmark_render: str
 
@@ -49,8 +51,10 @@ def check_stages(config: StagedFields) -> None:
     """Raise UserError if later stages of an experiment would fail.
 
     The benchmark prompts must exist, and the target's tokenizer must have a chat template if one is
-    needed. Nothing is checked in a dry run or without the target's folder.
+    needed. Nothing of this is checked in a dry run or without the target's folder. A checkpoint to
+    export is refused, as its settings are those of its run.
     """
+    refuse_stages(config.checkpoint)
     if config.dry_run or not target_is_here(config.target):
         return
     tokenizer = load_tokenizer(resolve_model(config.target.path, weights=False))

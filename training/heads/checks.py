@@ -1,0 +1,106 @@
+"""Checks of a head's training before the models are loaded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from decoding.values import RULES
+from jobs.ranks import SHARDED_WEIGHTS
+from jobs.run_folder import RunFolder
+from training.config import check_values
+from training.data.mixture import check_mixture
+from training.features.taps import check_layers
+from training.heads.config import HeadJobConfig
+from training.heads.kind import HeadKind
+from training.heads.loss_config import CONTINUATIONS, LOSSES, uses_teacher
+from training.held_out.costs import cost_rules
+from training.models.build import check_target
+
+CACHES = ("none", "memory", "disk")
+
+
+def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
+    """Raise UserError for values that would otherwise fail only after the models are loaded.
+
+    target: the target's Hugging Face configuration.
+    """
+    check_target(config.target, config.parallel)
+    check_mixture(config.data, ())
+    check_layers(kind.taps(shape), target.num_hidden_layers)
+    heads = config.loss.predict_n_tokens
+    drafted = shape.num_drafted
+    check_values(
+        config,
+        {
+            "loss.predict_n_tokens": (
+                2 <= heads <= config.data.max_length - 2,
+                "2 or more, and at most data.max_length less 2",
+            ),
+            "loss.decay": (config.loss.decay > 0, "more than 0"),
+            "loss.temperature": (
+                config.loss.temperature > 0
+                and (uses_teacher(config.loss) or config.loss.temperature == 1),
+                "more than 0, and 1 for losses on tokens, which have no distribution to soften",
+            ),
+            "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
+            "loss.own_tokens": (
+                0 <= config.loss.own_tokens <= 1
+                and (kind.reads_tokens or not config.loss.own_tokens),
+                "a share from 0 to 1" if kind.reads_tokens else "0: no draft reads its own tokens",
+            ),
+            "top_k": (
+                1 <= config.top_k <= drafted,
+                f"1 to {drafted}, the number of drafted tokens",
+            ),
+            **kind.rules(config, shape),
+            **choice_rules(config),
+            **cost_rules(config.held_out),
+            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
+            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
+            "held_out.temperature": (
+                RULES["temperature"].fits(config.held_out.temperature),
+                RULES["temperature"].expected,
+            ),
+            "assumed_tokens": (config.assumed_tokens >= 0, "1 or more, or 0 if unknown"),
+            "assumed_supervised": (
+                0 < config.assumed_supervised <= 1,
+                "a share above 0 and at most 1",
+            ),
+        },
+    )
+
+
+def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules for the loss and the store: key -> (validity of its value, expected values).
+
+    All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
+    continue its texts row by row.
+    """
+    losses: Sequence[str] = LOSSES
+    caches: Sequence[str] = CACHES
+    reason = ""
+    if config.data.domains:
+        caches, reason = CACHES[:2], " with data.domains"
+    if config.parallel.kind in SHARDED_WEIGHTS:
+        losses, caches = [name for name in LOSSES if name != CONTINUATIONS], CACHES[:1]
+        reason = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
+    return {
+        "loss.name": (config.loss.name in losses, f"one of {', '.join(losses)}{reason}"),
+        "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
+    }
+
+
+def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
+    """Raise UserError if this run's checkpoints belong to other weights of the target."""
+    before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
+    if before is None or not (run_folder.path / "checkpoints").exists():
+        return
+    now = hash_input(target_folder)
+    if now != before:
+        raise UserError(
+            f"{run_folder.path} was started with another target: {target_folder} had the hash "
+            f"{before[:12]} and now has {now[:12]}. A head only works with its target. "
+            f"Choose another output_dir=, or delete the folder to start over"
+        )
