@@ -307,8 +307,8 @@ def _early_end(progress: Progress, limits: Bounds, data: PackedData, config: Loo
     reasons = {
         "loop.max_seconds": ": the next one would exceed loop.max_seconds",
         "data.when_exhausted": f"{of}: {data.ended}",
-        "loop.patience": f"{of}: {progress.without_gain} evaluations without a better score by "
-        f"more than {config.min_gain:g} (loop.patience)",
+        "loop.patience": f"{of}: evaluations without a gain of more than "
+        f"{config.min_gain:g}: {progress.without_gain} (loop.patience)",
     }
     return reasons.get(_end(progress, limits, data, config), "")
 

@@ -117,13 +117,9 @@ class GreedyChain:
     def counts(self) -> list[tuple[int, int, int, int]]:
         """Return (rounds, emitted, accepted, tested) of every answer, in order."""
         found = self._rounds(self._survival())
-        columns = (
-            found.rounds_A,
-            found.emitted_A,
-            found.accepted_AK.sum(axis=1),
-            found.tested_AK.sum(axis=1),
-        )
-        return [tuple(map(int, row)) for row in zip(*columns, strict=True)]
+        accepted_A, tested_A = found.accepted_AK.sum(axis=1), found.tested_AK.sum(axis=1)
+        rows = zip(found.rounds_A, found.emitted_A, accepted_A, tested_A, strict=True)
+        return [(int(a), int(b), int(c), int(d)) for a, b, c, d in rows]
 
     def _rounds(self, survival_ATK: np.ndarray) -> Rounds:
         return walk(survival_ATK, self.lengths, self.draft_tokens, self.max_new_tokens)
