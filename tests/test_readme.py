@@ -81,13 +81,14 @@ TOY = {
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.regenerate": "data.max_samples=3 max_new_tokens=8",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
-    "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
+    "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4 "
+    "held_out.costs=none",
     "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
     "heads.train": f"{TOY_LOOP} held_out.max_prompts=2 held_out.max_new_tokens=4",
     "recurrent_drafting.generate": "dry_run=true",
-    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 "
+    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
     f"held_out.max_new_tokens=4",
 }
 
@@ -208,6 +209,10 @@ def test_every_command_runs_at_toy_size(
         "/path/to/your/model": tiny_target,
         "/path/to/sharegpt.json": ROOT / "assets/chats.json",
     }
+    if any(word.startswith("checkpoint=") for word in arguments):
+        FUNCTIONS[job](composed(job, [*TOY[job].split(), f"output_dir={tmp_path / 'run'}"]))
+        newest = max((tmp_path / "run" / "checkpoints").iterdir())
+        real |= {"RUN/checkpoints/step_000500": newest}
     for name, path in real.items():
         arguments = [
             re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word)
