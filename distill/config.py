@@ -28,6 +28,29 @@ class LossConfig:
 
 
 @dataclass
+class OnPolicyConfig:
+    """Rows that the student writes during the training, and the target scores.
+
+    The student answers prompts of the training data, and is distilled on its answers.
+    """
+
+    # share of the rows of a step that the student writes, from 0 (off) to below 1; they take the
+    # place of rows of the training data
+    share: float = 0.0
+    # first step, counted from 0, with rows of the student
+    start: int = 0
+    # steps, counted from `start`, over which the share rises linearly from 0; 0: no rise
+    warmup_steps: int = 0
+    # steps between two refreshes, at which the student writes the rows of the steps up to the next
+    # one; 1: every step is on-policy, but decodes small batches
+    refresh: int = 50
+    # sampling temperature; 0 is greedy, with which small students often loop
+    temperature: float = 1.0
+    # maximum length of an answer; prompts are left out if data.max_length leaves less room
+    max_new_tokens: int = 128
+
+
+@dataclass
 class QualityConfig(JobConfig):
     """`python -m distill.quality`: measure bits per byte and the share of valid functions."""
 
@@ -102,6 +125,7 @@ class TrainConfig(TrainingJobConfig):
     # largest_cut of the pruning stage of an experiment; 1: a single cut
     prune_largest_cut: float = 1.0
     loss: LossConfig = field(default_factory=LossConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to
     # RUN/exports/STEP without training; all other settings are then those of that run

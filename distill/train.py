@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from decoding.costs.prediction import Costs
 from decoding.drafters.chain import ChainDrafter
 from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
@@ -19,6 +20,7 @@ from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
 from distill.drafter_folder import NUM_DRAFT_TOKENS, read_pruning, write_card
 from distill.dry_run import dry_run
+from distill.on_policy.start import add_student_rows, report_texts
 from distill.shapes import student_config
 from distill.student import build_student, check_draft_vocabulary, restrict_vocabulary
 from jobs.job import job_main
@@ -30,7 +32,7 @@ from training.checkpoint import load_weights
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
 from training.data.mixture import check_mixture
-from training.data.packing import PackedData
+from training.data.packing import PackedData, Sample
 from training.drafter_folder import Provenance, close_run, origin_of, write_model
 from training.export import load_checkpoint, saved_run
 from training.held_out.answers import check_stages
@@ -91,17 +93,24 @@ class Distil(TargetJob[TrainConfig]):
         teacher = load_frozen(target_folder, dtype, parallel)
         student = build_student(config.student, teacher, dtype, target_folder)
         data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
-        special = {*tokenizer.all_special_ids, *stop_tokens(target_folder, tokenizer)}
+        stop = stop_tokens(target_folder, tokenizer)
+        special = {*tokenizer.all_special_ids, *stop}
         restrict_vocabulary(student, config.student, data.samples, special, parallel.is_main)
         if parallel.is_main:
             print_overview(config, student, teacher, data)
-        objective = make_objective(config, student, teacher)
-        held_out = make_held_out(
-            config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder, run
-        )
+        objective = make_objective(config, student, teacher, len(data.samples))
+        student.to(parallel.device)
+        on_main = None
+        if parallel.is_main:
+            timing = make_timing(config, student, teacher.config)
+            on_main = answers_and_costs(target_folder, tokenizer, config, run.path, timing)
+        answers, costs = parallel.broadcast(on_main)
+        held_out = make_held_out(config, student, teacher, tokenizer, parallel, answers, costs)
+        data = add_student_rows(data, student, teacher, config, parallel, stop)
+        texts = report_texts(data, student, teacher, answers, config, parallel)
         progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
         if parallel.is_main:
-            finish(config, run, student, target_folder, progress)
+            finish(config, run, student, target_folder, progress, texts)
         parallel.close()
 
 
@@ -133,6 +142,7 @@ def check(config: TrainConfig) -> None:
     check_target(config.target, config.parallel)
     check_mixture(config.data, ("loss", "acceptance"))
     loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
+    own = config.on_policy
     rules = {
         "loss.name": (loss.name in LOSSES, " or ".join(LOSSES)),
         "loss.temperature": (loss.temperature > 0, "more than 0"),
@@ -142,6 +152,18 @@ def check(config: TrainConfig) -> None:
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
         **cost_rules(held_out),
+        "on_policy.share": (
+            0 <= own.share < 1 and (not own.share or loss.name != "cross_entropy"),
+            "from 0 (off) to below 1, and 0 with loss.name=cross_entropy, which has no teacher to "
+            "score the student's text",
+        ),
+        "on_policy.max_new_tokens": (
+            not own.share or own.max_new_tokens < config.data.max_length,
+            f"less than data.max_length ({config.data.max_length})",
+        ),
+        "on_policy.start": (own.start >= 0, "0 or more"),
+        "on_policy.warmup_steps": (own.warmup_steps >= 0, "0 or more"),
+        "on_policy.refresh": (own.refresh >= 1, "1 or more"),
     }
     if held_out.costs == MEASURED and config.target.backend != "native":
         rules["held_out.costs"] = (
@@ -152,6 +174,7 @@ def check(config: TrainConfig) -> None:
     check_values(config, rules)
     for name in ("max_new_tokens", "temperature"):
         check_value(name, vars(held_out)[name], key=f"held_out.{name}")
+        check_value(name, vars(own)[name], key=f"on_policy.{name}")
 
 
 def make_held_out(
@@ -160,20 +183,18 @@ def make_held_out(
     teacher: Any,
     tokenizer: Any,
     parallel: Parallel,
-    target_folder: Path,
-    run: Run,
+    target_texts: list[Sample],
+    costs: Costs | None,
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates the student on the target's answers and the domains."""
+    """Return a function that evaluates the student on the target's answers and the domains.
+
+    target_texts: the target's answers. costs: those of a round; None predicts no speedup.
+    """
     chosen = config.held_out
     known = (student, teacher)
     limits = (config.data.max_length, chosen.temperature)
-    on_main = None
-    if parallel.is_main:
-        timing = make_timing(config, student, teacher.config)
-        on_main = answers_and_costs(target_folder, tokenizer, config, run.path, timing)
-    samples, costs = parallel.broadcast(on_main)
     prediction = costs and SpeedupPrediction(costs, chosen.max_new_tokens, LONGEST_DRAFT)
-    answers = HeldOutAcceptance(*known, samples, *limits, prediction)
+    answers = HeldOutAcceptance(*known, target_texts, *limits, prediction)
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
         return answers
@@ -203,12 +224,15 @@ def make_timing(config: TrainConfig, student: Any, target: Any) -> Timing:
 
 
 def make_objective(
-    config: TrainConfig, student: Any, teacher: Any
+    config: TrainConfig, student: Any, teacher: Any, recurring: int
 ) -> Distillation | LanguageModelling:
-    """Return the training objective for loss.name."""
+    """Return the training objective for loss.name.
+
+    recurring: number of samples of the training data, without those that the student writes.
+    """
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
-    states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
+    states = TeacherStates(teacher, config.loss.cache_mb * 10**6, recurring)
     return Distillation(student, teacher, config.loss.temperature, states)
 
 
@@ -255,15 +279,20 @@ def write_folder(
 
 
 def finish(
-    config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
+    config: TrainConfig,
+    run: Run,
+    student: Any,
+    target_folder: Path,
+    progress: Progress,
+    texts: dict[str, dict[str, float]],
 ) -> None:
     """Write the drafter folder with its card, and complete the manifest.
 
-    student: the model with the best weights.
+    student: the model with the best weights. texts: figures on the texts, for the manifest.
     """
     folder, best = run.artefact, progress.best
     origin = write_folder(config, folder, student, target_folder, best, progress)
-    close_run(run, origin, progress)
+    close_run(run, origin, progress, {"texts": texts})
     figures = [
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
         f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy",

@@ -179,15 +179,22 @@ def origin_of(
     )
 
 
-def close_run(run: Run, origin: Provenance, progress: Progress) -> None:
-    """Write the manifest of a finished run, with the card's figures, the best step and the time."""
+def close_run(
+    run: Run, origin: Provenance, progress: Progress, more: Mapping[str, Any] | None = None
+) -> None:
+    """Write the manifest of a finished run, with the card's figures, the best step and the time.
+
+    more: further figures, by name.
+    """
     took = {
         "best_step": progress.best_step,
         "ended_by": progress.ended_by,
         "training_seconds": round(progress.seconds, 1),
         "tokens": progress.tokens,
     }
-    run.folder.write_manifest(run.inputs, origin.acceptance | took, finished=True)
+    run.folder.write_manifest(
+        run.inputs, origin.acceptance | took | dict(more or {}), finished=True
+    )
 
 
 def write_card(

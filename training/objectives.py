@@ -4,6 +4,7 @@ All return sums over supervised tokens. Shapes: R rows, T tokens, N supervised t
 widths of student and teacher.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,9 +113,15 @@ class TeacherStates:
     uninterrupted one bit for bit.
     """
 
-    def __init__(self, teacher: Any, limit_bytes: int) -> None:
+    def __init__(self, teacher: Any, limit_bytes: int, recurring: float = math.inf) -> None:
+        """Store the teacher.
+
+        recurring: number of samples whose rows recur. Rows with later samples, whose numbers are
+        used again for other text, are not cached.
+        """
         self.teacher = teacher
         self.caches = limit_bytes > 0
+        self._recurring = recurring
         self.tokens_read = 0  # positions that the teacher has read
         self._store = MemoryStore(limit_bytes)
 
@@ -131,10 +138,12 @@ class TeacherStates:
 
     def _row(self, batch: PackedBatch, index: int) -> Tensor:
         key = batch.rows[index]
-        if (found := self._store.get(key)) is not None:
+        recurs = all(sample < self._recurring for sample in key)
+        if recurs and (found := self._store.get(key)) is not None:
             return found.states_PC
         states_NG = self._read(batch.row(index))
-        self._store.put(key, RowStates(states_NG))
+        if recurs:
+            self._store.put(key, RowStates(states_NG))
         return states_NG
 
     def _read(self, batch: PackedBatch) -> Tensor:

@@ -206,6 +206,14 @@ class Parallel:
         dist.broadcast_object_list(box)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
     def wait(self) -> None:
         if self.world_size > 1:
             dist.barrier()

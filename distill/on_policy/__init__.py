@@ -1,0 +1,1 @@
+"""On-policy distillation: rows that the student writes and the frozen target scores."""

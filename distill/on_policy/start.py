@@ -1,0 +1,104 @@
+"""What `distill.train` does with the student's text before its first step: set it up, report it."""
+
+import time
+from typing import Any
+
+from distill.config import TrainConfig
+from distill.on_policy.data import OnPolicyData
+from distill.on_policy.prompts import Prompts
+from distill.on_policy.schedule import Schedule
+from distill.on_policy.text_figures import TextFigures, measure_text
+from distill.on_policy.writer import MEASURED_TOKENS, StudentWriter
+from training.data.packing import PackedData, Sample, best_fit
+from training.parallel.strategy import Parallel
+from training.plan import bounds_of
+
+DATA_TOKENS = 8192  # tokens of the training data, and of the target's text, that are measured
+
+
+def add_student_rows(
+    data: PackedData,
+    student: Any,
+    teacher: Any,
+    config: TrainConfig,
+    parallel: Parallel,
+    stop_token_ids: tuple[int, ...],
+) -> PackedData:
+    """Return the data with rows of the student; the data itself if on_policy.share is 0.
+
+    Raises UserError if the data have no prompts, or if the student cannot be decoded.
+    """
+    chosen, max_length = config.on_policy, config.data.max_length
+    if not chosen.share:
+        return data
+    writer = StudentWriter(
+        student,
+        teacher,
+        chosen,
+        parallel,
+        max_length=max_length,
+        stop_token_ids=stop_token_ids,
+        seed=config.seed,
+    )
+    prompts = Prompts(data.samples, max_length - chosen.max_new_tokens, config.seed)
+    schedule = Schedule(chosen, data.rows_per_step, bounds_of(config.loop, data).steps)
+    return OnPolicyData(data, prompts, schedule, writer)
+
+
+def report_texts(
+    data: PackedData,
+    student: Any,
+    teacher: Any,
+    answers: list[Sample],
+    config: TrainConfig,
+    parallel: Parallel,
+) -> dict[str, dict[str, float]]:
+    """Measure the training data, the target's text and the student's, and print a line on them.
+
+    answers: the target's answers to the held-out prompts. The student's text is measured if it is
+    trained on. All ranks must call it. Returns the figures for the manifest.
+    """
+    capacity, models = data.capacity, (student, teacher)
+    of_target = best_fit([len(one.ids) for one in answers], capacity)
+    found = {
+        "data": measure_text(data.samples, data.rows, capacity, *models, DATA_TOKENS),
+        "target": measure_text(answers, of_target, capacity, *models, DATA_TOKENS),
+    }
+    if isinstance(data, OnPolicyData):
+        began = time.monotonic()
+        written = data.write_samples(MEASURED_TOKENS)
+        seconds = time.monotonic() - began
+        rows = best_fit([len(one.ids) for one in written], capacity)
+        found["student"] = measure_text(written, rows, capacity, *models, MEASURED_TOKENS)
+        if parallel.is_main:
+            pace = sum(len(one.ids) for one in written) / seconds
+            print(_describe_plan(data, pace))
+    if parallel.is_main:
+        print(_describe_texts(found, config))
+    return {name: figures.values() for name, figures in found.items()}
+
+
+def _describe_texts(found: dict[str, TextFigures], config: TrainConfig) -> str:
+    """Return the line on the texts."""
+    of_data = found["data"]
+    own = f"its own text at temperature {config.held_out.temperature:g}: {found['target']}"
+    line = (
+        f"data: the target gives a supervised token {of_data.log_prob:.2f} nats on average, and "
+        f"{of_data.argmax:.0%} are its argmax; KL(target || student) is {of_data.kl:.2f} ({own}"
+    )
+    if "student" in found:
+        line += f"; the student's at {config.on_policy.temperature:g}: {found['student']}"
+    return f"{line})"
+
+
+def _describe_plan(data: OnPolicyData, pace: float) -> str:
+    """Return the line on the student's rows. pace: tokens of such rows per second."""
+    config, prompts = data.schedule.config, data.prompts
+    seconds = config.share * config.refresh * data.rows_per_step * data.capacity / pace
+    left_out = f" ({prompts.too_long:,} too long)" if prompts.too_long else ""
+    since = f" from step {config.start + 1} on" if config.start else ""
+    return (
+        f"on-policy: the student writes {config.share:.0%} of the rows{since}, answers to "
+        f"{len(prompts):,} prompts{left_out}; every {config.refresh} steps this takes some "
+        f"{seconds:,.1f} s"
+    )
