@@ -193,7 +193,9 @@ def make_held_out(
     chosen = config.held_out
     known = (student, teacher)
     limits = (config.data.max_length, chosen.temperature)
-    prediction = costs and SpeedupPrediction(costs, chosen.max_new_tokens, LONGEST_DRAFT)
+    prediction = None
+    if costs is not None:
+        prediction = SpeedupPrediction(costs, chosen.max_new_tokens, LONGEST_DRAFT)
     answers = HeldOutAcceptance(*known, target_texts, *limits, prediction)
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:

@@ -207,8 +207,12 @@ def plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-@functools.cache
 def fields_of(schema: type[Any]) -> Mapping[str, Any]:
     """Return the names and types of a dataclass's fields, in order."""
+    return _fields_of(schema)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
+
+
+@functools.cache
+def _fields_of(schema: type[Any]) -> Mapping[str, Any]:
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
