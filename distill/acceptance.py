@@ -182,12 +182,20 @@ def score_mixture(
 ) -> dict[str, float]:
     """Score the student on the target's answers and on each domain's held-out text.
 
-    On a domain's text, which the target did not write, acceptance is the mean of sum_v min(p, q)
-    over all supervised tokens. Returns the figures of `answers`, acceptance/NAME and loss/NAME
-    (nats per token that the student drafts) of each domain, and worst_domain_acceptance.
+    Returns the figures of `answers` and of `score_domains`.
+    """
+    return answers() | score_domains(domains)
+
+
+def score_domains(domains: Mapping[str, HeldOutAcceptance]) -> dict[str, float]:
+    """Score the student on each domain's held-out text.
+
+    On such text, which the target did not write, acceptance is the mean of sum_v min(p, q) over all
+    supervised tokens. Returns acceptance/NAME and loss/NAME (nats per token that the student
+    drafts) of each domain, and worst_domain_acceptance.
     """
     sums = {name: held_out.totals() for name, held_out in domains.items()}
-    figures = answers()
+    figures: dict[str, float] = {}
     for name, of in sums.items():
         figures |= {
             f"acceptance/{name}": of.acceptance,

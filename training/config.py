@@ -83,6 +83,9 @@ class DataConfig:
     # a mixture in place of chats and texts: name -> chats, texts, held_out_chats, held_out_texts,
     # share, reference
     domains: dict[str, DomainConfig] = field(default_factory=dict)
+    # folder of a student or drafter whose card records the final shares of its training, from which
+    # the domains start; empty: each domain's share
+    shares_from: str = ""
     # base folder of the domains' relative paths; empty: the working folder
     root: str = ""
     # shares: fixed | loss (follow the gaps to reference losses) | acceptance (gaps in acceptance)

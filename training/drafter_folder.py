@@ -126,7 +126,7 @@ class Provenance:
     # target.path as configured
     target: str
     target_folder: Path
-    # sources, and the number of tokens trained on
+    # sources, the number of tokens trained on, and the final shares of domains
     data: dict[str, Any]
     # settings of the loss; {"name": None, "note": the reason} if nothing was trained
     loss: dict[str, Any]
@@ -172,11 +172,17 @@ def origin_of(
         "template": config.data.template,
         "tokens_seen": progress.tokens,
         "supervised_tokens_seen": progress.supervised,
+        **shares_on_card(config.data, progress),
     }
     acceptance = {**shown, **measured, "temperature": config.held_out.temperature}
     return Provenance(
         name, config.target.path, target_folder, data, plain(config)["loss"], acceptance
     )
+
+
+def shares_on_card(data: DataConfig, progress: Progress) -> dict[str, Any]:
+    """Return the final shares of domains for a card, if evaluations moved them."""
+    return {} if data.mixing == "fixed" else {"shares": progress.data["shares"]}
 
 
 def close_run(

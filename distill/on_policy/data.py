@@ -117,11 +117,11 @@ class OnPolicyData(PackedData):
 
     def state(self) -> dict[str, Any]:
         """Return the state of the ordinary data, and the student's current rows."""
-        return {"ordinary": self.ordinary.state(), "written": self._record}
+        return self.ordinary.state() | {"written": self._record}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; an empty dict restores the start of a run."""
-        self.ordinary.load(state.get("ordinary", {}))
+        self.ordinary.load({key: value for key, value in state.items() if key != "written"})
         record = state.get("written")
         self._use(None if record is None else StudentRows.read(record))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from distill.acceptance import HeldOutAcceptance
+from distill.acceptance import HeldOutAcceptance, score_domains
 from distill.config import PruneConfig
 from jobs.config import TrackerConfig, plain
 from jobs.files import write_text
@@ -21,6 +21,7 @@ from training.bounds import Progress
 from training.config import LoopConfig
 from training.data.from_config import row_data, rows_of_step
 from training.data.packing import PackedBatch, PackedData, Sample, collate
+from training.data.shares import start_from
 from training.loop import fit
 from training.models.build import dtype_of
 from training.models.frozen import load_frozen
@@ -56,11 +57,17 @@ class PruneContext:
     texts: dict[str, list[Sample]]
     held_out: list[Sample]
     parallel: Parallel
+    # name of a domain -> its held-out text; empty if the shares of the domains are fixed
+    domains: dict[str, list[Sample]] = field(default_factory=dict)
+    # shares at which the last training ended; the next one starts from them
+    shares: dict[str, float] = field(default_factory=dict)
     # seconds by part of the work, in this process
     seconds: dict[str, float] = field(default_factory=dict)
     # FLOPs by part of the work: products with weights, without attention scores
     flops: dict[str, float] = field(default_factory=dict)
     scorer: HeldOutAcceptance | None = None
+    # name of a domain -> the scorer on its held-out text
+    scorers: dict[str, HeldOutAcceptance] = field(default_factory=dict)
     # the target's states on the training text, shared by all distillations
     states: TeacherStates = field(init=False)
 
@@ -78,18 +85,32 @@ class PruneContext:
     def acceptance(self, student: Any) -> dict[str, float]:
         """Return the acceptance figures of a student on the held-out text."""
         if self.scorer is None:
-            self.scorer = HeldOutAcceptance(
-                student, self.teacher, self.held_out, self.config.data.max_length, 1.0
-            )
+            self.scorer = self._score(student, self.held_out)
         self.scorer.student = student
         return self.scorer()
+
+    def evaluate(self, student: Any) -> dict[str, float]:
+        """Return `acceptance` and, if the shares of domains move, the figures of each domain."""
+        figures = self.acceptance(student)
+        if not self.domains:
+            return figures
+        for name, samples in self.domains.items():
+            if name not in self.scorers:
+                self.scorers[name] = self._score(student, samples)
+            self.scorers[name].student = student
+        return figures | score_domains(self.scorers)
+
+    def _score(self, student: Any, samples: list[Sample]) -> HeldOutAcceptance:
+        capacity = self.config.data.max_length
+        return HeldOutAcceptance(student, self.teacher, samples, capacity, 1.0)
 
     def data(self, rows_a_step: int) -> PackedData:
         """Return the training text in packed rows, with domains mixed in their shares.
 
         rows_a_step: number of rows per step. Raises UserError for fewer than LEAST_ROWS rows.
         """
-        data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
+        mixture = start_from(self.config.data, self.shares)
+        data = row_data(self.texts, mixture, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
             raise UserError(
                 f"too little calibration text: found {len(data.rows)} rows of {data.capacity} "
@@ -162,7 +183,8 @@ class PruneContext:
         """Train `model` on the training text, from the checkpoint in `folder` if there is one.
 
         title: part of the work to which the seconds and FLOPs are added. evaluate: returns the
-        figures of a checkpoint.
+        figures of a checkpoint. If these move the shares of domains, the next training starts from
+        the final ones.
         """
         data = self.data(rows_of_step(self.config.data, loop))
         with self.account(title, 0.0):
@@ -170,6 +192,8 @@ class PruneContext:
                 title, objective, model, data, loop, self.parallel, folder, tracker, evaluate
             )
         self.flops[title] += flops_per_token * progress.step * loop.tokens_per_step
+        if self.domains:
+            self.shares = dict(progress.data["shares"])
         return progress
 
     def distil(
@@ -186,7 +210,7 @@ class PruneContext:
         """
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
         count, before = parameter_counts(student.config)["all"], self.states.tokens_read
-        evaluate = partial(self.acceptance, student)
+        evaluate = partial(self.evaluate, student)
         progress = self.fit(title, objective, student, loop, folder, tracker, evaluate, 6.0 * count)
         read = torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
         self.flops[title] += forward_flops(self.teacher.config) * float(self.parallel.sum(read))

@@ -39,6 +39,7 @@ from training.config import check_values
 from training.data.from_config import data_files, held_out_samples, sources, training_texts
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData
+from training.data.shares import with_initial_shares
 from training.drafter_folder import Provenance, write_model
 from training.job import TargetJob
 from training.models.build import dtype_of, load_causal_lm, refuse_own_code
@@ -111,12 +112,17 @@ def check(config: PruneConfig) -> None:
     dtype_of(config.target.dtype)
     refuse_parallel(config.target)
     refuse_own_code(config.target)
-    check_mixture(config.data, ())
+    check_mixture(config.data, ("loss", "acceptance"))
     importance, l0, kind = config.importance, config.l0, config.parallel.kind
     learns_masks, max_steps = config.mode == "l0", config.loop.max_steps
     counts = ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
     rules = {
         "mode": (config.mode in MODES, f"one of {', '.join(MODES)}"),
+        "data.mixing": (
+            config.data.mixing == "fixed" or (learns_masks and not config.masks),
+            "fixed, because only the training of masks (mode=l0, without a file of masks) moves "
+            "the shares of domains",
+        ),
         "importance.choice": (importance.choice in CHOICES, f"one of {', '.join(CHOICES)}"),
         **{f"importance.{name}": (vars(importance)[name] >= 1, "1 or more") for name in counts},
         "importance.probe_steps": (importance.probe_steps >= 0, "0 (none) or more"),
@@ -199,7 +205,9 @@ def intermediate_depths(layers: int, final: int, largest_cut: float) -> list[int
 
 def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
     """Join the other ranks, and load the target, the training text and the held-out text."""
-    parallel, data = Parallel(config.parallel, config.target.device), config.data
+    parallel = Parallel(config.parallel, config.target.device)
+    config = dataclasses.replace(config, data=with_initial_shares(config.data))
+    data = config.data
     tokenizer = load_tokenizer(target_folder)
     texts = training_texts(tokenizer, data, parallel.is_main)
     domains = held_out_samples(tokenizer, data, parallel.is_main)
@@ -208,7 +216,8 @@ def build_context(config: PruneConfig, target_folder: Path) -> PruneContext:
     rows = min(config.importance.probe_sequences, len(packed.rows))
     chosen = [held_out[index] for step in range(rows) for index in packed.step_rows(step)[0]]
     teacher = read_source(config, target_folder, parallel).model
-    return PruneContext(config, teacher, texts, chosen, parallel)
+    moving = domains if data.mixing != "fixed" else {}
+    return PruneContext(config, teacher, texts, chosen, parallel, moving)
 
 
 def run_stage(
@@ -223,6 +232,7 @@ def run_stage(
     # Only rank 0 checks: it could finish the stage before another rank checks.
     before = parallel.broadcast(read_finished_stage(done, place) if parallel.is_main else None)
     if before is not None:
+        context.shares = before.get("shares", {})
         return before
     target_hash = hash_input(source.folder)
     if config.masks:
@@ -240,6 +250,8 @@ def run_stage(
     notes |= {"seconds": dict(context.seconds), "flops": dict(context.flops)}
     context.seconds.clear()
     context.flops.clear()
+    if context.shares:
+        notes["shares"] = context.shares
     if parallel.is_main:
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
@@ -286,11 +298,12 @@ def finish(
         shutil.copyfile(last, run.path / MASKS)
     untrained = config.mode == "random"
     acceptance = {"acceptance": stages[-1]["acceptance_before_distillation"]}
+    shares = stages[-1].get("shares")
     origin = Provenance(
         config.student.name,
         config.target.path,
         resolve_model(config.target.path),
-        {"sources": sources(config.data)},
+        {"sources": sources(config.data), **({"shares": shares} if shares else {})},
         {
             "name": None,
             "note": "random weights, not trained" if untrained else "pruned, not distilled",

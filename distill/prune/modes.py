@@ -222,7 +222,7 @@ def prune_by_masks(
     def evaluate() -> dict[str, float]:
         objective.unmask()
         with apply_masks(model, masks.binary()):
-            figures = context.acceptance(model)
+            figures = context.evaluate(model)
         # The score is the step, so the last masks are the best.
         return figures | masks.figures() | {"score": float(context.parallel.inner.step)}
 
@@ -261,7 +261,7 @@ def record_stages(tracker: Tracker, stages: Sequence[Mapping[str, Any]]) -> None
     rows = []
     for number, notes in enumerate(stages, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
-        for group in (*compared, "masks", "seconds", "flops"):
+        for group in (*compared, "masks", "shares", "seconds", "flops"):
             # `masks` may also be a string, the file of a saved cut.
             if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}

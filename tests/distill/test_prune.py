@@ -484,10 +484,7 @@ def test_unaligned_widths_are_printed_as_warnings(
 
 
 def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
-    """Check that a domain with share 0 changes no score, and that one with share 0.5 does.
-
-    mixing=acceptance is refused, because pruning does not measure its figures.
-    """
+    """Check that a domain with share 0 changes no score, and that one with share 0.5 does."""
     texts = {
         "prose": CONF.parent / "LOG.md",
         "licence": CONF.parent / "assets" / "LICENSE-PYTHON.txt",
@@ -512,12 +509,6 @@ def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
     one = scores("one", 1.0)
     assert same(one, scores("both", 1.0, 0.0))
     assert not same(one, scores("half", 0.5, 0.5)), "control: shares matter"
-    domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
-    with pytest.raises(
-        UserError,
-        match="data.mixing is acceptance, whose figures this job does not measure. Expected fixed",
-    ):
-        run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 
 
 def test_the_short_distillation_uses_its_dtype(tiny_target: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.models.folder import CARD
 from jobs.paths import is_here, resolve
 from training.config import DataConfig, LoopConfig
 from training.data import corpus
@@ -14,6 +15,7 @@ from training.data.mixture import MixedData
 from training.data.packing import PackedData, Sample
 from training.data.readers import Chat, read_chats, read_texts
 from training.data.samples import chat_samples, text_samples
+from training.data.shares import with_initial_shares
 
 _STDLIB = "embedded:stdlib"
 
@@ -50,10 +52,10 @@ def row_data(
     """Pack the samples of `training_texts` into rows of data.max_length tokens.
 
     Domains, if any, are mixed according to their shares. Raises UserError, which names the key
-    of the data, if no token is supervised.
+    of the data, if no token is supervised, and if data.shares_from does not fit.
     """
     if data.domains:
-        return MixedData(texts, data, rows_per_step, seed)
+        return MixedData(texts, with_initial_shares(data), rows_per_step, seed)
     try:
         return PackedData(texts[""], data.max_length, rows_per_step, seed)
     except UserError as error:
@@ -158,7 +160,7 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
 
 
 def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
-    """Return the files and folders of both splits for the manifest.
+    """Return the files and folders of both splits, and the card of shares, for the manifest.
 
     `embedded:stdlib` is left out, as the manifest records the Python version. dry_run: print a note
     about missing files, which an earlier stage may still write, and leave them out.
@@ -169,6 +171,8 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
         for path in one.chats + one.texts + one.held_out_chats + one.held_out_texts
         if path != _STDLIB
     ]
+    if data.shares_from and not dry_run:
+        named.append(str(Path(data.shares_from, CARD)))
     absent = [path for path in named if not is_here(path)]
     if dry_run and absent:
         print(f"note: {', '.join(absent)} does not exist yet, so its tokens are not counted")

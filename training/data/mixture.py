@@ -234,6 +234,11 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
                 f"data.mixing is {data.mixing}, but data.domains is empty. Define the domains, or "
                 f"set data.mixing=fixed"
             )
+        if data.shares_from:
+            raise UserError(
+                f"data.shares_from is {data.shares_from}, but data.domains is empty. Define the "
+                f"domains, or leave data.shares_from empty"
+            )
         return
     if data.mixing not in ("fixed", *measured):
         raise UserError(
