@@ -13,16 +13,13 @@ from training.config import (
     StudentConfig,
     TrainingJobConfig,
 )
+from training.losses.config import LossConfig
 
 
 @dataclass
-class LossConfig:
+class StudentLossConfig(LossConfig):
     """Training loss of the student."""
 
-    # forward_kl: KL(teacher || student) | cross_entropy: next-token loss on the text
-    name: str = "forward_kl"
-    # temperature of teacher and student in forward_kl
-    temperature: float = 1.0
     # memory for the teacher's hidden states, with which later epochs skip its forward pass; 0: none
     cache_mb: int = 0
 
@@ -124,7 +121,7 @@ class TrainConfig(TrainingJobConfig):
     prune_mode: str = "importance"
     # largest_cut of the pruning stage of an experiment; 1: a single cut
     prune_largest_cut: float = 1.0
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: StudentLossConfig = field(default_factory=StudentLossConfig)
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to

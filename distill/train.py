@@ -49,14 +49,19 @@ from training.held_out.speedup import (
     describe_prediction,
 )
 from training.job import TargetJob, fit_recorded
+from training.losses.config import (
+    CROSS_ENTROPY,
+    describe_loss,
+    loss_rules,
+    parts_of,
+    uses_teacher,
+)
 from training.models.build import check_target, dtype_of, known_config, load_causal_lm
 from training.models.frozen import load_frozen
 from training.models.shapes import millions, sizes_of
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
-
-LOSSES = ("forward_kl", "cross_entropy")
 
 
 class Distil(TargetJob[TrainConfig]):
@@ -144,8 +149,7 @@ def check(config: TrainConfig) -> None:
     loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
     own = config.on_policy
     rules = {
-        "loss.name": (loss.name in LOSSES, " or ".join(LOSSES)),
-        "loss.temperature": (loss.temperature > 0, "more than 0"),
+        **loss_rules(loss),
         "loss.cache_mb": (
             not loss.cache_mb or kind not in SHARDED_WEIGHTS,
             f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
@@ -153,9 +157,9 @@ def check(config: TrainConfig) -> None:
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
         **cost_rules(held_out),
         "on_policy.share": (
-            0 <= own.share < 1 and (not own.share or loss.name != "cross_entropy"),
-            "from 0 (off) to below 1, and 0 with loss.name=cross_entropy, which has no teacher to "
-            "score the student's text",
+            0 <= own.share < 1 and (not own.share or CROSS_ENTROPY not in parts_of(loss)),
+            "from 0 (off) to below 1, and 0 with cross_entropy, alone or in a mixture, which has "
+            "no teacher to score the student's text",
         ),
         "on_policy.max_new_tokens": (
             not own.share or own.max_new_tokens < config.data.max_length,
@@ -228,14 +232,14 @@ def make_timing(config: TrainConfig, student: Any, target: Any) -> Timing:
 def make_objective(
     config: TrainConfig, student: Any, teacher: Any, recurring: int
 ) -> Distillation | LanguageModelling:
-    """Return the training objective for loss.name.
+    """Return the training objective for the loss.
 
     recurring: number of samples of the training data, without those that the student writes.
     """
-    if config.loss.name == "cross_entropy":
+    if not uses_teacher(config.loss):
         return LanguageModelling(student)
     states = TeacherStates(teacher, config.loss.cache_mb * 10**6, recurring)
-    return Distillation(student, teacher, config.loss.temperature, states)
+    return Distillation(student, teacher, config.loss, states)
 
 
 def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
@@ -252,9 +256,10 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
     )
     # The progress bar predicts the remaining time from steps that also run the teacher.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
-    remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
+    remembers = uses_teacher(config.loss) and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
-    print(f"plan: {describe_plan(config.loop, data)}{slow_first}")
+    loss = describe_loss(config.loss)
+    print(f"plan: {describe_plan(config.loop, data)}; loss {loss}{slow_first}")
 
 
 def write_folder(

@@ -5,7 +5,7 @@ widths of student and teacher.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,15 @@ from training.data.packing import PackedBatch
 from training.draft_vocabulary import index_tokens
 from training.features.stores import MemoryStore, RowStates
 from training.losses.chunked import (
+    RowLoss,
     chunked_cross_entropy,
-    chunked_forward_kl,
+    chunked_loss,
     cross_entropy_rows,
     listed_cross_entropy_rows,
 )
-from training.losses.soft import chunked_kl_on_tokens
+from training.losses.config import LossConfig, teacher_temperature
+from training.losses.family import Reference, reference_rows
+from training.losses.teacher import Teacher, TeacherRows
 from training.models.attention import document_mask
 from training.optimizer import Rate
 
@@ -59,20 +62,23 @@ class LanguageModelling(StaticObjective):
         A token outside the model's draft vocabulary has no loss and counts as wrong.
         """
         hidden_NH = batch.at_supervised(hidden_states(self.model, batch))
-        labels_N, rows = batch.at_supervised(batch.next_RT), cross_entropy_rows
-        ids_V = token_ids(self.model)
-        if ids_V is not None:
-            labels_N = index_tokens(ids_V, self.model.config.vocab_size)[labels_N]
-            rows = listed_cross_entropy_rows
+        labels_N, rows = drafted_labels(self.model, batch)
         return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, labels_N, rows=rows)
 
 
-class Distillation(StaticObjective):
-    """Forward KL from a frozen teacher at the supervised positions.
+def drafted_labels(model: Any, batch: PackedBatch) -> tuple[Tensor, RowLoss]:
+    """Return the supervised tokens as indices of the model's logits, and the cross-entropy of rows.
 
-    With a draft vocabulary the sum over its tokens: mass x KL(p / mass || q), where mass is the
-    teacher's probability of these tokens.
+    The index of a token outside the model's draft vocabulary is -1.
     """
+    labels_N, ids_V = batch.at_supervised(batch.next_RT), token_ids(model)
+    if ids_V is None:
+        return labels_N, cross_entropy_rows
+    return index_tokens(ids_V, model.config.vocab_size)[labels_N], listed_cross_entropy_rows
+
+
+class Distillation(StaticObjective):
+    """A loss against a frozen teacher at the supervised positions (training/losses/soft.py)."""
 
     metric_names = ("acceptance",)
 
@@ -80,28 +86,36 @@ class Distillation(StaticObjective):
         self,
         student: Any,
         teacher: Any,
-        temperature: float = 1.0,
+        loss: LossConfig | None = None,
         states: "TeacherStates | None" = None,
     ) -> None:
         """Store the models.
 
-        temperature: divides the logits of both. states: a cache of the teacher's states that
-        several students share; None: no cache.
+        loss: settings of a loss that reads the teacher; None: forward KL. states: a cache of the
+        teacher's states that several students share; None: no cache.
         """
         super().__init__()
         self.student = student
-        self.temperature = temperature
+        self.loss = loss or LossConfig()
         self._states = states or TeacherStates(teacher, 0)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return sums over supervised tokens: KL(teacher || student) in nats, and min(p, q) [1]."""
-        teacher_NG = self._states(batch)
+        """Return sums over supervised tokens: the loss in nats, and alpha = sum min(p, q) [1]."""
+        teacher = self._teacher(batch)
         hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
-        weights = (self.student.lm_head.weight, teacher_NG, self._states.teacher.lm_head.weight)
-        ids_V = token_ids(self.student)
-        if ids_V is None:
-            return chunked_forward_kl(hidden_NH, *weights, temperature=self.temperature)
-        return chunked_kl_on_tokens(hidden_NH, *weights, ids_V, temperature=self.temperature)
+        labels_N, token_rows = drafted_labels(self.student, batch)
+
+        def reference(start: int, end: int) -> Reference:
+            return Reference(labels_N[start:end], teacher(start, end))
+
+        rows = reference_rows(self.loss, token_rows)
+        return chunked_loss(hidden_NH, self.student.lm_head.weight, rows, reference)
+
+    def _teacher(self, batch: PackedBatch) -> Callable[[int, int], TeacherRows]:
+        """Return a function from supervised tokens [start, end) to the teacher's distributions."""
+        weight_TG = self._states.teacher.lm_head.weight
+        temperature, ids_V = teacher_temperature(self.loss), token_ids(self.student)
+        return Teacher(self._states(batch), weight_TG, temperature, ids_V).at
 
 
 class TeacherStates:

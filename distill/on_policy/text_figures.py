@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decoding.models.draft_vocabulary import token_ids
 from training.data.packing import Sample, collate
-from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
-from training.losses.soft import chunked_kl_on_tokens
+from training.losses.chunked import chunked_cross_entropy
+from training.losses.family import chunked_forward_kl
 from training.objectives import hidden_states
 
 
@@ -64,11 +63,7 @@ def measure_text(
         labels_N = batch.at_supervised(batch.next_RT)
         loss, correct = chunked_cross_entropy(teacher_NG, teacher.lm_head.weight, labels_N)
         weights = (student.lm_head.weight, teacher_NG, teacher.lm_head.weight)
-        kl: Tensor
-        if ids_V is None:
-            kl, _ = chunked_forward_kl(student_NH, *weights)
-        else:
-            kl, _ = chunked_kl_on_tokens(student_NH, *weights, ids_V)
+        kl, _ = chunked_forward_kl(student_NH, *weights, shortlist_V=ids_V)
         totals += torch.stack([-loss, correct[0], kl]).double().cpu()
         tokens += batch.supervised
     log_prob, argmax, kl_mean = (totals / max(1, tokens)).tolist()

@@ -16,7 +16,7 @@ from decoding.loop import decode
 from decoding.models.hf import HFTarget
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from distill.config import LossConfig, OnPolicyConfig, TrainConfig
+from distill.config import OnPolicyConfig, StudentLossConfig, TrainConfig
 from distill.on_policy.data import OnPolicyData
 from distill.on_policy.prompts import TEXT_PROMPT_TOKENS, Prompts, lengths_of
 from distill.on_policy.schedule import Schedule
@@ -266,6 +266,7 @@ def test_a_student_that_cannot_be_decoded_is_refused():
         ({"share": 1.0}, "forward_kl", "share is 1.0, expected from 0 .off. to below 1"),
         ({"share": -0.1}, "forward_kl", "share is -0.1"),
         ({"share": 0.5}, "cross_entropy", "share is 0.5, .*no teacher"),
+        ({"share": 0.5}, "mixture", "share is 0.5, .*no teacher"),
         ({"refresh": 0}, "forward_kl", "refresh is 0, expected 1 or more"),
         ({"start": -1}, "forward_kl", "start is -1, expected 0 or more"),
         ({"warmup_steps": -1}, "forward_kl", "warmup_steps is -1, expected 0 or more"),
@@ -279,7 +280,9 @@ def test_a_student_that_cannot_be_decoded_is_refused():
     ],
 )
 def test_invalid_values_are_refused(chosen: dict[str, Any], loss: str, words: str):
-    config = TrainConfig(on_policy=OnPolicyConfig(**chosen), loss=LossConfig(name=loss))
+    config = TrainConfig(on_policy=OnPolicyConfig(**chosen), loss=StudentLossConfig(name=loss))
+    if loss == "mixture":
+        config.loss.parts |= {"forward_kl": 0.9, "cross_entropy": 0.1}
     with pytest.raises(UserError, match=f"on_policy.{words}"):
         check(config)
     check(TrainConfig())

@@ -324,7 +324,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
     ("overrides", "words"),
     [
         (["target.path=/no/such/model"], "target.path=/no/such/model does not exist"),
-        (["loss.name=mse"], "expected forward_kl or cross_entropy"),
+        (["loss.name=mse"], "expected one of forward_kl, reverse_kl, .*, cross_entropy, mixture"),
         (["data.chats=[]"], "the train split is empty"),
         (
             ["data.max_length=9", "held_out.max_new_tokens=4"],
@@ -381,7 +381,10 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
         ("loss.temperature=0", "loss.temperature is 0.0, expected more than 0"),
         ("held_out.max_prompts=0", "held_out.max_prompts is 0, expected 1 or more"),
         ("data.max_bad=-1", "data.max_bad is -1.0, expected a share from 0 to 1"),
-        ("loss.name=reverse_kl", "loss.name is reverse_kl, expected forward_kl or cross_entropy"),
+        (
+            "loss.name=forwards_kl",
+            "loss.name is forwards_kl, expected one of .*; the nearest is forward_kl",
+        ),
         ("target.backend=fast", "target.backend 'fast' is unknown, expected one of native, hf"),
         ("target.parallel=tp", "target.parallel is tp .*expected none and 0"),
         ("target.processes=2", "target.processes=2, expected none and 0"),

@@ -391,8 +391,8 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
     ("override", "words"),
     [
         (
-            "loss.name=reverse_kl",
-            "loss.name is reverse_kl, expected one of cross_entropy, continuations, forward_kl, ",
+            "loss.name=continuation",
+            "loss.name is continuation, expected one of .*; the nearest is continuations",
         ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),

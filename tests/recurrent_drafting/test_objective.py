@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,13 +20,14 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes
 from tests.support import tiny_heads as tiny
-from tests.support.eager_losses import eager_soft
 from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
-from training.heads.loss_config import HeadLossConfig
+from training.heads.loss_config import D_PACE, HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, positions
+from training.losses.config import uses_teacher
+from training.losses.eager import d_pace, overlap, p_and_q, row_losses
 from training.losses.heads import chunked_argmax
 from training.objectives import hidden_states
 
@@ -68,7 +68,7 @@ def predict_plainly(
             own, behind = bool(loss.own_tokens), ids[t + 1 :].tolist()
             if loss.name == "continuations" and document.mask[t + 2 :].any():
                 behind = continue_plainly(number, t)
-            state, taken = None, -1
+            state, taken, each, chances = None, -1, {}, torch.zeros(1, loss.predict_n_tokens)
             for i in range(loss.predict_n_tokens):
                 if t + 2 + i >= len(ids):
                     break
@@ -80,22 +80,32 @@ def predict_plainly(
                 if not document.mask[t + 2 + i]:
                     continue
                 counts[i] += 1
-                total = total + loss.decay**i * one_loss(
+                each[i], chances[0, i] = one_loss(
                     head, logits, behind[i + 1], hidden[t + 1 + i] @ lm_head.T, loss
                 )
+            weights = [loss.decay**i for i in range(loss.predict_n_tokens)]
+            if loss.depth_weights == D_PACE:
+                present = torch.tensor([[i in each for i in range(loss.predict_n_tokens)]])
+                weights = d_pace(chances, present, loss.d_pace_alpha)[0].tolist()
+            total = total + sum(weights[i] * one for i, one in each.items())
     return total, counts
 
 
 def one_loss(
     head: RecurrentHead, logits: Tensor, label: int, targets: Tensor, loss: HeadLossConfig
-) -> Tensor:
-    drafted = range(tiny.VOCABULARY) if head.token_ids_V is None else head.token_ids_V.tolist()
-    if loss.name in ("cross_entropy", "continuations"):
-        if label not in drafted:
-            return logits.sum() * 0
-        return F.cross_entropy(logits[None], torch.tensor([list(drafted).index(label)]))
-    log_p = F.log_softmax(targets / loss.temperature, dim=-1)[list(drafted)]
-    return eager_soft(loss.name, logits[None] / loss.temperature, log_p[None])[0]
+) -> tuple[Tensor, float]:
+    """Return the loss of one prediction and its chance of acceptance."""
+    listed = range(tiny.VOCABULARY) if head.token_ids_V is None else head.token_ids_V.tolist()
+    index = list(listed).index(label) if label in listed else -1
+    plain = HeadLossConfig("cross_entropy") if loss.name == "continuations" else loss
+    shortlist = torch.tensor(list(listed))
+    given = (plain, logits[None], targets[None], torch.tensor([index]), shortlist)
+    each = row_losses(*given)[0] + logits.sum() * 0
+    if uses_teacher(plain):
+        return each, float(
+            overlap(*p_and_q(plain, logits.detach()[None], targets.detach()[None], shortlist))
+        )
+    return each, float(logits.detach().softmax(dim=-1)[index]) if index >= 0 else 0.0
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -105,6 +115,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("projected", {"name": "lk", "decay": 0.8}),
     ("shortlist", {"name": "lk"}),
     ("without recurrence", {"name": "lk_hybrid"}),
+    ("recurrent", {"name": "jsd", "temperature": 1.5, "teacher_temperature": 0.8}),
+    ("shortlist", {"name": "mixture", "parts": {"lk": 0.5, "cross_entropy": 1.5}}),
+    ("shortlist", {"depth_weights": "d_pace", "d_pace_alpha": 0.2}),
+    ("recurrent", {"name": "lk_hybrid", "depth_weights": "d_pace"}),
     ("recurrent", {"own_tokens": 1.0}),
     ("shortlist", {"own_tokens": 1.0, "name": "lk"}),
     ("recurrent", {"name": "continuations", "decay": 0.8}),

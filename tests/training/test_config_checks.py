@@ -106,6 +106,8 @@ CASES = [
     (TRAIN, "student.hidden_size", HUGE),
     (TRAIN, "student.intermediate_size", HUGE),
     (TRAIN, "loss.temperature", NAN),
+    (TRAIN, "loss.teacher_temperature", -1.0),
+    (HEADS, "loss.jsd_beta", 1.0),
     (TRAIN, "held_out.temperature", NAN),
     (TRAIN, "held_out.cost_seconds", 0.0),
     (TRAIN, "held_out.cost_seconds", NAN),

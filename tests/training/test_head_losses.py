@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.bench.common import peak_bytes
-from tests.support.eager_losses import eager_soft
 from training.losses.chunked import (
     Outputs,
     RowLoss,
@@ -17,11 +16,16 @@ from training.losses.chunked import (
     cross_entropy_rows,
     listed_cross_entropy_rows,
 )
-from training.losses.heads import chunked_argmax, chunked_by_head
-from training.losses.soft import Teacher, TeacherRows, kl_rows, lk_hybrid_rows, lk_rows
+from training.losses.config import LossConfig
+from training.losses.eager import d_pace, row_losses
+from training.losses.heads import chunked_argmax, chunked_by_head, d_pace_weights, decay_weights
+from training.losses.soft import SOFT_LOSSES, soft_rows
+from training.losses.teacher import Teacher, TeacherRows
 
 N, E, G, V, K = 37, 6, 5, 23, 3
-SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}
+SOFT: dict[str, RowLoss] = {
+    name: soft_rows(SOFT_LOSSES[name](LossConfig())) for name in ("forward_kl", "lk", "lk_hybrid")
+}
 LISTED = torch.tensor([0, 2, 3, 7, 8, 11, 19, 22])
 # up to three rows share a position of the teacher; some positions have no row
 JUDGES = torch.arange(N) // 3 + torch.arange(N) // 11
@@ -29,6 +33,10 @@ JUDGES = torch.arange(N) // 3 + torch.arange(N) // 11
 
 def shared(teacher: Teacher) -> Callable[[int, int], TeacherRows]:
     return teacher.shared(JUDGES, JUDGES.numpy())
+
+
+def decayed(head: Tensor, decay: float = 0.8) -> Tensor:
+    return decay_weights(head, decay, torch.float64)
 
 
 def inputs(outputs: int = V) -> tuple[Tensor, ...]:
@@ -54,11 +62,12 @@ def test_soft_losses_by_head_equal_their_eager_twins(
     against = shared(Teacher(teacher, teacher_weight, temperature, shortlist))
     rows = at_temperature(SOFT[name], temperature)
     loss, sums = chunked_by_head(
-        features, Outputs([weight]), rows, against, head, K, decay=0.8, chunk=10
+        features, Outputs([weight]), rows, against, head, K, decayed(head), chunk=10
     )
-    log_p = F.log_softmax(teacher[JUDGES] @ teacher_weight.T / temperature, dim=-1)
-    log_p = log_p if shortlist is None else log_p[:, shortlist]
-    each = eager_soft(name, features @ weight.T / temperature, log_p)
+    targets = teacher[JUDGES] @ teacher_weight.T
+    each = row_losses(
+        LossConfig(name, temperature=temperature), features @ weight.T, targets, None, shortlist
+    )
     twin = (each * 0.8**head).sum()
     torch.testing.assert_close(loss, twin)
     for chunked, theirs in zip(
@@ -67,7 +76,9 @@ def test_soft_losses_by_head_equal_their_eager_twins(
     ):
         torch.testing.assert_close(chunked, theirs)
     q = torch.softmax(features @ weight.T / temperature, dim=-1)
-    alpha = torch.minimum(log_p.exp(), q).sum(dim=-1).detach()
+    p = torch.softmax(targets / temperature, dim=-1)
+    p = p if shortlist is None else p[:, shortlist]
+    alpha = torch.minimum(p, q).sum(dim=-1).detach()
     for i in range(K):
         torch.testing.assert_close(sums[i], alpha[head == i].sum())
         torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
@@ -78,16 +89,10 @@ def test_gradients_against_finite_differences(name: str):
     features, weight, teacher, teacher_weight, head = inputs()
     against = shared(Teacher(teacher, teacher_weight))
     # lambda gets no gradient, so the result is not the value's gradient; eta 0 is KL
-    if name == "lk_hybrid":
-        assert torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(
-                f, Outputs([w]), lk_hybrid_rows(0.0), against, head, K, chunk=8
-            )[0],
-            (features, weight),
-        )
-        return
+    rows = soft_rows(SOFT_LOSSES[name](LossConfig(lk_eta=0.0)))
+    weights = decayed(head)
     assert torch.autograd.gradcheck(
-        lambda f, w: chunked_by_head(f, Outputs([w]), SOFT[name], against, head, K, chunk=8)[0],
+        lambda f, w: chunked_by_head(f, Outputs([w]), rows, against, head, K, weights, 8)[0],
         (features, weight),
     )
 
@@ -97,12 +102,14 @@ def test_gradcheck_rejects_a_wrong_gradient():
     against = shared(Teacher(teacher, teacher_weight))
 
     def forgetful(logits: Tensor, judgement: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-        loss, gradient, metric = lk_rows(logits, judgement)
+        loss, gradient, metric = SOFT["lk"](logits, judgement)
         return loss, gradient * metric, metric  # the control: TV's gradient for -log alpha
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, Outputs([w]), forgetful, against, head, K, chunk=8)[0],
+            lambda f, w: chunked_by_head(
+                f, Outputs([w]), forgetful, against, head, K, decayed(head), 8
+            )[0],
             (features, weight),
         )
 
@@ -112,7 +119,7 @@ def test_a_drafter_equal_to_its_teacher_has_zero_loss():
     head = torch.zeros(N, dtype=torch.long)
     for rows in SOFT.values():
         loss, sums = chunked_by_head(
-            teacher, Outputs([weight]), rows, Teacher(teacher, weight).at, head, 1
+            teacher, Outputs([weight]), rows, Teacher(teacher, weight).at, head, 1, decayed(head)
         )
         assert abs(float(loss)) < 1e-9
         assert abs(float(sums[0]) - N) < 1e-9
@@ -129,6 +136,7 @@ def test_labels_outside_the_shortlist_have_no_loss_and_count_as_wrong():
         lambda a, b: labels.where(~outside, -1)[a:b],
         head,
         K,
+        decayed(head, 1.0),
         chunk=10,
     )
     kept = ~outside
@@ -165,7 +173,7 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     weight = torch.randn(V, E, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.long)
     loss, sums = chunked_by_head(
-        features, Outputs([weight]), cross_entropy_rows, lambda a, b: empty[a:b], empty, K
+        features, Outputs([weight]), cross_entropy_rows, lambda a, b: empty[a:b], empty, K, empty
     )
     loss.backward()
     assert (loss.item(), sums.tolist()) == (0.0, [0.0] * 2 * K)
@@ -198,6 +206,7 @@ def test_memory_of_all_heads_is_a_chunks():
             lambda a, b: labels[a:b],
             head,
             heads,
+            torch.ones(rows),
             chunk=64,
         )[0]
 
@@ -229,10 +238,12 @@ def test_every_head_can_have_an_output_layer(name: str, chunk: int):
     features, outputs, head = grouped(chunk)
     *_, teacher, teacher_weight, _ = inputs()
     against = shared(Teacher(teacher, teacher_weight))
-    loss, sums = chunked_by_head(features, outputs, SOFT[name], against, head, K, 0.8, chunk)
+    loss, sums = chunked_by_head(
+        features, outputs, SOFT[name], against, head, K, decayed(head), chunk
+    )
     weights = torch.stack(list(outputs.weights))
     logits = torch.einsum("ne,nve->nv", features, weights[head])
-    each = eager_soft(name, logits, F.log_softmax(teacher[JUDGES] @ teacher_weight.T, dim=-1))
+    each = row_losses(LossConfig(name), logits, teacher[JUDGES] @ teacher_weight.T)
     twin = (each * 0.8**head).sum()
     torch.testing.assert_close(loss, twin)
     trained = (features, *outputs.weights[1:])  # the first layer is frozen
@@ -244,7 +255,7 @@ def test_every_head_can_have_an_output_layer(name: str, chunk: int):
         torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
     # the control: all rows through one layer
     alone = Outputs(outputs.weights[:1])
-    other, _ = chunked_by_head(features, alone, SOFT[name], against, head, K, 0.8, chunk)
+    other, _ = chunked_by_head(features, alone, SOFT[name], against, head, K, decayed(head), chunk)
     assert not torch.allclose(loss, other)
 
 
@@ -275,6 +286,7 @@ def test_memory_of_several_output_layers_is_a_chunks_and_their_gradients():
             lambda a, b: labels[a:b],
             head,
             heads,
+            torch.ones(rows),
             chunk=64,
         )[0]
 
@@ -290,3 +302,25 @@ def test_memory_of_several_output_layers_is_a_chunks_and_their_gradients():
     size = rows * vocabulary * 4
     assert peak_bytes(lambda: chunked().backward()) < size / 3
     assert peak_bytes(lambda: eager().backward()) > size  # the control
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_d_pace_weights_equal_their_eager_twin(alpha: float):
+    """Check the weights of drafts of which some depths have no prediction.
+
+    They are derivatives of the expected accepted length with respect to log a.
+    """
+    torch.manual_seed(3)
+    chances, present = torch.rand(7, 4, dtype=torch.float64), torch.rand(7, 4) > 0.3
+    draft, head = present.nonzero(as_tuple=True)
+    order = torch.randperm(len(draft))
+    found = d_pace_weights(chances[present][order], draft[order], head[order], 7, 4, alpha)
+    expected = d_pace(chances, present, alpha)[draft, head][order]
+    torch.testing.assert_close(found, expected)
+
+    log_a = ((1 - alpha) * chances + alpha).log().requires_grad_(True)
+    reached = torch.where(present, log_a, 0).cumsum(dim=1).exp() * present
+    (slopes,) = torch.autograd.grad(reached.sum(), log_a)
+    torch.testing.assert_close(found, slopes[draft, head][order])
+    other = d_pace_weights(chances[present][order], draft[order], head[order], 7, 4, 1.0)
+    assert not torch.allclose(found, other), "the control: chances of 1"

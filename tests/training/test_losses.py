@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from scripts.bench.common import peak_bytes
-from tests.support.eager_losses import eager_soft
 from training.draft_vocabulary import index_tokens
 from training.losses.chunked import (
     chunked_cross_entropy,
-    chunked_forward_kl,
     listed_cross_entropy_rows,
 )
-from training.losses.soft import chunked_kl_on_tokens
+from training.losses.config import LossConfig
+from training.losses.eager import row_losses
+from training.losses.family import chunked_forward_kl
 
 N, H, G, V = 37, 6, 5, 23
 
@@ -37,8 +37,22 @@ def eager_forward_kl(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """Return the sum of KL(teacher || student), computed with autograd from full logits."""
-    log_p = torch.log_softmax(teacher @ teacher_weight.T / temperature, dim=-1)
-    return eager_soft("forward_kl", hidden @ weight.T / temperature, log_p).sum()
+    loss = LossConfig(temperature=temperature)
+    return row_losses(loss, hidden @ weight.T, teacher @ teacher_weight.T).sum()
+
+
+def chunked_kl_on_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    shortlist: torch.Tensor,
+    chunk: int,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return chunked_forward_kl(
+        hidden, weight, teacher, teacher_weight, chunk, temperature, shortlist
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 10, 64])

@@ -14,7 +14,7 @@ from training.data.mixture import check_mixture
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig
 from training.heads.kind import HeadKind
-from training.heads.loss_config import CONTINUATIONS, LOSSES, uses_teacher
+from training.heads.loss_config import CONTINUATIONS, HEAD_LOSSES, head_loss_rules
 from training.held_out.costs import cost_rules
 from training.models.build import check_target
 
@@ -29,33 +29,16 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     check_target(config.target, config.parallel)
     check_mixture(config.data, ())
     check_layers(kind.taps(shape), target.num_hidden_layers)
-    heads = config.loss.predict_n_tokens
     drafted = shape.num_drafted
     check_values(
         config,
         {
-            "loss.predict_n_tokens": (
-                2 <= heads <= config.data.max_length - 2,
-                "2 or more, and at most data.max_length less 2",
-            ),
-            "loss.decay": (config.loss.decay > 0, "more than 0"),
-            "loss.temperature": (
-                config.loss.temperature > 0
-                and (uses_teacher(config.loss) or config.loss.temperature == 1),
-                "more than 0, and 1 for losses on tokens, which have no distribution to soften",
-            ),
-            "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
-            "loss.own_tokens": (
-                0 <= config.loss.own_tokens <= 1
-                and (kind.reads_tokens or not config.loss.own_tokens),
-                "a share from 0 to 1" if kind.reads_tokens else "0: no draft reads its own tokens",
-            ),
+            **choice_rules(config, kind.reads_tokens),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",
             ),
             **kind.rules(config, shape),
-            **choice_rules(config),
             **cost_rules(config.held_out),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
@@ -72,22 +55,24 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
-def choice_rules(config: HeadJobConfig) -> dict[str, tuple[bool, str]]:
+def choice_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[bool, str]]:
     """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
-    All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
-    continue its texts row by row.
+    reads_tokens: whether the head's predictions depend on drafted tokens. All ranks run a sharded
+    target together, so no rank can skip a forward, as a store does, or continue its texts row by
+    row.
     """
-    losses: Sequence[str] = LOSSES
+    losses: Sequence[str] = HEAD_LOSSES
     caches: Sequence[str] = CACHES
-    reason = ""
+    reason = shared = ""
     if config.data.domains:
         caches, reason = CACHES[:2], " with data.domains"
     if config.parallel.kind in SHARDED_WEIGHTS:
-        losses, caches = [name for name in LOSSES if name != CONTINUATIONS], CACHES[:1]
-        reason = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
+        losses, caches = [name for name in HEAD_LOSSES if name != CONTINUATIONS], CACHES[:1]
+        shared = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
+        reason = shared
     return {
-        "loss.name": (config.loss.name in losses, f"one of {', '.join(losses)}{reason}"),
+        **head_loss_rules(config.loss, losses, shared, config.data.max_length, reads_tokens),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
     }
 

@@ -17,8 +17,9 @@ from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
-from training.heads.loss_config import num_continued_tokens, uses_teacher
+from training.heads.loss_config import num_continued_tokens
 from training.heads.measure import HeadStatistics, measure
+from training.losses.config import uses_teacher
 from training.models.build import dtype_of, print_missing
 from training.models.shapes import cache_bytes_per_token, forward_flops, millions, parameter_counts
 from training.parallel.memory_plan import (

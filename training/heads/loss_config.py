@@ -1,36 +1,61 @@
 """Settings of the head's loss, in a module that imports no Hydra packages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from training.losses.config import LOSSES, LossConfig, loss_rules
+
+CONTINUATIONS = "continuations"
+DECAY, D_PACE = "decay", "d_pace"
+HEAD_LOSSES = (*LOSSES, CONTINUATIONS)
 
 
 @dataclass
-class HeadLossConfig:
+class HeadLossConfig(LossConfig):
     """The labels or distributions that a head learns, and the weights of the losses."""
 
     # cross_entropy: the text's tokens | continuations: the target's greedy tokens at each position
-    # (the paper's distillation) | forward_kl | lk (-log acceptance) | lk_hybrid
+    # (the paper's distillation) | against the target's distribution: forward_kl | reverse_kl | jsd
+    # | skewed_kl | skewed_reverse_kl | tv | lk (-log acceptance) | lk_hybrid | weighted sum of
+    # `parts`: mixture
     name: str = "cross_entropy"
     # number of heads, which predict the tokens after the next one
     predict_n_tokens: int = 5
+    # weights of the heads' losses: decay | d_pace (from the chances of acceptance, in its place)
+    depth_weights: str = "decay"
     # weight of a head's loss relative to the previous head's
     decay: float = 1.0
-    # divides the logits of head and target; must be 1 for losses on tokens
-    temperature: float = 1.0
-    # lk_hybrid: rate at which KL gives way to acceptance as acceptance grows
-    lk_eta: float = 3.0
+    # d_pace: smallest factor of a head's chance in the weights; 1: all heads count as accepted
+    d_pace_alpha: float = 0.5
     # training-time test: share of the drafts that continue from the head's own tokens
     own_tokens: float = 0.0
 
 
-CONTINUATIONS = "continuations"
+def head_loss_rules(
+    loss: HeadLossConfig, names: Sequence[str], reason: str, max_length: int, reads_tokens: bool
+) -> dict[str, tuple[bool, str]]:
+    """Return the rules of the settings: key -> (validity of its value, expected values).
 
-
-LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
-
-
-def uses_teacher(loss: HeadLossConfig) -> bool:
-    """Return whether the loss needs the target's distribution for every prediction."""
-    return loss.name not in ("cross_entropy", CONTINUATIONS)
+    names, reason: the losses that the job accepts, and words that follow them in a message.
+    max_length: tokens of a row. reads_tokens: whether predictions depend on drafted tokens.
+    """
+    return {
+        "loss.predict_n_tokens": (
+            2 <= loss.predict_n_tokens <= max_length - 2,
+            "2 or more, and at most data.max_length less 2",
+        ),
+        "loss.decay": (loss.decay > 0, "more than 0"),
+        "loss.depth_weights": (
+            loss.depth_weights in (DECAY, D_PACE),
+            f"one of {DECAY}, {D_PACE}",
+        ),
+        "loss.d_pace_alpha": (0 <= loss.d_pace_alpha <= 1, "a share from 0 to 1"),
+        "loss.own_tokens": (
+            0 <= loss.own_tokens <= 1 and (reads_tokens or not loss.own_tokens),
+            "a share from 0 to 1" if reads_tokens else "0: no draft reads its own tokens",
+        ),
+        **loss_rules(loss, names, reason),
+    }
 
 
 def num_continued_tokens(loss: HeadLossConfig) -> int:

@@ -19,18 +19,24 @@ from training.bounds import Place
 from training.data.packing import PackedBatch
 from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
-from training.heads.loss_config import HeadLossConfig, num_continued_tokens, uses_teacher
+from training.heads.loss_config import D_PACE, HeadLossConfig, num_continued_tokens
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import (
     Outputs,
-    RowLoss,
-    at_temperature,
     cross_entropy_rows,
     listed_cross_entropy_rows,
+    widen,
 )
-from training.losses.heads import chunked_by_head
-from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
+from training.losses.config import teacher_temperature, uses_teacher
+from training.losses.family import Reference, acceptance_rows, reference_rows
+from training.losses.heads import (
+    chunked_by_head,
+    chunked_chances,
+    d_pace_weights,
+    decay_weights,
+)
+from training.losses.teacher import Teacher
 from training.objectives import StaticObjective
 
 
@@ -76,26 +82,40 @@ class HeadObjective(StaticObjective):
             self.head, states, batch, where, states.select_taps(states_PC)
         )
         outputs = Outputs(weights, where.heads if several else None)
-        rows, against = self._reference(states_PC, where)
-        return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, loss.decay)
+        against = self._reference(states_PC, where)
+        tokens = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
+        rows = reference_rows(loss, tokens)
+        weights_N = self._weights(features_NE, outputs, where, against)
+        return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, weights_N)
 
-    def _reference(
-        self, states_PC: Tensor, where: Positions
-    ) -> tuple[RowLoss, Callable[[int, int], Any]]:
-        """Return the row loss, and a function from (start, end) to the reference of these rows."""
+    def _reference(self, states_PC: Tensor, where: Positions) -> Callable[[int, int], Reference]:
+        """Return a function from predictions [start, end) to what they learn."""
+        labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
         if not uses_teacher(self.loss):
-            labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
-            rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
-            return rows, lambda start, end: labels_N[start:end]
-        temperature, final_PH = self.loss.temperature, self.states.select_final(states_PC)
-        teacher = Teacher(final_PH, self.states.lm_head, temperature, self.head.token_ids_V)
-        kinds: dict[str, RowLoss] = {
-            "forward_kl": kl_rows,
-            "lk": lk_rows,
-            "lk_hybrid": lk_hybrid_rows(self.loss.lk_eta),
-        }
-        return at_temperature(kinds[self.loss.name], temperature), teacher.shared(
-            where.targets_N, where.targets
+            return lambda start, end: Reference(labels_N[start:end])
+        teacher = Teacher(
+            self.states.select_final(states_PC),
+            self.states.lm_head,
+            teacher_temperature(self.loss),
+            self.head.token_ids_V,
+        ).shared(where.targets_N, where.targets)
+        return lambda start, end: Reference(labels_N[start:end], teacher(start, end))
+
+    def _weights(
+        self,
+        features_NE: Tensor,
+        outputs: Outputs,
+        where: Positions,
+        against: Callable[[int, int], Reference],
+    ) -> Tensor:
+        """Return the weight of each prediction's loss, [N]."""
+        loss = self.loss
+        if loss.depth_weights != D_PACE:
+            return decay_weights(where.head_N, loss.decay, widen(features_NE).dtype)
+        chances_N = chunked_chances(features_NE, outputs, acceptance_rows(loss), against)
+        drafts, heads = len(where.drafts_M), loss.predict_n_tokens
+        return d_pace_weights(
+            chances_N, where.draft_N, where.head_N, drafts, heads, loss.d_pace_alpha
         )
 
 

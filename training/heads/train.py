@@ -38,7 +38,6 @@ from training.heads.dry_run import describe, dry_run, states_layout
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
-from training.heads.loss_config import uses_teacher
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, count_kept
@@ -46,6 +45,7 @@ from training.heads.real_drafting import block_efficiency
 from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.job import TargetJob, fit_recorded
+from training.losses.config import describe_loss, uses_teacher
 from training.models.build import (
     dtype_of,
     load_causal_lm,
@@ -237,7 +237,7 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
         f"{data.fill:.1%} full, {data.supervised / data.tokens:.0%} supervised"
     )
     print(
-        f"plan: {describe_plan(config.loop, data)}; loss {config.loss.name}, "
+        f"plan: {describe_plan(config.loop, data)}; loss {describe_loss(config.loss)}, "
         f"{config.loss.predict_n_tokens} heads"
     )
 

@@ -50,21 +50,6 @@ def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tens
     return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
 
 
-def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(p || q) = sum p (log p - log q) of teacher p and student q, and its gradient q - p.
-
-    Metric: sum of min(p, q), the chance that speculative sampling accepts a token sampled from q
-    (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
-    """
-    log_p_CV = F.log_softmax(teacher_logits_CV, dim=-1)
-    log_q_CV = F.log_softmax(logits_CV, dim=-1)
-    p_CV = log_p_CV.exp()
-    loss_C = (p_CV * log_p_CV.sub_(log_q_CV)).sum(dim=-1)
-    q_CV = log_q_CV.exp_()
-    overlap_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
-    return loss_C, q_CV.sub_(p_CV), overlap_C[:, None]
-
-
 def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
     """Return `rows` of logits / temperature, without a factor temperature^2 on the loss."""
     if temperature == 1.0:
@@ -167,6 +152,21 @@ class ChunkedLoss(torch.autograd.Function):
         return grad_hidden_NH, None, None, None, None, *grads
 
 
+def chunked_loss(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    rows: RowLoss,
+    reference: Callable[[int, int], Any],
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over all rows of a row loss in nats and of its metrics [M].
+
+    reference: returns what `rows` compares rows [start, end) with, such as the teacher's
+    distribution, which is then computed chunk by chunk too.
+    """
+    return ChunkedLoss.apply(hidden_NH, reference, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
+
+
 def chunked_cross_entropy(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -178,26 +178,4 @@ def chunked_cross_entropy(
 
     rows: `listed_cross_entropy_rows` for a draft vocabulary.
     """
-    return ChunkedLoss.apply(hidden_NH, lambda a, b: labels_N[a:b], rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
-
-
-def chunked_forward_kl(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    teacher_hidden_NG: Tensor,
-    teacher_weight_VG: Tensor,
-    chunk: int = CHUNK,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Return (sum of KL(teacher || student) in nats, sum of sum_v min(p, q) [1]) over all rows.
-
-    The teacher's logits are computed chunk by chunk from its hidden states, without gradient.
-    temperature: divides the logits of both; the loss has no factor temperature^2.
-    `chunked_kl_on_tokens` (training/losses/soft.py) is the loss of a draft vocabulary.
-    """
-
-    def teacher_logits(start: int, end: int) -> Tensor:
-        return widen(F.linear(teacher_hidden_NG[start:end], teacher_weight_VG)) / temperature
-
-    rows = at_temperature(forward_kl_rows, temperature)
-    return ChunkedLoss.apply(hidden_NH, teacher_logits, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
+    return chunked_loss(hidden_NH, weight_VH, rows, lambda a, b: labels_N[a:b], chunk)

@@ -4,7 +4,8 @@ The predictions are rows of one chunked loss (training/losses/chunked.py), so an
 gradient is accumulated once and no [heads, tokens, vocabulary] tensor exists, whether heads share a
 layer or have one each. Sums by head stay on the device.
 
-Shapes: N predictions of all heads, C rows of a chunk, K heads, E features, V drafted vocabulary.
+Shapes: N predictions of all heads, C rows of a chunk, K heads, M drafts, E features, V drafted
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss
+from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, widen
 
 
 def chunked_by_head(
@@ -24,24 +25,24 @@ def chunked_by_head(
     against: Callable[[int, int], Any],
     head_N: Tensor,
     heads: int,
-    decay: float = 1.0,
+    weights_N: Tensor,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of decay^head x loss over predictions, sums by head [2 K]).
+    """Return (sum of weight x loss over predictions, sums by head [2 K]).
 
     The first K sums add up the row loss's metric, the others the unweighted loss. against: returns
-    the reference of rows [start, end) for `rows`. Gradients reach features and output layers.
+    the reference of rows [start, end) for `rows`. weights_N: see `decay_weights` and
+    `d_pace_weights`. Gradients reach features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
     def with_heads(start: int, end: int) -> Any:
-        return against(start, end), head_N[start:end]
+        return against(start, end), head_N[start:end], weights_N[start:end]
 
     def weighted(logits_CV: Tensor, given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        of_chunk, head_C = given
+        of_chunk, head_C, weight_C = given
         loss_C, gradient_CV, metric_C1 = rows(logits_CV, of_chunk)
         of_head_CK = (head_C[:, None] == heads_K).to(loss_C.dtype)
-        weight_C = torch.pow(decay, head_C.to(loss_C.dtype))
         sums_CM = torch.cat((of_head_CK * metric_C1, of_head_CK * loss_C[:, None]), dim=1)
         return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
 
@@ -49,6 +50,53 @@ def chunked_by_head(
         features_NE, with_heads, weighted, chunk, outputs.layers_N, *outputs.weights
     )
     return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
+
+
+def decay_weights(head_N: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
+    """Return the weight decay^head of each prediction [N]."""
+    return torch.pow(decay, head_N.to(dtype))
+
+
+def d_pace_weights(
+    chances_N: Tensor, draft_N: Tensor, head_N: Tensor, drafts: int, heads: int, alpha: float
+) -> Tensor:
+    """Return D-PACE's weight of each prediction [N] (arXiv 2605.18810).
+
+    The weight at depth k is sum_{m >= k} prod_{i <= m} a_i with a = (1 - alpha) chance + alpha:
+    the derivative of the draft's expected accepted length with respect to log a_k. Depths without a
+    prediction, whose token is not supervised, have a = 1 and add nothing to the length. chances_N:
+    each prediction's chance of acceptance, without gradient. draft_N: its draft, from 0 to
+    drafts - 1.
+    """
+    smooth_MK = chances_N.new_ones(drafts, heads)
+    present_MK = chances_N.new_zeros(drafts, heads)
+    smooth_MK[draft_N, head_N] = (1 - alpha) * chances_N + alpha
+    present_MK[draft_N, head_N] = 1
+    reached_MK = smooth_MK.cumprod(dim=1) * present_MK
+    length_MK = reached_MK.flip(1).cumsum(dim=1).flip(1)
+    return length_MK[draft_N, head_N]
+
+
+@torch.no_grad()
+def chunked_chances(
+    features_NE: Tensor,
+    outputs: Outputs,
+    chances: Callable[[Tensor, Any], Tensor],
+    against: Callable[[int, int], Any],
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Return each prediction's chance of acceptance [N], without gradient.
+
+    chances: function of logits and reference (training/losses/family.py).
+    """
+    parts = [
+        chances(
+            widen(outputs.logits(features_NE, start, min(start + chunk, len(features_NE)))),
+            against(start, min(start + chunk, len(features_NE))),
+        )
+        for start in range(0, len(features_NE), chunk)
+    ]
+    return torch.cat(parts) if parts else widen(features_NE.new_zeros(0))
 
 
 @torch.no_grad()

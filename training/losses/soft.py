@@ -1,141 +1,208 @@
-"""Losses against a teacher's distribution p, row by row: forward KL and losses on acceptance.
+"""Losses of a drafter's distribution q against a teacher's distribution p, with their gradients.
 
 Speculative sampling accepts a token sampled from q with probability alpha = sum_v min(p_v, q_v) =
-1 - TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it: -log
-alpha, or KL that gives way to TV as alpha grows. All have gradients in closed form, so they run in
-chunks (training/losses/chunked.py).
+1 - TV(p, q) (Leviathan et al. 2023, section 3.3). `tv` and the LK losses (arXiv 2602.23881) train
+on alpha itself. The others are divergences of q from p.
 
-If q covers a shortlist of the vocabulary, p holds its true probabilities there, which sum to less
-than 1: tokens outside can never be accepted, and KL weights a row by its mass on the shortlist.
+If q covers a shortlist, p sums to m < 1 there. tv, lk and alpha take p as it is: a token outside
+can never be accepted, so tv is the distance over the full vocabulary. A divergence compares q with
+p / m, and m multiplies it: a row counts by the probability that the shortlist can serve it.
 
-Several rows may share one distribution (all heads that predict a token do), which is computed once.
+A loss returns its value and its gradient with respect to the logits of q. A loss whose derivative
+with respect to q_v is s_v has the gradient q (s - sum q s). Plain formulas of all losses, with
+autograd, are in training/losses/eager.py; a test compares them.
 
-Shapes: C rows of a chunk, P positions of the teacher, V vocabulary that q covers.
+Shapes: C rows of a chunk, V vocabulary that q covers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import CHUNK, ChunkedLoss, RowLoss, at_temperature, widen
+from training.losses.chunked import RowLoss
+from training.losses.config import LossConfig
+from training.losses.teacher import TeacherRows
 
-_LEAST = 1e-30  # lower bound of alpha that keeps its logarithm finite
+_LEAST = 1e-30  # lower bound of arguments of a logarithm
 
 
-class TeacherRows(NamedTuple):
-    """The teacher's distribution p in the rows of a chunk."""
+class Distributions(NamedTuple):
+    """The drafter's distribution q beside the teacher's p, in the rows of a chunk."""
 
+    q_CV: Tensor
+    log_q_CV: Tensor
     p_CV: Tensor
-    mass_C: Tensor  # sum p: 1 over a full vocabulary
+    mass_C: Tensor  # sum p
     negentropy_C: Tensor  # sum p log p
-
-    def select(self, index_C: Tensor) -> "TeacherRows":
-        """Return the distributions of these rows."""
-        return TeacherRows(*(part.index_select(0, index_C) for part in self))
+    alpha_C: Tensor  # sum min(p, q)
 
 
-def kl_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mass x KL(p / mass || q), its gradient mass q - p, and alpha as the metric."""
-    p_CV, mass_C, negentropy_C = teacher
-    log_q_CV = F.log_softmax(logits_CV, dim=-1)
-    loss_C = negentropy_C - (p_CV * log_q_CV).sum(dim=-1) - mass_C * mass_C.clamp_min(_LEAST).log()
-    q_CV = log_q_CV.exp_()
-    alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
-    return loss_C, q_CV.mul_(mass_C[:, None]).sub_(p_CV), alpha_C[:, None]
+# -> (loss_C, gradient of its sum with respect to the logits of q, in memory of its own)
+SoftLoss = Callable[[Distributions], tuple[Tensor, Tensor]]
 
 
-def lk_rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return -log alpha, its gradient (d TV / dlogits) / alpha, and alpha as the metric."""
-    alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
-    kept_C = alpha_C.clamp_min(_LEAST)
-    return -kept_C.log(), slope_CV.div_(-kept_C[:, None]), alpha_C[:, None]
-
-
-def lk_hybrid_rows(eta: float) -> RowLoss:
-    """Return the row loss lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha).
-
-    No gradient flows through lambda. Metric: alpha.
-    """
+def soft_rows(loss: SoftLoss) -> RowLoss:
+    """Return the row loss of a loss against `TeacherRows`; its metric is alpha."""
 
     def rows(logits_CV: Tensor, teacher: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-        kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, teacher)
-        alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
-        share_C = torch.exp(-eta * alpha_C)
-        gradient_CV.mul_(share_C[:, None]).sub_(slope_CV.mul_((1 - share_C)[:, None]))
-        return share_C * kl_C + (1 - share_C) * (1 - alpha_C), gradient_CV, metric_C1
+        log_q_CV = F.log_softmax(logits_CV, dim=-1)
+        q_CV = log_q_CV.exp()
+        alpha_C = torch.minimum(teacher.p_CV, q_CV).sum(dim=-1)
+        loss_C, gradient_CV = loss(Distributions(q_CV, log_q_CV, *teacher, alpha_C))
+        return loss_C, gradient_CV, alpha_C[:, None]
 
     return rows
 
 
-def _acceptance(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return alpha and its gradient q (m - sum m q) with respect to the logits; m marks q < p."""
-    q_CV = torch.softmax(logits_CV, dim=-1)
-    alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
-    below_CV = torch.where(q_CV < p_CV, q_CV, 0)
-    slope_CV = below_CV - q_CV.mul_(below_CV.sum(dim=-1, keepdim=True))
-    return alpha_C, slope_CV
+def forward_kl(both: Distributions) -> tuple[Tensor, Tensor]:
+    """Return m KL(p/m || q) and its gradient m q - p."""
+    gradient_CV = (both.q_CV * both.mass_C[:, None]).sub_(both.p_CV)
+    return _kl_to(both.log_q_CV, both), gradient_CV
 
 
-class Teacher:
-    """The teacher's distribution, computed on demand from its hidden states."""
-
-    def __init__(
-        self,
-        hidden_PG: Tensor,
-        weight_VG: Tensor,
-        temperature: float = 1.0,
-        shortlist_V: Tensor | None = None,
-    ) -> None:
-        """Store the teacher's hidden states and output weights.
-
-        temperature: divides the teacher's logits. shortlist_V: the rising ids that q covers; None:
-        the full vocabulary.
-        """
-        self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
-        self.temperature, self.shortlist_V = temperature, shortlist_V
-
-    def at(self, start: int, end: int) -> TeacherRows:
-        """Return the distributions at positions [start, end)."""
-        logits_CV = widen(F.linear(self.hidden_PG[start:end], self.weight_VG))
-        log_p_CV = F.log_softmax(logits_CV / self.temperature, dim=-1)
-        if self.shortlist_V is not None:
-            log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
-        p_CV = log_p_CV.exp()
-        return TeacherRows(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
-
-    def shared(self, targets_N: Tensor, places: np.ndarray) -> Callable[[int, int], TeacherRows]:
-        """Return a function from rows [start, end) to the distributions at their positions.
-
-        targets_N: the position of each row. places: the same on the host. All positions between the
-        first and the last of a chunk are computed, so rows of a chunk should have close positions.
-        """
-
-        def rows(start: int, end: int) -> TeacherRows:
-            first, last = int(places[start:end].min()), int(places[start:end].max())
-            return self.at(first, last + 1).select(targets_N[start:end] - first)
-
-        return rows
+def reverse_kl(both: Distributions) -> tuple[Tensor, Tensor]:
+    """Return m KL(q || p/m) and its gradient; derivative: m (log q - log p)."""
+    mass_C = both.mass_C
+    slope_CV = both.p_CV.clamp_min(_LEAST).log_().neg_().add_(both.log_q_CV)
+    mean_C, gradient_CV = _through_softmax(slope_CV, both.q_CV)
+    return mass_C * mean_C + _times_log(mass_C), gradient_CV.mul_(mass_C[:, None])
 
 
-def chunked_kl_on_tokens(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    teacher_hidden_NG: Tensor,
-    teacher_weight_TG: Tensor,
-    shortlist_V: Tensor,
-    chunk: int = CHUNK,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Return (sum of the loss of `kl_rows`, sum of sum_v min(p, q) [1]) over all rows.
+def jsd(beta: float) -> SoftLoss:
+    """Return m (beta KL(p/m || r) + (1 - beta) KL(q || r)), r = beta p/m + (1 - beta) q.
 
-    teacher_weight_TG: over the full vocabulary of T tokens. shortlist_V: the rising ids that q
-    covers. The teacher's logits are computed chunk by chunk, without gradient. temperature: divides
-    the logits of both.
+    Derivative: m (1 - beta) (log q - log r). Agarwal et al. 2024 (arXiv 2306.13649), section 2.
     """
-    teacher = Teacher(teacher_hidden_NG, teacher_weight_TG, temperature, shortlist_V)
-    rows = at_temperature(kl_rows, temperature)
-    return ChunkedLoss.apply(hidden_NH, teacher.at, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
+
+    def loss(both: Distributions) -> tuple[Tensor, Tensor]:
+        mass_C, log_r_CV = both.mass_C, _mix(both, beta).log_()
+        kl_C = _kl_to(log_r_CV, both)
+        slope_CV = log_r_CV.neg_().add_(both.log_q_CV)
+        mean_C, gradient_CV = _through_softmax(slope_CV, both.q_CV)
+        gradient_CV.mul_((1 - beta) * mass_C[:, None])
+        return beta * kl_C + (1 - beta) * mass_C * mean_C, gradient_CV
+
+    return loss
+
+
+def skewed_kl(alpha: float) -> SoftLoss:
+    """Return m KL(p/m || r), r = alpha p/m + (1 - alpha) q.
+
+    Derivative: -(1 - alpha) p / r. Ko et al. 2024 (DistiLLM, arXiv 2402.03898), section 3.1.
+    """
+
+    def loss(both: Distributions) -> tuple[Tensor, Tensor]:
+        r_CV = _mix(both, alpha)
+        kl_C = _kl_to(r_CV.log(), both)
+        slope_CV = r_CV.reciprocal_().mul_(both.p_CV)
+        _, gradient_CV = _through_softmax(slope_CV, both.q_CV)
+        return kl_C, gradient_CV.mul_(alpha - 1)
+
+    return loss
+
+
+def skewed_reverse_kl(alpha: float) -> SoftLoss:
+    """Return m KL(q || r), r = (1 - alpha) p/m + alpha q.
+
+    Derivative: m (log q - log r - alpha q / r). DistiLLM, section 3.1.
+    """
+
+    def loss(both: Distributions) -> tuple[Tensor, Tensor]:
+        mass_C, r_CV = both.mass_C, _mix(both, 1 - alpha)
+        slope_CV = r_CV.log().neg_().add_(both.log_q_CV)
+        kl_C = (both.q_CV * slope_CV).sum(dim=-1)
+        slope_CV.addcdiv_(both.q_CV, r_CV, value=-alpha)
+        _, gradient_CV = _through_softmax(slope_CV, both.q_CV)
+        return mass_C * kl_C, gradient_CV.mul_(mass_C[:, None])
+
+    return loss
+
+
+def tv(both: Distributions) -> tuple[Tensor, Tensor]:
+    """Return 1 - alpha, the total variation distance, and its gradient.
+
+    Derivative: -1 where q < p, else 0.
+    """
+    slope_CV = (both.q_CV < both.p_CV).to(both.q_CV.dtype).neg_()
+    _, gradient_CV = _through_softmax(slope_CV, both.q_CV)
+    return 1 - both.alpha_C, gradient_CV
+
+
+def lk(both: Distributions) -> tuple[Tensor, Tensor]:
+    """Return -log alpha and its gradient, that of `tv` divided by alpha."""
+    alpha_C = both.alpha_C.clamp_min(_LEAST)
+    _, gradient_CV = tv(both)
+    return -alpha_C.log(), gradient_CV.div_(alpha_C[:, None])
+
+
+def lk_hybrid(eta: float) -> SoftLoss:
+    """Return lambda forward_kl + (1 - lambda) tv with lambda = exp(-eta alpha).
+
+    No gradient flows through lambda.
+    """
+
+    def loss(both: Distributions) -> tuple[Tensor, Tensor]:
+        (kl_C, gradient_CV), (tv_C, tv_gradient_CV) = forward_kl(both), tv(both)
+        share_C = torch.exp(-eta * both.alpha_C)
+        gradient_CV.mul_(share_C[:, None]).addcmul_(tv_gradient_CV, (1 - share_C)[:, None])
+        return share_C * kl_C + (1 - share_C) * tv_C, gradient_CV
+
+    return loss
+
+
+# name -> constructor from the settings
+SOFT_LOSSES: dict[str, Callable[[LossConfig], SoftLoss]] = {
+    "forward_kl": lambda config: forward_kl,
+    "reverse_kl": lambda config: reverse_kl,
+    "jsd": lambda config: jsd(config.jsd_beta),
+    "skewed_kl": lambda config: skewed_kl(config.skew_alpha),
+    "skewed_reverse_kl": lambda config: skewed_reverse_kl(config.skew_alpha),
+    "tv": lambda config: tv,
+    "lk": lambda config: lk,
+    "lk_hybrid": lambda config: lk_hybrid(config.lk_eta),
+}
+
+
+def weighted_sum(parts: Sequence[tuple[SoftLoss, float]]) -> SoftLoss:
+    """Return the sum of losses, each times its weight."""
+    (first, first_weight), *others = parts
+    if not others and first_weight == 1:
+        return first
+
+    def loss(both: Distributions) -> tuple[Tensor, Tensor]:
+        loss_C, gradient_CV = first(both)
+        loss_C, gradient_CV = loss_C * first_weight, gradient_CV.mul_(first_weight)
+        for part, weight in others:
+            part_C, part_CV = part(both)
+            loss_C, gradient_CV = loss_C + weight * part_C, gradient_CV.add_(part_CV, alpha=weight)
+        return loss_C, gradient_CV
+
+    return loss
+
+
+def _through_softmax(slope_CV: Tensor, q_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum q s, and the gradient q (s - sum q s) in the memory of s."""
+    weighted_CV = slope_CV.mul_(q_CV)
+    mean_C = weighted_CV.sum(dim=-1)
+    return mean_C, weighted_CV.addcmul_(q_CV, mean_C[:, None], value=-1)
+
+
+def _mix(both: Distributions, share: float) -> Tensor:
+    """Return share p/m + (1 - share) q, at least _LEAST."""
+    mass_C1 = both.mass_C.clamp_min(_LEAST)[:, None]
+    r_CV = (both.q_CV * (1 - share)).addcdiv_(both.p_CV, mass_C1, value=share)
+    return r_CV.clamp_min_(_LEAST)
+
+
+def _kl_to(log_r_CV: Tensor, both: Distributions) -> Tensor:
+    """Return m KL(p/m || r)."""
+    cross_C = (both.p_CV * log_r_CV).sum(dim=-1)
+    return both.negentropy_C - cross_C - _times_log(both.mass_C)
+
+
+def _times_log(mass_C: Tensor) -> Tensor:
+    """Return m log m."""
+    return mass_C * mass_C.clamp_min(_LEAST).log()
