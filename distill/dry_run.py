@@ -73,6 +73,11 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
         "weights": parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize,
     }
     print(answering_line(held | answering_bytes(target, config)))
+    if config.on_policy.share:
+        print(
+            f"note: the student writes {config.on_policy.share:.0%} of the rows "
+            f"(on_policy.share), and this cost leaves out its decoding"
+        )
     if head_rows(student) < student.vocab_size:
         vars(complete).pop("draft_vocab_size", None)
         print(

@@ -78,6 +78,7 @@ def test_the_run_folder_records_the_run(finished: Path):
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["finished"] is True
     assert manifest["metrics"]["tokens"] > 0
+    assert manifest["metrics"]["texts"].keys() == {"data", "target"}
     assert all(len(digest) == 64 for digest in manifest["inputs"].values())
     records = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
@@ -152,8 +153,10 @@ def test_distillation_raises_held_out_acceptance(tiny_target: Path, tmp_path: Pa
 def test_a_dry_run_writes_an_untrained_folder_that_loads(
     finished: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run(configured(tiny_target, tmp_path, "dry_run=true"))
-    assert "MFLOP a token" in capsys.readouterr().out
+    run(configured(tiny_target, tmp_path, "dry_run=true", "on_policy.share=0.25"))
+    output = capsys.readouterr().out
+    assert "MFLOP a token" in output
+    assert "the student writes 25% of the rows (on_policy.share), and this cost" in output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter")
     assert all(not parameter.any() for parameter in model.parameters())
     trained = {

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -110,6 +111,24 @@ def test_our_launcher_starts_the_ranks_of_zero(
     done([sys.executable, *job(tiny_target, tmp_path, "parallel=zero3", "parallel.processes=2")])
     assert not extensions.exists()
     same_drafter(tmp_path, alone)
+
+
+@pytest.mark.exhaustive
+def test_ranks_write_the_same_text_of_the_student(tiny_target: Path, tmp_path: Path):
+    """Check that two ranks, with sharded weights too, train on the rows of one process."""
+    given = ["on_policy.share=0.5", "on_policy.refresh=2", "on_policy.max_new_tokens=24"]
+    done([sys.executable, *job(tiny_target, tmp_path / "alone", *given)])
+    for kind in ("ddp", "fsdp"):
+        ranks = [f"parallel={kind}", "parallel.processes=2"]
+        done([sys.executable, *job(tiny_target, tmp_path / kind, *given, *ranks)])
+        same_drafter(tmp_path / kind, tmp_path / "alone")
+        assert written(tmp_path / kind) == written(tmp_path / "alone")
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """Return the student's rows in the last checkpoint, without the figures on them."""
+    (state,) = folder.glob("checkpoints/step_000006/state.json")
+    return json.loads(state.read_text())["data"]["written"] | {"figures": None}
 
 
 @pytest.mark.exhaustive
