@@ -1,7 +1,5 @@
 """A small job of on-policy distillation, in this process."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from distill.on_policy.prompts import Prompts
 from distill.on_policy.schedule import Schedule
 from distill.on_policy.writer import StudentWriter
 from jobs.config import ParallelConfig
+from tests.support.interrupted_data import stop_after_step
 from training import checkpoint
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
@@ -90,22 +89,13 @@ class Job:
             keep=9,
             optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1),
         )
-        rows_of, calls = self.data.step_rows, 0
-
-        def step_rows(step: int) -> list[list[int]]:
-            nonlocal calls
-            calls += 1
-            if calls == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return rows_of(step)
-
-        self.data.step_rows = step_rows  # type: ignore[method-assign]
+        data = stop_after_step(self.data, stop_after)
         parallel = Parallel(ParallelConfig(), "cpu")
         fit(
             "t",
             self.objective,
             self.student,
-            self.data,
+            data,
             loop,
             parallel,
             folder,

@@ -16,6 +16,7 @@ from jobs.interrupts import Interrupted
 from jobs.run_folder import RunFolder
 from jobs.saved_config import upgrade_config
 from jobs.tracker import Tracker
+from tests.support.interrupted_data import stop_after_step
 from training.bounds import Bounds, Progress, RunTotals
 from training.config import LoopConfig, check_values
 from training.loop import fit
@@ -24,7 +25,7 @@ from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan, plan_tokens
 
-from .test_loop import TrackerConfig, is_equal, make_data, make_model, newest, stop_after_step
+from .test_loop import TrackerConfig, is_equal, make_data, make_model, newest
 
 
 class Clock:

@@ -1,8 +1,6 @@
 """Test the training loop: exact resume, complete checkpoints, signals and non-finite losses."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -17,6 +15,7 @@ from jobs.config import ParallelConfig, TrackerConfig
 from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from tests.support.host_waits import Waits
+from tests.support.interrupted_data import stop_after_step
 from training import checkpoint
 from training.bounds import Bounds, Progress
 from training.config import LoopConfig, StudentConfig
@@ -68,22 +67,6 @@ def loop(steps: int, **changes: object) -> LoopConfig:
         **(settings | {"max_steps": steps} | changes),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
     )
-
-
-def stop_after_step(data: PackedData, stop_after: int) -> PackedData:
-    """Return data that send a SIGTERM when the rows of step `stop_after` (from 1) are read."""
-    rows_of = data.step_rows
-    calls = 0
-
-    def step_rows(step: int) -> list[list[int]]:
-        nonlocal calls
-        calls += 1
-        if calls == stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return rows_of(step)
-
-    data.step_rows = step_rows  # type: ignore[method-assign]
-    return data
 
 
 def train(

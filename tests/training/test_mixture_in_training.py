@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from jobs.config import ParallelConfig
 from jobs.config import TrackerConfig as NoTracker
 from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
+from tests.support.interrupted_data import stop_after_step
 from training import checkpoint
 from training.config import LoopConfig, StudentConfig
 from training.data.mixture import MixedData
@@ -61,17 +60,7 @@ def train(
         "prose": {"reference": 3.0},
         "maths": {"reference": 2.0},
     }
-    data = mixed(mixing=mixing, **references, **changes)
-    rows_of, calls = data.step_rows, 0
-
-    def step_rows(step: int) -> list[list[int]]:
-        nonlocal calls
-        calls += 1
-        if calls == stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return rows_of(step)
-
-    data.step_rows = step_rows
+    data = stop_after_step(mixed(mixing=mixing, **references, **changes), stop_after)
     loop = LoopConfig(
         max_steps=steps,
         tokens_per_step=256,
