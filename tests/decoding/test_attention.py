@@ -68,11 +68,12 @@ def test_hidden_slots_have_no_weight_in_any_dtype(dtype: torch.dtype) -> None:
 
 def test_the_cache_is_cut_where_heads_alone_leave_a_gpu_idle() -> None:
     assert count_parts(32, 5, 32768) == 8
-    assert count_parts(8, 4, 8192) == 8  # the four queries of a key head
+    assert count_parts(8, 4, 8192) == 32  # the four queries of a key head
     assert count_parts(256, 5, 32768) == 1, "heads enough"
     assert count_parts(32, 1, 32768) == 1, "one query"
-    assert count_parts(32, 5, 2048) == 2
-    assert count_parts(32, 5, 1280) == 1, "parts would be too small"
+    assert count_parts(32, 5, 2048) == 8
+    assert count_parts(32, 5, 1920) == 1, "too few slots"
+    assert count_parts(128, 5, 8192) == 1, "two parts save nothing"
     assert count_parts(32, 5, 32769) == 1, "not even parts"
 
 

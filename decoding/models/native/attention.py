@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCKS = 256  # blocks of threads that keep a GPU busy: about two for each multiprocessor
-# Below about 2,000 slots, joining the parts takes longer than cutting saves (NVIDIA H200).
-LEAST_SLOTS = 1024
+# Below 2,048 slots, joining the parts takes longer than cutting saves, and two parts never save
+# anything (NVIDIA H100, heads 128 wide).
+LEAST_SLOTS, LEAST_SLOTS_OF_A_PART, LEAST_PARTS = 2048, 256, 4
 EVEN = 8  # slots of a part are a multiple of it, as the kernel's mask must be aligned
 # Instead of minus infinity: a part without a visible slot has finite sums, of which none remains.
 HIDDEN = -3e4
@@ -45,16 +46,16 @@ def count_parts(heads: int, queries: int, slots: int) -> int:
 
     heads: B * H. A single query has a kernel of its own, which is as fast as memory.
     """
-    if queries == 1:
+    if queries == 1 or slots < LEAST_SLOTS:
         return 1
     parts = 1
     while (
         parts * heads < BLOCKS
         and slots % (2 * parts * EVEN) == 0
-        and slots // (2 * parts) >= LEAST_SLOTS
+        and slots // (2 * parts) >= LEAST_SLOTS_OF_A_PART
     ):
         parts *= 2
-    return parts
+    return parts if parts >= LEAST_PARTS else 1
 
 
 def attend_in_parts(
