@@ -16,7 +16,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import eval.run
-from decoding import devices
 from decoding.costs.machine_limits import SLOW_YARDSTICK
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
@@ -139,28 +138,6 @@ def measure_seconds(function: Callable[[], Any]) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
-
-
-def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the peak bytes of the tensors that `action` creates."""
-    place = torch.device(device)
-    devices.peak_bytes(place)  # resets the peak to the memory in use
-    held = devices.peak_bytes(place)
-    if held is not None:
-        action()
-        most = devices.peak_bytes(place)
-        assert most is not None, "the card reported its peak before"
-        return most - held
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        action()
-    level = peak = 0
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
 
 
 def check_losses(ours: float, theirs: float) -> None:

@@ -1,8 +1,8 @@
 """Benchmarks for a GPU, in parts planned for under eight minutes.
 
 Parts: `exact` (equality of the tokens), `decode` (speed against the bandwidth of the card), `train`
-(distillation against Hugging Face's Trainer) and `recurrent` (training and rounds of a recurrent
-head of a 7B target).
+(distillation against Hugging Face's Trainer), `recurrent` (training and rounds of a recurrent head
+of a 7B target) and `losses` (memory and time of each loss).
 
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
@@ -29,13 +29,13 @@ from decoding import devices
 from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("exact", "decode", "train", "recurrent")
+PARTS = ("exact", "decode", "train", "recurrent", "losses")
 EXECUTIONS = ("graph", "eager", "compiled")
 
 
 @dataclass
 class Options:
-    part: str = "exact"  # exact | decode | train | recurrent
+    part: str = "exact"  # exact | decode | train | recurrent | losses
     device: str = "cuda"  # cpu | cuda | cuda:N
     toy: bool = False  # small shapes, to test the script
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
@@ -138,9 +138,10 @@ def main(words: list[str]) -> int:
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0
-    from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent, gpu_train
+    from scripts.bench import gpu_decode, gpu_exact, gpu_losses, gpu_recurrent, gpu_train
 
-    modules = dict(zip(PARTS, (gpu_exact, gpu_decode, gpu_train, gpu_recurrent), strict=True))
+    every = (gpu_exact, gpu_decode, gpu_train, gpu_recurrent, gpu_losses)
+    modules = dict(zip(PARTS, every, strict=True))
     options = parse(words)
     figures = Figures(options)
     with torch.inference_mode():

@@ -29,13 +29,13 @@ from scripts.bench.common import (
     goal,
     loop_config,
     medians,
-    peak_bytes,
     ratio,
     read_chat_samples,
     take_turns,
     train_steps,
 )
 from scripts.bench.padded import pad_rows
+from scripts.bench.peak_memory import peak_bytes
 from training.data.packing import PackedData, Sample, collate
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig

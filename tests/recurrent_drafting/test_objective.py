@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from recurrent_drafting import predictions as module
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
-from scripts.bench.common import peak_bytes
+from scripts.bench.peak_memory import peak_bytes
 from tests.support import tiny_heads as tiny
 from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate

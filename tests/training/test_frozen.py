@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from decoding.errors import UserError
 from jobs.config import ParallelConfig
 from jobs.launch import free_port
-from scripts.bench.common import peak_bytes
+from scripts.bench.peak_memory import peak_bytes
 from tests.support.training_rank import ROOT, local_bytes
 from training.config import StudentConfig
 from training.data.packing import Sample, collate

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.bench.common import peak_bytes
+from scripts.bench.peak_memory import peak_bytes
 from training.losses.chunked import (
     Outputs,
     RowLoss,

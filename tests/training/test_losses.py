@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.bench.common import peak_bytes
+from scripts.bench.peak_memory import peak_bytes
 from training.draft_vocabulary import index_tokens
 from training.losses.chunked import (
     chunked_cross_entropy,

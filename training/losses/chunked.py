@@ -17,11 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1024  # rows whose logits are in memory at once
+CHUNK = 1024  # most rows whose logits are in memory at once
+CHUNK_BYTES = 1 << 28  # most bytes of a chunk's logits in float32
 
 # (student logits_CV in float32, the chunk's reference) -> (loss_C, gradient of its sum with respect
 # to logits_CV, metrics_CM)
 RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Return the rows of a chunk: CHUNK, halved until their logits fit into CHUNK_BYTES."""
+    rows = CHUNK
+    while rows > 1 and rows * vocabulary * 4 > CHUNK_BYTES:
+        rows //= 2
+    return rows
 
 
 def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,13 +166,14 @@ def chunked_loss(
     weight_VH: Tensor,
     rows: RowLoss,
     reference: Callable[[int, int], Any],
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over all rows of a row loss in nats and of its metrics [M].
 
     reference: returns what `rows` compares rows [start, end) with, such as the teacher's
-    distribution, which is then computed chunk by chunk too.
+    distribution, which is then computed chunk by chunk too. chunk: rows; None: `chunk_rows`.
     """
+    chunk = chunk or chunk_rows(len(weight_VH))
     return ChunkedLoss.apply(hidden_NH, reference, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
 
 
@@ -171,7 +181,7 @@ def chunked_cross_entropy(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     labels_N: Tensor,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     rows: RowLoss = cross_entropy_rows,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of -log q(label) in nats, number of correct argmaxes [1]) over all rows.

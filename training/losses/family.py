@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.losses.chunked import (
-    CHUNK,
     RowLoss,
     at_temperature,
     chunked_loss,
@@ -85,7 +84,7 @@ def chunked_forward_kl(
     weight_VH: Tensor,
     teacher_hidden_NG: Tensor,
     teacher_weight_TG: Tensor,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     temperature: float = 1.0,
     shortlist_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

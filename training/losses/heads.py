@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, widen
+from training.losses.chunked import ChunkedLoss, Outputs, RowLoss, chunk_rows, widen
 
 
 def chunked_by_head(
@@ -26,7 +26,7 @@ def chunked_by_head(
     head_N: Tensor,
     heads: int,
     weights_N: Tensor,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weight x loss over predictions, sums by head [2 K]).
 
@@ -47,7 +47,12 @@ def chunked_by_head(
         return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
 
     loss, sums = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        features_NE, with_heads, weighted, chunk, outputs.layers_N, *outputs.weights
+        features_NE,
+        with_heads,
+        weighted,
+        chunk or chunk_rows(len(outputs.weights[0])),
+        outputs.layers_N,
+        *outputs.weights,
     )
     return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
 
@@ -83,12 +88,13 @@ def chunked_chances(
     outputs: Outputs,
     chances: Callable[[Tensor, Any], Tensor],
     against: Callable[[int, int], Any],
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return each prediction's chance of acceptance [N], without gradient.
 
     chances: function of logits and reference (training/losses/family.py).
     """
+    chunk = chunk or chunk_rows(len(outputs.weights[0]))
     parts = [
         chances(
             widen(outputs.logits(features_NE, start, min(start + chunk, len(features_NE)))),
@@ -100,8 +106,9 @@ def chunked_chances(
 
 
 @torch.no_grad()
-def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int = CHUNK) -> Tensor:
+def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int | None = None) -> Tensor:
     """Return the index [N] of every row's largest logit."""
+    chunk = chunk or chunk_rows(len(weight_VE))
     starts = range(0, len(features_NE), chunk)
     parts = [
         F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts
