@@ -26,16 +26,14 @@ from training.losses.chunked import (
 from training.losses.config import LossConfig, teacher_temperature
 from training.losses.family import Reference, reference_rows
 from training.losses.teacher import Teacher, TeacherRows
-from training.models.attention import document_mask
+from training.models.attention import inside_documents
 from training.optimizer import Rate
 
 
 def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
     """Return the states after the final norm [R, T, H] of a causal LM with packed attention."""
-    bias = document_mask(batch.documents_RT, model.dtype)
-    return model.model(
-        batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
-    ).last_hidden_state
+    given = {"position_ids": batch.positions_RT, "use_cache": False}
+    return model.model(batch.ids_RT, **given, **inside_documents(model, batch)).last_hidden_state
 
 
 class StaticObjective(nn.Module):

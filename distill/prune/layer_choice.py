@@ -29,7 +29,7 @@ from distill.prune.importance import rank_batches
 from distill.student import space_evenly
 from jobs.progress import ProgressBar
 from training.data.packing import PackedBatch
-from training.models.attention import document_mask
+from training.models.attention import inside_documents
 from training.objectives import hidden_states
 from training.parallel.strategy import Parallel
 
@@ -117,8 +117,8 @@ def _kl_without_each(model: Any, batch: PackedBatch, layers: Sequence[int], p_NV
     given = {
         "position_embeddings": model.model.rotary_emb(before_RTC, batch.positions_RT),
         "position_ids": batch.positions_RT,
-        "attention_bias": document_mask(batch.documents_RT, model.dtype),
         "use_cache": False,
+        **inside_documents(model, batch),
     }
     for place, layer in enumerate(layers):
         hidden_RTC = before_RTC

@@ -1,5 +1,8 @@
 """Test packing: every sample is kept, and packed and separate documents are equivalent."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +19,13 @@ from training.data.packing import (
     micro_batches,
     split_documents,
 )
-from training.models.attention import document_mask, packed_attention, plain_attention
+from training.models.attention import (
+    document_mask,
+    document_starts,
+    inside_documents,
+    packed_attention,
+    plain_attention,
+)
 from training.models.build import build_llama
 from training.objectives import Distillation, LanguageModelling, TeacherStates, freeze
 
@@ -184,6 +193,50 @@ def test_plain_attention_equals_torch_attention():
     fused, _ = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, bias)
     written = plain_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), bias, 0.3)
     torch.testing.assert_close(fused.transpose(1, 2), written)
+
+
+def test_starts_of_documents_part_the_tokens_that_the_mask_parts():
+    samples = chats(9)
+    batch = collate(samples, best_fit([len(sample.ids) for sample in samples], 64), 64)
+    starts, longest = document_starts(batch.host.documents_RT)
+    segments = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
+    seen = document_mask(batch.documents_RT, torch.float32)[:, 0] == 0
+    inside = batch.documents_RT > 0
+    same = (segments[:, None] == segments[None]).tril()
+    for row, per_row in enumerate(same.split(64)):
+        mine = per_row[:, 64 * row : 64 * (row + 1)]
+        assert torch.equal(mine[inside[row]], seen[row][inside[row]])
+        assert per_row.sum() == mine.sum(), "no row sees another"
+    assert longest == np.diff(starts).max()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_documents_of_their_own_length_equal_the_mask_on_a_card(dtype: torch.dtype):
+    """Check outputs and gradients against the mask in float32; a longer document is the control."""
+    torch.manual_seed(0)
+    samples = chats(9)
+    batch = collate(samples, best_fit([len(sample.ids) for sample in samples], 64), 64, "cuda")
+    rows, inside = len(batch.rows), (batch.documents_RT > 0)[:, :, None, None]
+    halves = [torch.randn(rows, heads, 64, 64, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
+
+    def run(tensors: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+        inputs = [each.clone().requires_grad_() for each in tensors]
+        mixed, _ = packed_attention(torch.nn.Identity(), *inputs, None, **given)
+        mixed = torch.where(inside, mixed, 0)
+        return [mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)]
+
+    model = SimpleNamespace(dtype=dtype)
+    given = inside_documents(model, batch)
+    assert "cu_seq_lens_q" in given
+    found = run(halves, **given)
+    mask = document_mask(batch.documents_RT, torch.float32)
+    exact = run([each.float() for each in halves], attention_bias=mask)
+    for ours, wide in zip(found, exact, strict=True):
+        assert (ours.float() - wide).norm() < 0.01 * wide.norm()
+    ends = given["cu_seq_lens_q"]
+    joined = run(halves, cu_seq_lens_q=torch.cat((ends[:1], ends[2:])), max_length_q=128)
+    assert (joined[0].float() - exact[0]).norm() > 0.1 * exact[0].norm()
 
 
 def test_supervised_counts_are_conserved():

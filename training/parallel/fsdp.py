@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from decoding.errors import UserError
+from training.models.layers import decoder_layers
 
 
 class ShardedModel:
@@ -72,11 +72,6 @@ def copy_objective(
         # nn.Module's attribute access would register it
         object.__setattr__(copied, name, child)
     return live, copied
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of the Hugging Face models in `model`, in order."""
-    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def checkpoint_activations(model: nn.Module) -> None:
