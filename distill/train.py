@@ -58,6 +58,7 @@ from training.losses.config import (
 )
 from training.models.build import check_target, dtype_of, known_config, load_causal_lm
 from training.models.frozen import load_frozen
+from training.models.layers import compile_layers
 from training.models.shapes import millions, sizes_of
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.parallel.strategy import Parallel
@@ -96,6 +97,8 @@ class Distil(TargetJob[TrainConfig]):
         tokenizer = load_tokenizer(target_folder)
         dtype = dtype_of(config.loop.dtype)
         teacher = load_frozen(target_folder, dtype, parallel)
+        if config.loop.compile and not parallel.shards_state:
+            compile_layers(teacher)
         student = build_student(config.student, teacher, dtype, target_folder)
         data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
         stop = stop_tokens(target_folder, tokenizer)

@@ -38,6 +38,7 @@ _FREE_KEYS = (
     "parallel",
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
+    "loop.compile",
     "server",  # the job compares the model that it serves
     "server_requests",
     "server_timeout_s",

@@ -27,6 +27,7 @@ from training.config import LoopConfig
 from training.data.packing import PackedBatch, PackedData, collate, micro_batches
 from training.held_out.speedup import LENGTH, SPEEDUP, TOKENS, describe_prediction
 from training.memory import HeapTrimmer
+from training.models.layers import compile_layers
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations
 from training.parallel.strategy import Parallel
@@ -265,6 +266,10 @@ def _begin(
     """Prepare a run on this rank, from the newest complete checkpoint if there is one."""
     if config.activation_checkpointing:
         checkpoint_activations(trained)
+    if config.compile and not parallel.shards_state:
+        compile_layers(trained)
+    elif config.compile and parallel.is_main:
+        print(f"note: loop.compile=true does not compile layers under parallel={parallel.kind}")
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
     if found is not None:  # before the weights are sharded
         checkpoint.load_weights(trained, found)

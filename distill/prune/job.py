@@ -116,6 +116,7 @@ def check(config: PruneConfig) -> None:
     importance, l0, kind = config.importance, config.l0, config.parallel.kind
     learns_masks, max_steps = config.mode == "l0", config.loop.max_steps
     counts = ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    uncompiled = "false, as pruning replaces layers that a compiled model would keep"
     rules = {
         "mode": (config.mode in MODES, f"one of {', '.join(MODES)}"),
         "data.mixing": (
@@ -153,6 +154,8 @@ def check(config: PruneConfig) -> None:
             "0 (none) or more, and 0 with zero3 and fsdp, where all ranks must run the sharded "
             "target together",
         ),
+        "loop.compile": (not config.loop.compile, uncompiled),
+        "between.compile": (not config.between.compile, uncompiled),
         "between.max_steps": (config.between.max_steps > 0, "more than 0"),
     }
     check_values(config, rules)

@@ -41,6 +41,7 @@ class ComparisonSizes(TrainingSizes):
 
     drafter: LlamaConfig
     rounds: int  # rounds of each side, in turn
+    backend: str = "inductor"  # of torch.compile
 
 
 REAL = ComparisonSizes(
@@ -64,6 +65,7 @@ TOY = ComparisonSizes(
     chats=(8, 32),
     turn=8,
     rounds=1,
+    backend="eager",  # generating code for a CPU takes a minute
 )
 
 
@@ -118,10 +120,10 @@ def operations_of(sizes: ComparisonSizes, samples: list[Sample]) -> float:
 
 
 @contextmanager
-def compiled_layers(*models: Any) -> Iterator[None]:
+def compiled_layers(backend: str, *models: Any) -> Iterator[None]:
     """Compile the decoder layers of the models (training/models/layers.py) inside the block."""
     for model in models:
-        compile_layers(model)
+        compile_layers(model, backend)
     yield
     for layer in decoder_layers(nn.ModuleList(models)):
         del layer.forward
@@ -131,7 +133,7 @@ def measure_compiled(
     student: Any, target: Any, samples: list[Sample], sizes: ComparisonSizes, device: str
 ) -> dict[str, Any]:
     """Measure steps of distill.train with loop.compile=true; compiling does not count."""
-    with compiled_layers(student, target):
+    with compiled_layers(sizes.backend, student, target):
         began = time.perf_counter()
         # batches of two shapes: the second makes the code serve all
         measure_ours(student, target, samples, replace(sizes, steps=1), device)

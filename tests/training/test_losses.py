@@ -6,6 +6,9 @@ import torch
 from scripts.bench.peak_memory import peak_bytes
 from training.draft_vocabulary import index_tokens
 from training.losses.chunked import (
+    CHUNK,
+    CHUNK_BYTES,
+    chunk_rows,
     chunked_cross_entropy,
     listed_cross_entropy_rows,
 )
@@ -233,3 +236,10 @@ def test_a_draft_vocabulary_keeps_no_tensor_of_tokens_by_vocabulary():
 
     assert peak_bytes(lambda: run(64)) < full / 2
     assert peak_bytes(lambda: run(count)) > full, "the control has one chunk"
+
+
+@pytest.mark.parametrize("vocabulary", [1, 32_000, 65_536, 128_256, 262_144, 10**9])
+def test_a_chunk_is_the_largest_whose_logits_fit(vocabulary: int):
+    rows = chunk_rows(vocabulary)
+    assert rows * vocabulary * 4 <= CHUNK_BYTES or rows == 1
+    assert rows == CHUNK or 2 * rows * vocabulary * 4 > CHUNK_BYTES

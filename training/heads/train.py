@@ -50,6 +50,7 @@ from training.models.build import (
     dtype_of,
     load_causal_lm,
 )
+from training.models.layers import compile_layers
 from training.models.shapes import sizes_of
 from training.objectives import freeze
 from training.parallel.strategy import Parallel
@@ -129,6 +130,8 @@ def train(job: HeadJob, run: Run) -> None:
     head = head.to(parallel.device, dtype)
     states = TargetStates(target, taps=kind.taps(shape), final=uses_teacher(config.loss))
     parallel.place_frozen(target)
+    if config.loop.compile and not parallel.shards_state:
+        compile_layers(target)
     states.move_to(parallel.device)
     if parallel.is_main:
         describe_job(job, target, data)

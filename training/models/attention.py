@@ -107,7 +107,7 @@ def packed_attention(
     if cu_seq_lens_q is not None:
         q_NQD, k_NQD, v_NQD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        mixed_NQD = varlen_attn(q_NQD, k_NQD, v_NQD, *ends, scale=scaling, window_size=_CAUSAL)
+        mixed_NQD: Any = varlen_attn(q_NQD, k_NQD, v_NQD, *ends, scale=scaling, window_size=_CAUSAL)
         return mixed_NQD.unflatten(0, (len(query), -1)), None
     if attention_bias is None:
         raise ValueError(

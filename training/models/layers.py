@@ -10,12 +10,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """Compile the forward of each decoder layer at its first call; weights and hooks stay.
 
     torch.compile fuses the norms, the rotary embedding and the activation function, which otherwise
     take as long as the matrix products on a GPU. Layers of one shape share their code. A deep copy
-    of the model would run the original's layers.
+    of the model would run the original's layers. backend: of torch.compile.
     """
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, backend=backend)

@@ -16,7 +16,7 @@ from decoding.values import check_choice
 from jobs.amounts import size
 from jobs.ranks import KINDS, SHARDED_WEIGHTS, ZERO
 from training.held_out.answers import PROMPTS_PER_BATCH, HeldOutFields
-from training.losses.chunked import CHUNK
+from training.losses.chunked import chunk_rows
 from training.models.build import dtype_of
 from training.models.shapes import (
     cache_bytes_per_token,
@@ -107,7 +107,7 @@ def loss_bytes(rows: float, vocabulary: int, output_parameters: int, width: int)
     rows: number of predictions. width: bytes per weight of the output layers, whose gradients are
     kept in float32 and in their dtype.
     """
-    return min(CHUNK, rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
+    return min(chunk_rows(vocabulary), rows) * vocabulary * 4 * 6 + output_parameters * (4 + width)
 
 
 def activation_bytes(
