@@ -60,7 +60,8 @@ class Chooser(Protocol):
     is the first drafted token.
     """
 
-    rule: str  # "greedy", "token", "block", "coupled" or "typical"
+    rule: str  # "greedy", "token", "block", "coupled", "typical" or "lossy_lenience"
+    lenience: float  # factor of q in its tests; 1 but for "lossy_lenience"
     vocab_size: int
     device: torch.device
     # settings and arguments of `begin`, from which another process builds an equal chooser

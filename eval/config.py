@@ -79,8 +79,9 @@ class EvalConfig(JobConfig):
     allowed: str = ""
     # strings that end an answer, besides stop tokens
     stop_strings: list[str] = field(default_factory=list)
-    # token | block | coupled | typical: verification rule where temperature > 0; a drafter's
-    # mapping may override it
+    # token | block | coupled, or a lossy rule: typical | lossy_lenience:L, which divides the
+    # probabilities of the target by L in tests of drafted tokens; verification rule where
+    # temperature > 0; a drafter's mapping may override it
     verify: str = "token"
     # rule that ends a draft: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or
     # cost_ratio; null: cost_ratio for a model's chains, else fixed; a drafter's mapping may

@@ -8,7 +8,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities
-from decoding.sampling.token_chooser import SAMPLING
+from decoding.sampling.rule_names import SAMPLING, check_verify, is_lossy
 from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
 from decoding.values import check_choice, check_value, whole_number
@@ -40,7 +40,7 @@ class DrafterUse:
         if self.stopping is not None:
             check_choice("stopping", self.stopping, NAMES)
         if self.verify is not None:
-            check_choice("verify", self.verify, SAMPLING)
+            check_verify(self.verify, SAMPLING)
         if self.max_draft_tokens is not None:
             check_value("max_draft_tokens", self.max_draft_tokens, whole_number(1))
         for found, text in self._contradictions():
@@ -67,7 +67,7 @@ class DrafterUse:
             f"no threshold. Remove it, or use stopping={' or '.join(EAGER)}.",
         )
         yield (
-            in_chunks and self.verify in ("block", "typical"),
+            in_chunks and (self.verify == "block" or is_lossy(self.verify or "")),
             f"verify={self.verify} does not work with {schedule}, which verifies unfinished "
             f"chunks. Use verify=token or coupled.",
         )

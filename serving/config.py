@@ -31,7 +31,8 @@ class GenerateConfig(JobConfig):
     children: str = "sampled"
     # adapt a head's beam width and length to the measured costs of a round; false: fixed
     by_cost: bool = True
-    # verification rule at temperature > 0: token | block | coupled; temperature 0 is greedy
+    # verification rule at temperature > 0: token | block | coupled, or a lossy one: typical |
+    # lossy_lenience:L; temperature 0 is greedy
     verify: str = "token"
     # stopping policy of a chain, as in eval.run; null: the drafter's default
     stopping: str | None = None

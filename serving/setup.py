@@ -20,7 +20,7 @@ from decoding.models.load import load_target
 from decoding.models.text.compatible import check_tokenizer_of
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
-from decoding.sampling.token_chooser import RULES as VERIFY
+from decoding.sampling.rule_names import check_verify, is_lossy
 from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
 from decoding.verification.rules import check_rule
@@ -62,7 +62,7 @@ def check(cfg: GenerateConfig) -> None:
     check_choice("children", cfg.children, KINDS)
     check_choice("turns", cfg.turns, ("all", "first"))
     check_settings(cfg, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
-    check_choice("verify", cfg.verify, VERIFY)
+    check_verify(cfg.verify)
     if cfg.stopping is not None:
         check_choice("stopping", cfg.stopping, NAMES)
     if not cfg.prompts and cfg.batch_size > 1:
@@ -161,7 +161,8 @@ def _describe(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
     found = _mapping(cfg, device)
     if drafter is None or found is None:
         return f"no drafter; {sampling}"
-    verified = f", verified by {cfg.verify}" if cfg.temperature else ""
+    lossy = " (lossy)" if is_lossy(cfg.verify) else ""
+    verified = f", verified by {cfg.verify}{lossy}" if cfg.temperature else ""
     dtype = found[1].get("dtype", cfg.target.dtype)
     name = drafter.name if dtype == cfg.target.dtype else f"{drafter.name} ({dtype})"
     return (

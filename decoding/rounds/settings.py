@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from decoding.sampling.logits_processors import Allowed
-from decoding.sampling.token_chooser import RULES as VERIFY
+from decoding.sampling.rule_names import check_verify
 from decoding.sampling.warpers import Warper
 from decoding.stopping.policies import NAMES
 from decoding.values import RULES, check_choice, check_value, quote
@@ -30,8 +30,8 @@ class Settings:
     min_p: float = 0.0
     # gamma: drafted tokens of a round along a chain
     num_draft_tokens: int = 4
-    # "token", "block", "coupled", or "typical", which is lossy; at temperature 0 verification is
-    # greedy for every rule
+    # "token", "block", "coupled", or a lossy rule: "typical" or "lossy_lenience:L" with a lenience
+    # L; at temperature 0 verification is greedy for every rule
     verify: str = "token"
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class Settings:
         for name, value in vars(self).items():
             if name in RULES:
                 check_value(name, value)
-        check_choice("verify", self.verify, VERIFY)
+        check_verify(self.verify)
         if self.stopping is not None:
             check_choice("stopping", self.stopping, NAMES)
         if not isinstance(self.schedule, str):

@@ -19,17 +19,13 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
+from decoding.sampling.rule_names import FRESH, LOSSY, check_verify, split_rule
 from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
-from decoding.values import check_choice
 
-LOSSY = ("typical",)  # rules that change the target's distribution
-SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
-RULES = ("greedy", *SAMPLING)
 # Depths whose shared noise is made at once on a CPU, where the eight operations of a depth cost
 # more than their arithmetic.
 AT_ONCE = 4
 MOST_KEPT = 1 << 24  # maximum number of cached noise values (64 MiB)
-FRESH = ("token", "block")  # rules with new random numbers in every round
 FEW = 16  # keyed numbers up to which Python is faster than numpy
 
 
@@ -45,14 +41,14 @@ class TokenChooser:
         device: torch.device,
         processors: Processors | None = None,
     ) -> None:
-        check_choice("verify", verify, RULES)
+        check_verify(verify)
         if verify == "greedy" and not warper.greedy:
             raise UserError(
                 f"verify 'greedy' needs temperature 0, found {warper.temperature}. Use 'token', "
                 f"'block' or 'coupled'."
             )
         self.warper, self.seed = warper, seed
-        self.rule = "greedy" if warper.greedy else verify
+        self.rule, self.lenience = ("greedy", 1.0) if warper.greedy else split_rule(verify)
         self.vocab_size, self.device = vocab_size, device
         self._scaled_V: Tensor | None = None
         if self.rule == "coupled":
@@ -108,7 +104,7 @@ class TokenChooser:
     @property
     def drafts_likeliest(self) -> bool:
         """Whether `draft` returns the tokens with the largest logits."""
-        return self.rule in ("greedy", *LOSSY)
+        return self.rule in ("greedy", "typical")
 
     @property
     def depths(self) -> int:

@@ -4,6 +4,7 @@ from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Drafter, RoundCosts
 from decoding.rounds.batch import Batch
+from decoding.sampling.rule_names import is_lossy
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.schedules.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
@@ -81,7 +82,7 @@ def batch_type(
             f"schedule '{schedule}' needs a drafter in a separate process, but '{drafter.name}' "
             f"runs in this process. Use decoding.drafters.remote.RemoteChain(folder)."
         )
-    if verify in ("block", "typical"):
+    if verify == "block" or is_lossy(verify):
         raise UserError(
             f"schedule '{schedule}' verifies chunks in parts, which verify={verify} cannot do. Use "
             f"verify=token or verify=coupled."

@@ -24,7 +24,7 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Rea
     """Verify a chain by the rule of token.py (Leviathan et al. 2023), with one wait."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
-    accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
+    accepted_B = (accept_BN * (chooser.lenience * q_BN) < p_BN).long().cumprod(1).sum(1)
     p_BV, failed_B = _at(probs_BNV, accepted_B), _last_node(accepted_B, proposal)
     if proposal.q_BNV is None:
         residual_BV = p_BV.scatter(1, _at(proposal.tokens_BN, failed_B)[:, None], 0.0)

@@ -4,8 +4,9 @@ A rule is one function (target logits, proposal, chooser, readback) -> Outcome, 
 with different draft counts. `greedy` and `coupled` follow the target's choices (follow.py); `token`
 tests sampled tokens one by one by p / q (token.py, token_tree.py); `block` tests a chain jointly
 (block.py). The last two treat a proposal without q as point masses. All keep the target's
-distribution except `typical` (typical.py). On a GPU each except `typical` waits once per round:
-`token` and `block` have device versions for that (device_chain.py, device_tree.py).
+distribution except the lossy `typical` (typical.py) and `lossy_lenience` (token.py). On a GPU each
+except `typical` waits once per round: `token` and `block` have device versions for that
+(device_chain.py, device_tree.py).
 """
 
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Chooser, Outcome, Proposal, Readback
+from decoding.sampling.rule_names import LENIENCE, split_rule
 from decoding.verification.block import block
 from decoding.verification.follow import coupled, greedy
-from decoding.verification.token import token
+from decoding.verification.token import lenient, token
 from decoding.verification.typical import typical
 
 VerificationRule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
@@ -27,9 +29,10 @@ def check_rule(verify: str, temperature: float, capabilities: Capabilities, name
 
     At temperature 0 verification is greedy for every `verify`, which fits chains and trees.
     """
-    if verify == "block" and temperature > 0 and capabilities.shape == "tree":
+    tests_chains = split_rule(verify)[0] in ("block", LENIENCE)
+    if tests_chains and temperature > 0 and capabilities.shape == "tree":
         raise UserError(
-            f"drafter {name} proposes trees, and verify=block tests chains. Use verify=token or "
+            f"drafter {name} proposes trees, and verify={verify} tests chains. Use verify=token or "
             f"verify=coupled, or a drafter of chains (with beams, beam_width=1)."
         )
 
@@ -40,4 +43,5 @@ RULES: dict[str, VerificationRule] = {
     "block": block,
     "coupled": coupled,
     "typical": typical,  # lossy
+    LENIENCE: lenient,
 }

@@ -1,6 +1,6 @@
-"""Token verification: test sampled tokens one by one by p / q.
+"""Token verification: test sampled tokens one by one by p / q; with a lenience it is LOSSY.
 
-Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1.
+Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1 and appendix A.5.
 
 Shapes: B rows, F rows with a rejection, N drafted tokens, V vocabulary. Logits have one node more
 than the proposal: the tip comes first.
@@ -49,7 +49,8 @@ def token(
     accepted_B = []
     for b, count in enumerate(proposal.counts_B):
         accepts = (
-            chooser.uniform(b, n, noise.ACCEPT) * q_BN[b][n] < p_BN[b][n] for n in range(count)
+            chooser.uniform(b, n, noise.ACCEPT) * (chooser.lenience * q_BN[b][n]) < p_BN[b][n]
+            for n in range(count)
         )
         accepted_B.append(next((n for n, accept in enumerate(accepts) if not accept), count))
 
@@ -62,3 +63,28 @@ def token(
         return p_FV.scatter(1, at_nodes(proposal.tokens_BN[at], nodes)[:, None], 0.0)
 
     return finish_chain(probs_BNV, residual, accepted_B, proposal, chooser)
+
+
+def lenient(
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
+) -> Outcome:
+    """Accept x sampled from q with probability min(1, p(x) / (l q(x))), l the lenience (lossy).
+
+    The rule is Leviathan et al. 2023, appendix A.5, and the linear lenience of DistillSpec (Zhou et
+    al. 2024, arXiv 2310.08461). After a rejection the next token is sampled from max(p - q, 0), as
+    `token` does. A drafted position then has the distribution
+
+        min(q, p / l) + (1 - sum min(q, p / l)) max(p - q, 0) / sum max(p - q, 0),
+
+    which is nowhere above p / l. No other residual brings it closer to p in total variation, as
+    this one adds only to tokens that are too rare. With l = 1 it is `token`, draw for draw. Raises
+    ValueError for a tree.
+    """
+    if proposal is not None and proposal.parents_BN is not None:
+        raise ValueError(
+            "verify=lossy_lenience tests chains, found a tree. Use verify=token or verify=coupled."
+        )
+    return token(logits_BNV, proposal, chooser, readback)

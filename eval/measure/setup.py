@@ -24,7 +24,7 @@ from decoding.models.native.model import EXECUTIONS as NATIVE_EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Allowed
-from decoding.sampling.token_chooser import SAMPLING
+from decoding.sampling.rule_names import SAMPLING, check_verify
 from decoding.schedules.by_name import WALL
 from decoding.values import RULES, check_settings
 from eval.config import EvalConfig
@@ -61,6 +61,7 @@ def _one_of(names: Sequence[str]) -> str:
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
     check_settings(cfg, (*SHARED[1:], "stop_strings", "stopping_threshold"))
+    check_verify(cfg.verify, SAMPLING)
     temperature, length = RULES["temperature"], RULES["max_new_tokens"]
     hot = bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures))
     numbers = "numbers from 1 up"
@@ -78,7 +79,6 @@ def check(cfg: EvalConfig) -> None:
             cfg.max_new_tokens >= 2 and length.fits(cfg.max_new_tokens),
             "2 or more: one token leaves nothing to draft",
         ),
-        ("verify", cfg.verify in SAMPLING, _one_of(SAMPLING)),
         ("target.execution", cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
         if not fits:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decoding.rounds.ties import TIE_GAP
-from decoding.sampling.token_chooser import LOSSY as LOSSY_RULES
+from decoding.sampling.rule_names import is_lossy
 
 TOKENS_PER_TIE = 10_000  # more frequent ties are not accepted as rounding
 
@@ -58,7 +58,7 @@ def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str 
     backend: as in `Target`. The fused step gives a token the same bits in any forward, so equal
     outputs in half precision are no coincidence there.
     """
-    if verify in LOSSY_RULES and records[0].temperature > 0:
+    if is_lossy(verify) and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
     if not is_compared(records[0].temperature, verify):
         return Equality(

@@ -364,7 +364,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(home, capsys):
         ({"temperatures": []}, "temperatures"),
         ({"batch_sizes": [0]}, "batch_sizes"),
         ({"num_draft_tokens": [0]}, "num_draft_tokens"),
-        ({"verify": "lenient"}, "token, block, coupled or typical"),
+        ({"verify": "lenient"}, "token, block, coupled, typical, lossy_lenience:L"),
         (
             {"target": TargetConfig(path="nowhere", execution="fast")},
             "auto, eager, fused, graph or compiled",
