@@ -40,6 +40,7 @@ from eval.report.page import engines_page, evaluation_page
 from eval.report.tables import print_evaluation
 from eval.statistics.budgets import with_limits
 from eval.statistics.engine_row import EngineRow
+from eval.statistics.lossless import LOSSY
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row, flat, main_rows, read_all_rows, write_rows
 from jobs.files import write_text
@@ -244,7 +245,8 @@ def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
 
 
 def _label(row: Row) -> str:
-    return f"{row.drafter}, {row.condition_label}, gamma {row.num_draft_tokens}"
+    lossy = f", {LOSSY}" if row.lossless == LOSSY else ""
+    return f"{row.drafter}, {row.condition_label}, gamma {row.num_draft_tokens}{lossy}"
 
 
 def record_rows(

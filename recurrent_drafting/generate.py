@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from decoding.errors import UserError
+from decoding.sampling.rule_names import is_lossy
 from jobs.interrupts import Interrupted
 from jobs.job import job_main
 from jobs.paths import resolve_model
@@ -72,8 +73,9 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
         f"up to {cfg.beam_length - 1} drafted tokens a round, "
         f"{'at most ' if cfg.by_cost else ''}{cfg.beam_width} beams of a recurrent head"
     )
+    lossy = " (lossy)" if is_lossy(cfg.verify) else ""
     sampling = (
-        f"temperature {cfg.temperature:g}, verified by {cfg.verify}"
+        f"temperature {cfg.temperature:g}, verified by {cfg.verify}{lossy}"
         if cfg.temperature
         else "greedy"
     )

@@ -9,6 +9,7 @@ from rich.table import Table
 from decoding.errors import UserError
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import TIE_GAP
+from decoding.sampling.rule_names import is_lossy
 from serving.config import GenerateConfig
 from serving.prompts import PromptAnswer, PromptRun
 from serving.setup import ChatModels, is_compared
@@ -127,9 +128,12 @@ def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tupl
     """
     settings, dtype = loaded.settings, loaded.engine.target.dtype
     if not is_compared(settings):
+        of = "another distribution than the target's: lossy"
+        if not is_lossy(settings.verify):
+            of = "the target's distribution"
         return (
-            f"outputs: samples of the target's distribution (verify={settings.verify}), so they "
-            f"are not compared token by token",
+            f"outputs: samples of {of} (verify={settings.verify}), so they are not compared token "
+            f"by token",
             False,
         )
     different = [answer for answer in answers if answer.differs_at is not None]

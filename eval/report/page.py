@@ -19,6 +19,7 @@ from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
 from eval.statistics.engine_row import EngineRow
+from eval.statistics.lossless import LOSSY
 from eval.statistics.rows import samples_of
 from eval.statistics.schema import Row, main_rows
 from jobs.drafter_use import ALONE
@@ -131,9 +132,10 @@ def comparison_page(
 def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a headline card for the best row under each condition, measured on a wall clock.
 
-    Drafters without a model count only if there is no other.
+    Lossy rows have none. Drafters without a model count only if there is no other.
     """
-    ranked = [row for row in shown if row.schedule not in (ALONE, *VIRTUAL)]
+    lossless = [row for row in shown if row.lossless != LOSSY]
+    ranked = [row for row in lossless if row.schedule not in (ALONE, *VIRTUAL)]
     models = [row for row in ranked if row.drafter_parameters] or ranked
     cards = []
     for label, rivals in tables.by_condition(models).items():
@@ -179,6 +181,8 @@ def _card(
 def _plots(
     rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]
 ) -> list[plots.Plot]:
+    """Return the plots of every condition; lossy rows are in none."""
+    rows = [row for row in rows if row.lossless != LOSSY]
     styles, drawn = plots.drafter_styles({row.drafter: "" for row in rows}), []
     for label, here in tables.by_condition(rows).items():
         main = [row for row in here if row in shown]

@@ -12,7 +12,7 @@ from decoding.schedules.by_name import VIRTUAL, WALL
 from decoding.stopping.policies import EAGER
 from eval.measure.lengths import CAPPED
 from eval.measure.records import Record
-from eval.statistics.lossless import DIFFERS
+from eval.statistics.lossless import DIFFERS, LOSSY
 from eval.statistics.schema import Row
 
 NONE = "–"
@@ -68,8 +68,9 @@ def model_size(row: Row) -> str:
 
 
 def drafter_name(row: Row) -> str:
-    """Return the drafter's name, with a note if its times come from a virtual clock."""
-    return f"{row.drafter} (virtual clock)" if row.schedule in VIRTUAL else row.drafter
+    """Return the drafter's name, with notes if its clock is virtual, and if its rule is lossy."""
+    notes = ["virtual clock"] * (row.schedule in VIRTUAL) + [LOSSY] * (row.lossless == LOSSY)
+    return f"{row.drafter} ({', '.join(notes)})" if notes else row.drafter
 
 
 def drafter_rule(row: Row) -> str:
@@ -81,7 +82,9 @@ def drafter_label(row: Row) -> str:
     """Return the drafter's name with schedule, stopping rule and size: `mine (1 layer, 3.1 M)`."""
     named = row.drafter.lower().replace(" ", "_")
     usual = ("", "serial", "fixed", "cost_ratio")
-    parts = [part for part in (row.schedule, row.stopping, drafter_rule(row)) if part not in usual]
+    lossy = LOSSY if row.lossless == LOSSY else ""
+    ways = (row.schedule, row.stopping, drafter_rule(row), lossy)
+    parts = [part for part in ways if part not in usual]
     eager = ["eager"] if row.stopping in EAGER and row.device.startswith("cuda") else []
     name = ", ".join([row.drafter, *(part for part in parts if part not in named), *eager])
     if row.drafter_parameters:
@@ -111,8 +114,8 @@ def prompts_label(row: Row) -> str:
 
 def warnings(rows: Sequence[Row]) -> list[str]:
     """Return the warnings that precede all numbers: a busy machine, and outputs that differ."""
-    differing = [row for row in rows if row.lossless == DIFFERS]
-    broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in differing]
+    differing = [row for row in rows if row.lossless in (DIFFERS, LOSSY)]
+    broken = [f"NOT LOSSLESS: {drafter_name(row)}: {row.lossless_detail}" for row in differing]
     return [text for text in (disturbance(rows), *broken) if text]
 
 

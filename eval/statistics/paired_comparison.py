@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.measure.records import Arm, Record
+from eval.statistics.lossless import LOSSY
 from eval.statistics.metrics import Interval, paired_bootstrap
 from eval.statistics.paired_samples import pair_samples, speed_columns
 from eval.statistics.schema import Row
@@ -25,11 +26,12 @@ def paired_comparisons(rows: Sequence[Row], records: Sequence[Record]) -> list[P
     """Compare each drafter, at its fastest, with the fastest other one under the same condition.
 
     rows: of one condition. Both sides of a prompt are resampled together. Rows with schedule=alone
-    are excluded: they decode another model's text. Returns [] for fewer than two drafters.
+    are excluded: they decode another model's text. So are lossy rows. Returns [] for fewer than two
+    drafters.
     """
     fastest: dict[str, Row] = {}
     for row in sorted(rows, key=lambda row: -row.tokens_per_second):
-        if row.schedule != ALONE:
+        if row.schedule != ALONE and row.lossless != LOSSY:
             fastest.setdefault(row.drafter, row)
     rivals = list(fastest.values())
     found = []

@@ -89,6 +89,7 @@ def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
         ({"schedule": "pearl_virtual"}, "a virtual clock"),
         ({"schedule": "alone"}, "another model's text"),
         ({"lossless": "differs"}, "not the target's own text"),
+        ({"lossless": "lossy"}, "lossy"),
     ):
         rows = [
             dataclasses.replace(row, **changes) if row.drafter_parameters else row

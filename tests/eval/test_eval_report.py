@@ -30,6 +30,23 @@ def test_neither_a_virtual_clock_nor_another_model_makes_a_headline(rows, record
     assert '<div class="big' not in page(alone, records, PROVENANCE)
 
 
+def test_a_lossy_row_is_marked_in_every_table_and_makes_no_headline(rows, records):
+    lossy = [
+        dataclasses.replace(row, lossless="lossy", lossless_detail="it is lossy")
+        if row.drafter == "simulated-good"
+        else row
+        for row in rows
+    ]
+    text = page(lossy, records, PROVENANCE)
+    assert "NOT LOSSLESS: simulated-good (lossy): it is lossy" in text
+    assert "simulated-good, lossy (" in text
+    assert "<p>simulated-slow" in text, "the lossless model has the headline"
+    assert "<p>simulated-good" not in text and "over it [95 %]" in text
+    for row in re.findall(r"<tr.*?</tr>", text, re.DOTALL):
+        assert "simulated-good" not in row or "lossy" in row
+    assert "lossy" not in re.sub("lossy:", "", page(rows, records, PROVENANCE)), "control"
+
+
 # -------------------------------------------------------------------------------------------- table
 @pytest.mark.parametrize("width", [90, 160])
 def test_the_terminal_table_fits_and_has_its_rows(rows, width):

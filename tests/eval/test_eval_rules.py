@@ -35,20 +35,21 @@ from tests.support.tiny_folders import config
 
 # -------------------------------------------------------------------------------------------- rules
 @pytest.fixture(scope="module")
-def three_rules(home):
-    """Evaluate one drafter under token, block and coupled verification; return the run's folder."""
-    shallow = str(home / "shallow")
-    ways = [shallow, {"use": shallow, "verify": "block"}, {"use": shallow, "verify": "coupled"}]
-    return run(config(home, "three_rules", drafters=ways, sweep=[3], prompt_lookup_control=False))
+def four_rules(home):
+    """Evaluate one drafter under four verification rules; return the run's folder."""
+    shallow, others = str(home / "shallow"), ("block", "coupled", "lossy_lenience:0.5")
+    ways = [shallow, *({"use": shallow, "verify": rule} for rule in others)]
+    return run(config(home, "four_rules", drafters=ways, sweep=[3], prompt_lookup_control=False))
 
 
-def test_rows_of_one_drafter_under_three_rules_are_distinguished(three_rules):
-    rows = [row for row in read_rows(three_rules / "results.jsonl") if row.part == "main"]
+def test_rows_of_one_drafter_under_several_rules_are_distinguished(four_rules):
+    rows = [row for row in read_rows(four_rules / "results.jsonl") if row.part == "main"]
     sampled = {row.drafter: (row.verify, row.lossless) for row in rows if row.temperature}
     assert sampled == {
         "shallow": ("token", "by rule"),
         "shallow+block": ("block", "by rule"),
         "shallow+coupled": ("coupled", "equal"),
+        "shallow+lossy_lenience:0.5": ("lossy_lenience:0.5", "lossy"),
     }
     assert {(row.verify, row.lossless) for row in rows if not row.temperature} == {
         ("greedy", "equal")
@@ -66,16 +67,19 @@ def test_rows_of_one_drafter_under_three_rules_are_distinguished(three_rules):
     assert "temperature 1, block verification, 3 prompts" not in printed
 
 
-def test_rows_under_different_rules_share_one_comparison(three_rules):
-    panels = panels_of(entries_of([read_evaluation(three_rules, "one")], "all"), 50, 0)
+def test_rows_under_different_rules_share_one_comparison(four_rules):
+    panels = panels_of(entries_of([read_evaluation(four_rules, "one")], "all"), 50, 0)
     assert [[entry.row.drafter for entry in panel.entries] for panel in panels] == [
-        ["shallow", "shallow+block", "shallow+coupled"]
+        ["shallow", "shallow+block", "shallow+coupled", "shallow+lossy_lenience:0.5"]
     ] * 2
+    ranked = [{entry.row.drafter for entry in panel.fastest} for panel in panels]
+    greedy, sampled = sorted(ranked, key=len, reverse=True)
+    assert greedy - sampled == {"shallow+lossy_lenience:0.5"}, "lossy where it samples"
 
 
-def test_a_coupled_row_equals_the_targets_coupled_text(home, three_rules):
+def test_a_coupled_row_equals_the_targets_coupled_text(home, four_rules):
     records = [
-        record for record in read_records(three_rules / "records.jsonl") if record.temperature
+        record for record in read_records(four_rules / "records.jsonl") if record.temperature
     ]
     target = load_target(home / "target", dtype="float64")
     given = BenchmarkConfig(path=str(home / "prompts.jsonl"))
@@ -124,8 +128,8 @@ def test_a_coupled_row_with_another_text_ends_the_run(home, monkeypatch):
         run(config(home, "other_seed", drafters=[entry], **changes))
 
 
-def test_the_coupled_baseline_is_decoded_only_where_needed(home, three_rules, capsys):
-    records = read_records(three_rules / "records.jsonl")
+def test_the_coupled_baseline_is_decoded_only_where_needed(home, four_rules, capsys):
+    records = read_records(four_rules / "records.jsonl")
     assert {record.temperature for record in records if record.arm == COUPLED} == {1.0}
     entry = {"use": str(home / "shallow"), "verify": "coupled"}
     changes = {

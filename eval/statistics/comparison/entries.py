@@ -9,7 +9,7 @@ from typing import Any
 
 from decoding.schedules.by_name import VIRTUAL
 from eval.statistics.comparison.evaluations import Evaluation
-from eval.statistics.lossless import DIFFERS
+from eval.statistics.lossless import DIFFERS, LOSSY
 from eval.statistics.metrics import Interval
 from eval.statistics.paired_samples import PairedSample
 from eval.statistics.rows import headline_samples
@@ -94,6 +94,8 @@ class Entry:
             return "a virtual clock"
         if self.row.lossless == DIFFERS:
             return "not the target's own text"
+        if self.row.lossless == LOSSY:
+            return LOSSY
         return "" if self.speedup is not None else "every text of the target loops"
 
     @property
