@@ -14,6 +14,7 @@ from training.config import (
     TrainingJobConfig,
 )
 from training.losses.config import LossConfig
+from training.on_policy import OnPolicyOptions
 
 
 @dataclass
@@ -25,24 +26,16 @@ class StudentLossConfig(LossConfig):
 
 
 @dataclass
-class OnPolicyConfig:
+class OnPolicyConfig(OnPolicyOptions):
     """Rows that the student writes during the training, and the target scores.
 
-    The student answers prompts of the training data, and is distilled on its answers.
+    The student answers prompts of the training data, and is distilled on its answers. They take the
+    place of rows of the training data, of which a share is left.
     """
 
-    # share of the rows of a step that the student writes, from 0 (off) to below 1; they take the
-    # place of rows of the training data
-    share: float = 0.0
-    # first step, counted from 0, with rows of the student
-    start: int = 0
-    # steps, counted from `start`, over which the share rises linearly from 0; 0: no rise
-    warmup_steps: int = 0
     # steps between two refreshes, at which the student writes the rows of the steps up to the next
     # one; 1: every step is on-policy, but decodes small batches
     refresh: int = 50
-    # sampling temperature; 0 is greedy, with which small students often loop
-    temperature: float = 1.0
     # maximum length of an answer; prompts are left out if data.max_length leaves less room
     max_new_tokens: int = 128
 

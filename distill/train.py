@@ -61,6 +61,7 @@ from training.models.frozen import load_frozen
 from training.models.layers import compile_layers
 from training.models.shapes import millions, sizes_of
 from training.objectives import Distillation, LanguageModelling, TeacherStates
+from training.on_policy import schedule_rules
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
 
@@ -168,8 +169,7 @@ def check(config: TrainConfig) -> None:
             not own.share or own.max_new_tokens < config.data.max_length,
             f"less than data.max_length ({config.data.max_length})",
         ),
-        "on_policy.start": (own.start >= 0, "0 or more"),
-        "on_policy.warmup_steps": (own.warmup_steps >= 0, "0 or more"),
+        **schedule_rules(own),
         "on_policy.refresh": (own.refresh >= 1, "1 or more"),
     }
     if held_out.costs == MEASURED and config.target.backend != "native":
