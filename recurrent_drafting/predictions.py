@@ -16,8 +16,7 @@ from recurrent_drafting.head import Context, RecurrentHead
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
-from training.heads.predicting import DraftStarts
-from training.losses.heads import chunked_argmax
+from training.heads.predicting import Choose, DraftStarts, choose_likeliest
 
 
 class RecurrentPredictions:
@@ -44,7 +43,8 @@ class RecurrentPredictions:
             tokens_M = where.tokens_MK[:, number]
             if where.continues_own:
                 own_O = where.own_O
-                best_O = likeliest(head, context.select(own_O), state_MH.index_select(0, own_O))
+                state_OH = state_MH.index_select(0, own_O)
+                best_O = next_tokens(head, context.select(own_O), state_OH, number - 1)
                 tokens_M = tokens_M.index_copy(0, own_O, best_O)
             state_MH = head.advance(state_MH, states.embed(tokens_M))
             reached.append(state_MH)
@@ -54,20 +54,31 @@ class RecurrentPredictions:
         return head.features(context.select(where.draft_N), state_NH)
 
     def draft(
-        self, head: RecurrentHead, states: TargetStates, tips: DraftStarts, count: int
+        self,
+        head: RecurrentHead,
+        states: TargetStates,
+        tips: DraftStarts,
+        count: int,
+        choose: Choose = choose_likeliest,
     ) -> Tensor:
         context, state_MH = head.context(tips.states_MC), head.start(states.embed(tips.tokens_M))
-        drafted = [likeliest(head, context, state_MH)]
-        for _ in range(1, count):
+        drafted = [next_tokens(head, context, state_MH, 0, choose)]
+        for depth in range(1, count):
             state_MH = head.advance(state_MH, states.embed(drafted[-1]))
-            drafted.append(likeliest(head, context, state_MH))
+            drafted.append(next_tokens(head, context, state_MH, depth, choose))
         return torch.stack(drafted, dim=1)
 
 
 @torch.no_grad()
-def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
-    """Return the likeliest next token of each draft, as token ids [M] of the target."""
-    return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
+def next_tokens(
+    head: RecurrentHead,
+    context: Context,
+    state_MH: Tensor,
+    depth: int,
+    choose: Choose = choose_likeliest,
+) -> Tensor:
+    """Return the next token of each draft, by default the likeliest, as ids [M] of the target."""
+    return head.to_target_ids(choose(head.features(context, state_MH), head.output, depth))
 
 
 PREDICTIONS = RecurrentPredictions()

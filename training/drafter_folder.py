@@ -23,6 +23,7 @@ from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
 from training.held_out.speedup import selecting_figure
+from training.on_policy import OnPolicyOptions
 
 _SAFETENSORS_NAMES = {
     torch.float32: "F32",
@@ -126,7 +127,7 @@ class Provenance:
     # target.path as configured
     target: str
     target_folder: Path
-    # sources, the number of tokens trained on, and the final shares of domains
+    # sources, the number of tokens trained on, the final shares of domains, and on-policy rows
     data: dict[str, Any]
     # settings of the loss; {"name": None, "note": the reason} if nothing was trained
     loss: dict[str, Any]
@@ -148,6 +149,9 @@ class DrafterFields(Protocol):
     target: TargetConfig
     data: DataConfig
     held_out: HeldOutConfig
+
+    @property
+    def on_policy(self) -> OnPolicyOptions: ...
 
 
 def origin_of(
@@ -174,6 +178,8 @@ def origin_of(
         "supervised_tokens_seen": progress.supervised,
         **shares_on_card(config.data, progress),
     }
+    if config.on_policy.share:
+        data["on_policy"] = plain(config)["on_policy"]
     acceptance = {**shown, **measured, "temperature": config.held_out.temperature}
     return Provenance(
         name, config.target.path, target_folder, data, plain(config)["loss"], acceptance
@@ -231,8 +237,11 @@ def write_card(
 
 def training_on_card(card: dict[str, Any]) -> str:
     """Describe how the card's drafter was trained, as part of a sentence."""
-    loss = card["loss"]
-    return f"trained with {loss['name']}" if loss["name"] else str(loss["note"])
+    loss, own = card["loss"], card["data"].get("on_policy")
+    if not loss["name"]:
+        return str(loss["note"])
+    rows = f" on {own['share']:.0%} on-policy rows" if own else ""
+    return f"trained with {loss['name']}{rows}"
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from jobs.progress import ProgressBar
 from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
-from training.data.packing import PackedBatch, PackedData, collate, micro_batches
+from training.data.packing import PackedBatch, PackedData, Rows, collate, micro_batches
 from training.held_out.speedup import LENGTH, SPEEDUP, TOKENS, describe_prediction
 from training.memory import HeapTrimmer
 from training.models.layers import compile_layers
@@ -46,8 +46,11 @@ class Objective(Protocol):
     def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss in nats, sums of the metrics [len(metric_names)])."""
 
-    def begin(self, step: int, place: Place) -> None:
-        """Set the values that follow a schedule for step `step` (from 0), at `place` in the run."""
+    def begin(self, step: int, place: Place, rows: Rows) -> None:
+        """Set the values that follow a schedule for step `step` (from 0), at `place` in the run.
+
+        rows: the samples of each row of the step, of all ranks.
+        """
 
 
 class Recorder(Protocol):
@@ -161,7 +164,7 @@ class Training:
         if progress.step == config.warmup_steps:
             progress.warm_tokens, progress.warm_elapsed = progress.tokens, progress.elapsed
         place = Place(progress.done, bounds)
-        objective.begin(progress.step, place)
+        objective.begin(progress.step, place, rows)
         sums, tokens = self._backward(rows)
         # the step's one wait for the device
         (loss, *metrics), norm = devices.read(sums, self.optimizer.clip())

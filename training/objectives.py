@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decoding.models.draft_vocabulary import token_ids
 from training.bounds import Place
-from training.data.packing import PackedBatch
+from training.data.packing import PackedBatch, Rows
 from training.draft_vocabulary import index_tokens
 from training.features.stores import MemoryStore, RowStates
 from training.losses.chunked import (
@@ -41,7 +41,7 @@ class StaticObjective(nn.Module):
 
     rates: Mapping[str, Rate] = {}
 
-    def begin(self, step: int, place: Place) -> None:
+    def begin(self, step: int, place: Place, rows: Rows) -> None:
         """Do nothing: every step is the same."""
 
 

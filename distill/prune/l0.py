@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distill.config import L0Config
 from distill.prune.masks import Masks
 from training.bounds import Place
-from training.data.packing import PackedBatch
+from training.data.packing import PackedBatch, Rows
 from training.losses.chunked import chunked_cross_entropy
 from training.objectives import hidden_states
 from training.optimizer import Rate
@@ -48,7 +48,7 @@ class MaskedModel(nn.Module):
         self.step, self._warm = 0, 0.0
         self._hooks = contextlib.ExitStack()
 
-    def begin(self, step: int, place: Place) -> None:
+    def begin(self, step: int, place: Place, rows: Rows) -> None:
         """Prepare a step: clamp the logits, and raise the target sparsity during the warm-up."""
         self.step = step
         for _, masks in self.masks.each():

@@ -27,8 +27,7 @@ from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.positions import Positions
-from training.heads.predicting import DraftStarts
-from training.losses.heads import chunked_argmax
+from training.heads.predicting import Choose, DraftStarts, choose_likeliest
 
 STARTS = ("lm_head", "random")
 MOST_BLOCKS = 16
@@ -60,11 +59,16 @@ class MedusaKind(HeadKind):
         return torch.cat(of_head).index_select(0, places_N)
 
     def draft(
-        self, head: MedusaHeads, states: TargetStates, tips: DraftStarts, count: int
+        self,
+        head: MedusaHeads,
+        states: TargetStates,
+        tips: DraftStarts,
+        count: int,
+        choose: Choose = choose_likeliest,
     ) -> Tensor:
         drafted = []
         for k in range(count):
-            best_M = chunked_argmax(head.features(tips.states_MC, k), head.projection(k))
+            best_M = choose(head.features(tips.states_MC, k), head.projection(k), k)
             drafted.append(best_M if head.token_ids_V is None else head.token_ids_V[best_M])
         return torch.stack(drafted, dim=1)
 

@@ -180,7 +180,7 @@ def test_the_penalty_counts_once_for_any_micro_batches():
         masks = Masks(shape, target.config, BETA["code"], 0)
         masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
         objective = MaskedModel(target, masks, FROZEN, 1e-4)
-        objective.begin(50, at(50, 100))
+        objective.begin(50, at(50, 100), [])
         total = torch.zeros(())
         for row in rows:
             total = total + objective(collate(samples, [row], 20))[0]
@@ -199,7 +199,7 @@ def test_frozen_weights_get_no_gradient_but_masks_do():
         12,
     )
     objective = MaskedModel(target, masks, FROZEN, 1e-4)
-    objective.begin(0, at(0, 10))
+    objective.begin(0, at(0, 10), [])
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
@@ -228,7 +228,7 @@ def test_recomputed_layers_use_the_same_masks():
         with torch.no_grad():
             for _, mask in masks.each():
                 mask.logit_WU.zero_()  # half-open masks, which all change the logits
-        objective.begin(50, at(50, 100))
+        objective.begin(50, at(50, 100), [])
         objective(batch)[0].backward()
         found.append({name: parameter.grad for name, parameter in objective.named_parameters()})
     assert any(
@@ -259,7 +259,7 @@ def test_the_target_sparsity_grows_over_the_warm_up():
         for _, mask in masks.each():
             mask.multipliers.data = torch.tensor(multipliers)
         for step in (0, 10, 20, 90):
-            objective.begin(step, at(step, 100))
+            objective.begin(step, at(step, 100), [])
             differences.append(float(objective(batch)[0].detach()) * (1 if multipliers[1] else -1))
     supervised = batch.supervised
     for place, share in enumerate((0.0, 0.5, 1.0, 1.0)):

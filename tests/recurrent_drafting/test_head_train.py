@@ -237,6 +237,13 @@ def test_ranks_distil_the_target_as_one_process_does(
     same_in_ranks(kind, tmp_path / "alone", tiny_target, tmp_path / "ranks", more)
 
 
+@pytest.mark.long
+def test_ranks_draft_on_policy_as_one_process_does(tiny_target: Path, tmp_path: Path):
+    more = ["loss.name=forward_kl", "on_policy.share=0.5"]
+    run(configured(tiny_target, tmp_path / "alone", *more))
+    same_in_ranks("ddp", tmp_path / "alone", tiny_target, tmp_path / "ranks", *more)
+
+
 def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:
     given = command(target, folder, f"parallel={kind}", "parallel.processes=2", *more)
     done = subprocess.run(

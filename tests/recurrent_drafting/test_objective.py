@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from decoding import devices
 from decoding.errors import UserError
-from recurrent_drafting import predictions as module
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.peak_memory import peak_bytes
@@ -23,6 +22,7 @@ from tests.support import tiny_heads as tiny
 from tests.support.host_waits import Waits
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
+from training.heads import predicting
 from training.heads.loss_config import D_PACE, HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import check_predictions, positions
@@ -206,7 +206,7 @@ def test_own_tokens_are_computed_only_for_their_drafts(form: str, monkeypatch: p
         made.append(len(features_NE))
         return chunked_argmax(features_NE, weight_VE)
 
-    monkeypatch.setattr(module, "chunked_argmax", counted)
+    monkeypatch.setattr(predicting, "chunked_argmax", counted)
     found = []
     for share in (0.0, 1.0, 0.5):
         where = positions(batch, tiny.HEADS, False, share)

@@ -20,6 +20,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.errors import UserError
 
+Rows = Sequence[Sequence[int]]  # the samples of each row
+
 
 @dataclass
 class Sample:
@@ -70,18 +72,27 @@ class PackedBatch:
 
     def row(self, index: int) -> "PackedBatch":
         """Return one row as a batch."""
-        one = slice(index, index + 1)
-        host = HostRows(*(array[one] for array in self.host))
-        before = int(self.host.supervised_RT[:index].sum())
-        after = before + int(host.supervised_RT.sum())
+        return self.select([index])
+
+    def select(self, indices: Sequence[int]) -> "PackedBatch":
+        """Return one or several rows as a batch, without waiting for the device."""
+        length, ends = self.ids_RT.shape[1], self.host.supervised_RT.sum(1).cumsum().tolist()
+        places = [
+            self.places_N[ends[index - 1] if index else 0 : ends[index]] + (new - index) * length
+            for new, index in enumerate(indices)
+        ]
+
+        def rows_of(values_RT: Tensor) -> Tensor:
+            return torch.cat([values_RT[index : index + 1] for index in indices])
+
         return PackedBatch(
-            self.rows[one],
-            host,
-            self.ids_RT[one],
-            self.positions_RT[one],
-            self.documents_RT[one],
-            self.next_RT[one],
-            self.places_N[before:after] - index * self.ids_RT.shape[1],
+            [self.rows[index] for index in indices],
+            HostRows(*(array[list(indices)] for array in self.host)),
+            rows_of(self.ids_RT),
+            rows_of(self.positions_RT),
+            rows_of(self.documents_RT),
+            rows_of(self.next_RT),
+            torch.cat(places),
         )
 
 

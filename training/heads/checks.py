@@ -16,7 +16,9 @@ from training.heads.config import HeadJobConfig
 from training.heads.kind import HeadKind
 from training.heads.loss_config import CONTINUATIONS, HEAD_LOSSES, head_loss_rules
 from training.held_out.costs import cost_rules
+from training.losses.config import CROSS_ENTROPY, parts_of
 from training.models.build import check_target
+from training.on_policy import schedule_rules
 
 CACHES = ("none", "memory", "disk")
 
@@ -72,8 +74,39 @@ def choice_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[b
         shared = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
         reason = shared
     return {
+        **on_policy_rules(config, reads_tokens),
         **head_loss_rules(config.loss, losses, shared, config.data.max_length, reads_tokens),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
+    }
+
+
+def on_policy_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[bool, str]]:
+    """Return the rules of on-policy rows: key -> (validity of its value, expected values)."""
+    options, loss = config.on_policy, config.loss
+    temperature = RULES["temperature"]
+    refused = ""
+    if not reads_tokens:
+        refused = "with this head, none of whose predictions reads a token that it drafts"
+    elif loss.name == CONTINUATIONS or CROSS_ENTROPY in parts_of(loss):
+        refused = (
+            f"with loss.name={loss.name}, which learns tokens of a text, and none follows the "
+            f"head's own tokens. Use a loss against the target's distribution, such as forward_kl"
+        )
+    elif config.states.cache != "none":
+        refused = (
+            f"with states.cache={config.states.cache}, as the head drafts other tokens in every "
+            f"step, whose states no store has. Use states.cache=none"
+        )
+    elif config.parallel.kind in SHARDED_WEIGHTS:
+        refused = (
+            f"with parallel.kind={config.parallel.kind}, as the ranks of a sharded target cannot "
+            f"read different drafts. Use ddp, zero1 or zero2"
+        )
+    share = f"0 (off) {refused}" if refused else "a share from 0 (off) to 1"
+    return {
+        "on_policy.share": (0 <= options.share <= 1 and not (options.share and refused), share),
+        **schedule_rules(options),
+        "on_policy.temperature": (temperature.fits(options.temperature), temperature.expected),
     }
 
 

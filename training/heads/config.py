@@ -6,6 +6,7 @@ from typing import Any
 from jobs.config import TargetConfig
 from training.config import HeldOutConfig, TrainingJobConfig
 from training.heads.loss_config import HeadLossConfig
+from training.on_policy import OnPolicyOptions
 
 
 @dataclass
@@ -57,6 +58,9 @@ class HeadJobConfig(TrainingJobConfig):
     head: HeadOptions = field(default_factory=HeadOptions)
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
+    # rows in which the head drafts from the text, and learns the target's distribution after its
+    # own tokens: the loss then reads no token of the data
+    on_policy: OnPolicyOptions = field(default_factory=OnPolicyOptions)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to
     # RUN/exports/STEP without training; all other settings are then those of that run

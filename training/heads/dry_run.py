@@ -51,6 +51,11 @@ def dry_run(
     layout = states_layout(config, kind, shape, target)
     flops = print_cost(config, target, counted, layout)
     print_memory(config, target, counted, layout, shape.num_drafted)
+    if config.on_policy.share:
+        print(
+            f"note: in {config.on_policy.share:.0%} of the rows (on_policy.share) the head drafts, "
+            f"and the target scores the drafts, which this cost leaves out"
+        )
     if shape.draft_vocab_size:
         print(
             "note: the shortlist is counted from the data, which a dry run does not read: the "

@@ -4,10 +4,12 @@ The published losses of ReDrafter and Medusa are sums over heads of the mean cro
 every head's sum is divided by the global count of supervised tokens (training/loop.py), so no batch
 divides by zero. The two differ by the tokens that are too early in a text for a head to predict.
 Distillation on the target's tokens (`continuations`) reads and predicts the target's greedy
-continuations instead of the text, at the same positions. Gradients reach the head, not the target.
+continuations instead of the text, at the same positions. In on-policy rows the head reads its own
+tokens, and the target's distribution after them is the reference (training/heads/on_policy.py).
+Gradients reach the head, not the target.
 
-Shapes: E features, K heads, N predictions of all heads, P positions of the target that are read, V
-drafted vocabulary.
+Shapes: E features, H hidden size, K heads, N predictions of all heads, P positions of the target
+that are read, S states from which it predicts, V drafted vocabulary.
 """
 
 from collections.abc import Callable
@@ -16,10 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from training.bounds import Place
-from training.data.packing import PackedBatch
+from training.data.packing import PackedBatch, Rows
 from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
 from training.heads.loss_config import D_PACE, HeadLossConfig, num_continued_tokens
+from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import (
@@ -46,11 +49,21 @@ class HeadObjective(StaticObjective):
     indices_V: Tensor | None
 
     def __init__(
-        self, kind: PredictingHead, head: Any, states: TargetStates, loss: HeadLossConfig
+        self,
+        kind: PredictingHead,
+        head: Any,
+        states: TargetStates,
+        loss: HeadLossConfig,
+        on_policy: OnPolicyRows | None = None,
     ) -> None:
+        """Store the head and what it learns.
+
+        on_policy: the rows in which it learns the target's distribution after its own tokens, with
+        a loss that reads only this distribution; None: no rows.
+        """
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
-        self.step = 0
+        self.on_policy, self.step = on_policy, 0
         measured = "acceptance" if uses_teacher(loss) else "top1"
         heads = range(loss.predict_n_tokens)
         self.metric_names = (
@@ -59,45 +72,80 @@ class HeadObjective(StaticObjective):
         )
         self.register_buffer("indices_V", _indices(head, states), persistent=False)
 
-    def begin(self, step: int, place: Place) -> None:
+    def begin(self, step: int, place: Place, rows: Rows) -> None:
         self.step = step
+        if self.on_policy is not None:
+            self.on_policy.begin(step, rows)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum over heads of weight x loss in nats, sums by head [2 K]).
 
         The first K sums count correct tokens or acceptance, the others add up the unweighted loss.
         """
+        drafted, others = self.on_policy.split(batch) if self.on_policy is not None else ([], [])
+        if not drafted:
+            return self._on_text(batch)
+        parts = [self._on_drafts(batch.row(index)) for index in drafted]
+        parts += [self._on_text(batch.select(others))] if others else []
+        losses, sums = zip(*parts)
+        return sum(losses[1:], losses[0]), sum(sums[1:], sums[0])
+
+    def _on_drafts(self, row: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the sums of `forward` over one row, after tokens that the head drafts."""
+        assert self.on_policy is not None
+        heads = self.loss.predict_n_tokens
+        drafted = self.on_policy.draft(self.kind, self.head, self.states, row, heads)
+        return self._sums(row, drafted.where, drafted.states_PC, drafted.final_SH)
+
+    def _on_text(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the sums of `forward` over rows of the data."""
         loss, states = self.loss, self.states
-        weights = self.kind.outputs(self.head, states)
-        several, heads = len(weights) > 1, loss.predict_n_tokens
+        several = len(self.kind.outputs(self.head, states)) > 1
         where = positions(
-            batch, heads, uses_teacher(loss), loss.own_tokens, self.step, grouped=several
+            batch,
+            loss.predict_n_tokens,
+            uses_teacher(loss),
+            loss.own_tokens,
+            self.step,
+            grouped=several,
         )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
             where = where.with_tokens(tokens_PK[where.drafts_M])
         else:
             states_PC = states(batch, where)
+        final_PH = states.select_final(states_PC) if uses_teacher(loss) else None
+        return self._sums(batch, where, states_PC, final_PH)
+
+    def _sums(
+        self, batch: PackedBatch, where: Positions, states_PC: Tensor, final_SH: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums of `forward` over these predictions.
+
+        final_SH: the states of which where.targets_N are indices, where the target predicts; None
+        for a loss that does not read them.
+        """
+        loss, states, heads = self.loss, self.states, self.loss.predict_n_tokens
+        weights = self.kind.outputs(self.head, states)
         features_NE = self.kind.features(
             self.head, states, batch, where, states.select_taps(states_PC)
         )
-        outputs = Outputs(weights, where.heads if several else None)
-        against = self._reference(states_PC, where)
+        outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
+        against = self._reference(final_SH, where)
         tokens = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
         rows = reference_rows(loss, tokens)
         weights_N = self._weights(features_NE, outputs, where, against)
         return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, weights_N)
 
-    def _reference(self, states_PC: Tensor, where: Positions) -> Callable[[int, int], Reference]:
+    def _reference(
+        self, final_SH: Tensor | None, where: Positions
+    ) -> Callable[[int, int], Reference]:
         """Return a function from predictions [start, end) to what they learn."""
         labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
-        if not uses_teacher(self.loss):
+        if final_SH is None:
             return lambda start, end: Reference(labels_N[start:end])
         teacher = Teacher(
-            self.states.select_final(states_PC),
-            self.states.lm_head,
-            teacher_temperature(self.loss),
-            self.head.token_ids_V,
+            final_SH, self.states.lm_head, teacher_temperature(self.loss), self.head.token_ids_V
         ).shared(where.targets_N, where.targets)
         return lambda start, end: Reference(labels_N[start:end], teacher(start, end))
 

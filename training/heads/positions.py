@@ -64,13 +64,15 @@ def positions(
     step: int = 0,
     *,
     grouped: bool = False,
+    by_draft: bool = False,
 ) -> Positions:
     """Return the positions and labels of all predictions of `heads` heads in a batch.
 
     uses_teacher: include the hidden states from which the target predicts. own_tokens: share of the
     drafts that continue from the head's own tokens; which ones depends on `step`, but not on the
     number of ranks. grouped: make the predictions of one head contiguous in every chunk of the
-    loss, for heads with separate output layers.
+    loss, for heads with separate output layers. by_draft: order the predictions by draft and depth,
+    not by predicted token, and return draft x heads + head as their targets.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
@@ -83,7 +85,7 @@ def positions(
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
     head, draft = np.nonzero(predicts_KF[:, drafts])
     targets = drafts[draft] + 1 + head
-    order = np.argsort(targets, kind="stable")
+    order = np.lexsort((head, draft)) if by_draft else np.argsort(targets, kind="stable")
     if grouped:
         order = order[np.lexsort((head[order], np.arange(len(order)) // CHUNK))]
     head, draft, targets = head[order], draft[order], targets[order]
@@ -93,6 +95,8 @@ def positions(
         (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
     )
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
+    if by_draft:
+        seats = draft * heads + head
     indices = (kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats)
     kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = (
         devices.copy_arrays_to_device(indices, batch.device)

@@ -4,7 +4,7 @@ Shapes: M drafts, N predictions of all depths, P positions, K drafted tokens, C 
 states that a head reads, E features, V drafted vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,16 @@ from torch import Tensor
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
+from training.losses.heads import chunked_argmax
+
+# chooses a token of each draft, as indices [M] of the logits, from features [M, E], output weights
+# [V, E] and the depth (from 0)
+Choose = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def choose_likeliest(features_ME: Tensor, weight_VE: Tensor, depth: int) -> Tensor:
+    """Return the index [M] of every row's largest logit."""
+    return chunked_argmax(features_ME, weight_VE)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,16 @@ class PredictingHead(Protocol):
         """
         ...
 
-    def draft(self, head: Any, states: TargetStates, tips: DraftStarts, count: int) -> Tensor:
-        """Return the ids [M, K] of the head's greedy chain of `count` = K tokens after each tip."""
+    def draft(
+        self,
+        head: Any,
+        states: TargetStates,
+        tips: DraftStarts,
+        count: int,
+        choose: Choose = choose_likeliest,
+    ) -> Tensor:
+        """Return the ids [M, K] of the head's chain of `count` = K tokens after each tip.
+
+        choose: by default the chain is greedy.
+        """
         ...

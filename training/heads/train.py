@@ -40,6 +40,7 @@ from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
+from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import check_predictions, count_kept
 from training.heads.real_drafting import block_efficiency
 from training.held_out.costs import Timing, answers_and_costs, cost_files
@@ -143,13 +144,16 @@ def train(job: HeadJob, run: Run) -> None:
         else None
     )
     evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers, costs)
-    objective = HeadObjective(kind, head, states, config.loss)
+    drafted = None
+    if config.on_policy.share:
+        drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
+    objective = HeadObjective(kind, head, states, config.loss, drafted)
     states.store = make_store(job, target.config, data, parallel.is_main)
     progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
     if parallel.is_main:
         sampled = config.held_out.temperature > 0
         job.shape = kind.measured(shape, progress.best)
-        drafted = block_efficiency(
+        measured = block_efficiency(
             lambda target: kind.drafter(head.to(target.device), job.shape, config, sampled),
             config,
             config.loss.predict_n_tokens,
@@ -157,7 +161,7 @@ def train(job: HeadJob, run: Run) -> None:
             tokenizer,
             answers,
         )
-        finish(job, run, head, progress, drafted)
+        finish(job, run, head, progress, measured)
     parallel.close()
 
 
@@ -239,9 +243,11 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
         f"{data.fill:.1%} full, {data.supervised / data.tokens:.0%} supervised"
     )
+    share = config.on_policy.share
+    own = f", {share:.0%} of the rows after the head's own tokens" if share else ""
     print(
         f"plan: {describe_plan(config.loop, data)}; loss {describe_loss(config.loss)}, "
-        f"{config.loss.predict_n_tokens} heads"
+        f"{config.loss.predict_n_tokens} heads{own}"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.sampling.warpers import draw_at
 from training.losses.chunked import ChunkedLoss, Outputs, RowLoss, chunk_rows, widen
 
 
@@ -103,6 +104,27 @@ def chunked_chances(
         for start in range(0, len(features_NE), chunk)
     ]
     return torch.cat(parts) if parts else widen(features_NE.new_zeros(0))
+
+
+@torch.no_grad()
+def chunked_sample(
+    features_NE: Tensor,
+    weight_VE: Tensor,
+    temperature: float,
+    uniforms_N: Tensor,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return an index [N] sampled from the softmax of every row's logits / temperature.
+
+    uniforms_N: float64 numbers in (0, 1). A row of NaN gives the last index; the loss finds NaN.
+    """
+    chunk = chunk or chunk_rows(len(weight_VE))
+    parts = []
+    for start in range(0, len(features_NE), chunk):
+        logits_CV = widen(F.linear(features_NE[start : start + chunk], weight_VE))
+        p_CV = torch.softmax(logits_CV / temperature, dim=-1)
+        parts.append(draw_at(p_CV, uniforms_N[start : start + chunk, None]))
+    return torch.cat(parts).clamp_(max=len(weight_VE) - 1) if parts else uniforms_N.long()
 
 
 @torch.no_grad()
