@@ -94,6 +94,13 @@ inline Vector<float> load(const BFloat16* place) {
   return x;
 }
 
+// sum + a * b, rounded once. Scalar sums are written with it, as the compiler otherwise chooses for each
+// loop whether products are rounded before they are added, and so a sum's bits by the number of rows.
+template <typename A>
+inline void add_product(A& sum, A a, A b) {
+  sum = std::fma(a, b, sum);
+}
+
 // The sum of a vector's lanes: the upper half is added to the lower one until one lane is left.
 template <typename A, int lanes = VectorOf<A>::lanes, typename V>
 inline A total(V x) {
@@ -250,8 +257,8 @@ inline void dots(const T* first, const T* second, int64_t K, const Sum<T>* x, Su
     for (int i = 0; i < 2; ++i) out[m][i] = total<A>(sums[m][i]);
   for (; k < K; ++k)
     for (int m = 0; m < MR; ++m) {
-      out[m][0] += widen(first[k]) * x[m * K + k];
-      out[m][1] += widen(second[k]) * x[m * K + k];
+      add_product(out[m][0], widen(first[k]), x[m * K + k]);
+      add_product(out[m][1], widen(second[k]), x[m * K + k]);
     }
 }
 
@@ -377,7 +384,7 @@ inline Sum<T> score_keys(const T* keys, int64_t count, const Sum<T>* query, int 
     int d = 0;
     for (; d + lanes <= D; d += lanes) sums += load(keys + d) * load(query + d);
     A sum = total<A>(sums);
-    for (; d < D; ++d) sum += widen(keys[d]) * query[d];
+    for (; d < D; ++d) add_product(sum, widen(keys[d]), query[d]);
     scores[i] = sum * scale;
     most = std::max(most, scores[i]);
   }
@@ -406,7 +413,7 @@ inline void add_values(const T* values, int64_t count, const Sum<T>* weights, in
   for (; d + 8 * lanes <= D; d += 8 * lanes) add_block<8>(values + d, count, weights, D, out + d);
   for (; d + lanes <= D; d += lanes) add_block<1>(values + d, count, weights, D, out + d);
   for (; d < D; ++d)
-    for (int64_t i = 0; i < count; ++i) out[d] += weights[i] * widen(values[i * D + d]);
+    for (int64_t i = 0; i < count; ++i) add_product(out[d], weights[i], widen(values[i * D + d]));
 }
 
 // y = x / rms(x) * weight, over K elements; y may be x.
@@ -421,7 +428,7 @@ inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Su
     squares += part * part;
   }
   A sum = total<A>(squares);
-  for (; k < K; ++k) sum += x[k] * x[k];
+  for (; k < K; ++k) add_product(sum, x[k], x[k]);
   const A scale = A(1) / std::sqrt(sum / A(K) + A(eps));
   for (k = 0; k < K; ++k) y[k] = x[k] * scale * widen(weight[k]);
 }
