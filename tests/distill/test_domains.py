@@ -1,9 +1,6 @@
 """Test mixtures in the jobs: figures per domain, shares, exhausted domains and invalid ones."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +15,7 @@ from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import PretrainConfig, TrainConfig
 from jobs.config import typed
 from jobs.job import CONF, register
+from tests.support.forks import run_ranks
 from training.config import StudentConfig
 from training.data.from_config import sample_evenly
 from training.data.packing import Sample
@@ -266,19 +264,7 @@ def test_two_ranks_read_equal_rows_and_adapt_equal_shares(
 ):
     distill.train.run(training(tiny_target, tmp_path / "one", *domains(texts)))
     given = [*TOY, f"target.path={tiny_target}", f"output_dir={tmp_path / 'two'}", *domains(texts)]
-    command = [
-        sys.executable,
-        "-m",
-        "distill.train",
-        *given,
-        "parallel=ddp",
-        "parallel.processes=2",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks("distill.train", *given, "parallel=ddp", "parallel.processes=2")
     for key in ("loss", "share/words", "rows/words", "held_out_acceptance/words"):
         one, two = (records(tmp_path / name, key) for name in ("one", "two"))
         assert len(one) > 1

@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,8 @@ from jobs.config import typed
 from jobs.job import register
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
+from tests.support.forks import succeed
 from training.config import LoopConfig
-
-ROOT = CONF.parent
 
 
 @functools.cache  # tests only read the result
@@ -43,15 +39,7 @@ def compose_stages(
 
 def run_job(*arguments: str, job: str = "distill.train") -> str:
     """Run `python -m JOB` with these arguments, assert that it succeeds, and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", job, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return succeed(job, *arguments)
 
 
 @pytest.mark.parametrize(

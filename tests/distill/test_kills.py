@@ -2,23 +2,19 @@
 
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from jobs.job import CONF
+from tests.support.forks import Fork
 
 KILLS = 100
 
 
-def start(target: Path, folder: Path) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "distill.train", "+experiment=smoke", "threads=1"]
-    words += [f"target.path={target}", f"output_dir={folder}"]
-    return subprocess.Popen(
-        words, cwd=CONF.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def start(target: Path, folder: Path) -> Fork:
+    given = ["+experiment=smoke", "threads=1", f"target.path={target}", f"output_dir={folder}"]
+    return Fork("distill.train", *given)
 
 
 def drafter_bytes(folder: Path) -> bytes:

@@ -1,9 +1,7 @@
 """Test `distill.prune` in ranks: scores, removal order, cut and masks equal one process's."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -14,12 +12,11 @@ from safetensors.torch import load_file
 
 from decoding.errors import UserError
 from distill.prune.job import check
-from jobs.job import CONF
 from tests.support import prune_rank
+from tests.support.forks import Fork, run_ranks, succeed
 
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 # DeepSpeed starts slowly, and tests/training covers it and DDP in every run
 SELDOM = pytest.mark.exhaustive
 KINDS = [
@@ -40,16 +37,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def prune(target: Path, folder: Path, *overrides: str) -> None:
-    """Run `distill.prune` with a cache folder of its own, and assert that it succeeds."""
+    """Run `distill.prune` with a cache folder of its own, and assert that it succeeds.
+
+    With `parallel.processes=2` it runs in two ranks, as a launcher starts them.
+    """
     given = arguments(target, folder, *overrides, f"importance.cache_dir={folder}_cache")
-    end = subprocess.run(
-        [sys.executable, "-m", "distill.prune", *given],
-        cwd=CONF.parent,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert end.returncode == 0, end.stdout[-2000:] + end.stderr[-3000:]
+    run = run_ranks if "parallel.processes=2" in overrides else succeed
+    run("distill.prune", *given)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +125,14 @@ def test_masks_learned_by_fsdp_resume_in_one_process(
         f"importance.cache_dir={folder}_cache",
     )
     shared = [*given, "parallel=fsdp", "parallel.processes=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distill.prune", *shared], cwd=CONF.parent, env=ENVIRONMENT
-    )
+    process = Fork("distill.prune", *shared)
     deadline = time.monotonic() + 120
     while (
         not list((folder / "work" / "1" / "checkpoints").glob("step_*"))
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     prune(tiny_target, folder, *MASKS, "loop.checkpoint_every=1")
     assert records(folder, "loss") == pytest.approx(records(alone, "loss"), rel=1e-4)
@@ -176,7 +168,7 @@ def test_probes_and_stages_run_with_a_sharded_target(kind: str, tiny_target: Pat
         torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.long
+@SELDOM  # tests/distill/test_train.py kills a rank in every run
 def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
     given = arguments(
         tiny_target,
@@ -186,13 +178,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Pat
         "parallel=fsdp",
         "parallel.processes=2",
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distill.prune", *given],
-        cwd=CONF.parent,
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Fork("distill.prune", *given)
     checkpoints, deadline = tmp_path / "run" / "work" / "1" / "checkpoints", time.monotonic() + 120
     while (
         not list(checkpoints.glob("step_*"))

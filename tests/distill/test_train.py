@@ -1,10 +1,8 @@
 """Test `distill.train` end to end on a random target: its folder, resume, workers and errors."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,9 +21,8 @@ from distill.train import run
 from jobs.config import typed
 from jobs.job import CONF, register
 from jobs.run_folder import RunFolder
+from tests.support.forks import Fork, run_forked
 from training import checkpoint
-
-ROOT = CONF.parent
 
 
 def configured(target: Path, folder: Path, *overrides: str) -> TrainConfig:
@@ -37,8 +34,6 @@ def configured(target: Path, folder: Path, *overrides: str) -> TrainConfig:
 
 def command(target: Path, folder: Path, *overrides: str) -> list[str]:
     return [
-        sys.executable,
-        "-m",
         "distill.train",
         "+experiment=smoke",
         f"target.path={target}",
@@ -210,12 +205,7 @@ def test_a_killed_run_resumes_to_the_same_drafter(
     finished: Path, tiny_target: Path, tmp_path: Path
 ):
     """Check that a run killed by SIGKILL and started again gives an uninterrupted run's weights."""
-    process = subprocess.Popen(
-        command(tiny_target, tmp_path, "threads=1"),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Fork(*command(tiny_target, tmp_path, "threads=1"))
     checkpoints = tmp_path / "checkpoints"
     deadline = time.monotonic() + 120
     while (
@@ -225,7 +215,7 @@ def test_a_killed_run_resumes_to_the_same_drafter(
     ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before the kill"
+    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before the kill"
     assert not (tmp_path / "drafter").exists()
     run(configured(tiny_target, tmp_path))
     ours, straight = (
@@ -236,11 +226,8 @@ def test_a_killed_run_resumes_to_the_same_drafter(
 
 @pytest.mark.long
 def test_two_workers_make_the_same_drafter(finished: Path, tiny_target: Path, tmp_path: Path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2")
-    done = subprocess.run(
-        given, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    done = run_forked(*given)
     assert done.returncode == 0, done.stderr
     ours, straight = (
         load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished)
@@ -254,7 +241,7 @@ def test_two_workers_make_the_same_drafter(finished: Path, tiny_target: Path, tm
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) -> None:
+def until_it_trains(process: Fork, folder: Path, lines: int) -> None:
     """Wait until the run has written more than `lines` metrics or has ended.
 
     Returns after two minutes in any case.
@@ -277,14 +264,7 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
         "loop.max_steps=4000",
         "loop.eval_every=0",
     )
-    process = subprocess.Popen(
-        given,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Fork(*given)
     until_it_trains(process, tmp_path, lines=1)
     children = psutil.Process(process.pid).children()
     second = [child for child in children if child.environ().get("RANK") == "1"]
@@ -309,9 +289,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         "loop.eval_every=0",
         "threads=1",
     )
-    process = subprocess.Popen(
-        given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = Fork(*given)
     until_it_trains(process, tmp_path, lines=3)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
@@ -361,7 +339,7 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
     given = command(
         tiny_target, tmp_path / "sweep", "-m", "student.num_hidden_layers=0,1,2", "dry_run=true"
     )
-    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_forked(*given)
     assert done.returncode == 1
     assert (
         "1 of the sweep's members failed: 'student.num_hidden_layers=0' with status 2"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from distill.config import TrainConfig
 from jobs.job import CONF, register
 from jobs.launch import free_port
+from tests.support.forks import Fork, run_ranks, succeed
 
 ROOT = CONF.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -45,7 +46,7 @@ def done(command: list[str], timeout: float = 300) -> None:
 @pytest.fixture(scope="module")
 def alone(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    done([sys.executable, *job(tiny_target, folder)])
+    succeed(*job(tiny_target, folder)[1:])
     return folder
 
 
@@ -117,10 +118,9 @@ def test_our_launcher_starts_the_ranks_of_zero(
 def test_ranks_write_the_same_text_of_the_student(tiny_target: Path, tmp_path: Path):
     """Check that two ranks, with sharded weights too, train on the rows of one process."""
     given = ["on_policy.share=0.5", "on_policy.refresh=2", "on_policy.max_new_tokens=24"]
-    done([sys.executable, *job(tiny_target, tmp_path / "alone", *given)])
+    succeed(*job(tiny_target, tmp_path / "alone", *given)[1:])
     for kind in ("ddp", "fsdp"):
-        ranks = [f"parallel={kind}", "parallel.processes=2"]
-        done([sys.executable, *job(tiny_target, tmp_path / kind, *given, *ranks)])
+        run_ranks(*job(tiny_target, tmp_path / kind, *given, f"parallel={kind}")[1:])
         same_drafter(tmp_path / kind, tmp_path / "alone")
         assert written(tmp_path / kind) == written(tmp_path / "alone")
 
@@ -208,8 +208,8 @@ def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path
     same_drafter(tmp_path / "run", alone)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("zero2", marks=pytest.mark.exhaustive), "fsdp"])
+@pytest.mark.exhaustive  # test_train.py kills a rank of DDP in every run
+@pytest.mark.parametrize("kind", ["zero2", "fsdp"])
 def test_a_dead_rank_ends_the_job_with_its_name(
     kind: str, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
@@ -223,8 +223,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(
         "loop.max_steps=4000",
         "loop.eval_every=0",
     )
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, *given], cwd=ROOT, env=ENVIRONMENT, **quiet)
+    process = Fork(*given[1:])
     metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 240
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.is_file() and metrics.read_text().count("\n") > 1:

@@ -5,8 +5,6 @@ The options are schedules, policies, samples, allowed tokens and experiments.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,10 +27,9 @@ from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
 from tests.support import tiny_folders as tiny
+from tests.support.forks import run_forked
 from tests.support.tiny_folders import config
 from training.models.build import load_causal_lm
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_drafters_by_folder_by_name_and_by_mapping(home):
@@ -272,13 +269,7 @@ def test_a_function_restricts_the_tokens(home):
 )
 def test_an_experiment_names_missing_input_before_its_first_stage(tmp_path, given, found):
     """Check that input missing for any stage is an error before the first stage spends time."""
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.run", *given, f"output_dir={tmp_path / 'out'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked("eval.run", *given, f"output_dir={tmp_path / 'out'}")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {found}")
     assert not done.stdout, "no stage was started"

@@ -1,16 +1,11 @@
 """PEARL's published suites on a tiny pair of models: stages, prompts, frames and reports."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from eval.measure.records import read_records
 from eval.statistics.schema import read_rows
 from tests.support import tiny_folders as tiny
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forks import succeed
 
 
 def suite(home, folder, *more):
@@ -35,9 +30,7 @@ def suite(home, folder, *more):
         f"output_dir={folder / 'out'}",
         "threads=1",
     ]
-    command = [sys.executable, "-m", "eval.run", *given, *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    succeed("eval.run", *given, *more)
 
 
 @pytest.mark.long

@@ -1,9 +1,6 @@
 """`heads.train`: equality with the recurrent head's job, and the kind that a command selects."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from jobs.config import typed
 from jobs.help import field_docs
 from jobs.job import CONF, register
 from recurrent_drafting.config import HeadTrainConfig
+from tests.support.forks import run_forked
 from training.heads.config import HeadJobConfig
 
 SMALL = [
@@ -109,14 +107,7 @@ def test_a_kind_that_differs_from_the_configuration_is_refused(tmp_path: Path):
 
 
 def ran(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "heads.train", *arguments],
-        cwd=CONF.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked("heads.train", *arguments)
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
 

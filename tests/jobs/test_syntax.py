@@ -1,7 +1,5 @@
 """Command lines that Hydra cannot read: the error states the position and the correct form."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ from decoding.errors import UserError
 from eval.config import EvalConfig
 from jobs.job import CONF, register
 from jobs.syntax import EXPECTED, check_syntax, composition_error
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forks import run_forked
 
 
 @pytest.mark.parametrize(
@@ -92,13 +89,7 @@ NOWHERE = "error: target=nowhere: there is no conf/target/nowhere.yaml"
     ],
 )
 def test_a_job_prints_only_that_line(arguments: list[str], found: str, tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.run", *arguments, f"output_dir={tmp_path / 'out'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked("eval.run", *arguments, f"output_dir={tmp_path / 'out'}")
     assert done.returncode == 2
     assert done.stderr.startswith(found)
     assert "HYDRA_FULL_ERROR" not in done.stderr and "Traceback" not in done.stderr

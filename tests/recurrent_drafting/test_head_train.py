@@ -24,6 +24,7 @@ from jobs.job import CONF, register
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.train import run
+from tests.support.forks import Fork, run_ranks
 from training.heads.dry_run import target_flops
 from training.models.build import load_causal_lm
 from training.models.shapes import forward_flops
@@ -53,7 +54,7 @@ def configured(target: Path, folder: Path, *overrides: str) -> HeadTrainConfig:
 
 def command(target: Path, folder: Path, *overrides: str) -> list[str]:
     given = [*SMALL, f"target.path={target}", f"output_dir={folder}", "threads=1", *overrides]
-    return [sys.executable, "-m", JOB, *given]
+    return [JOB, *given]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -170,12 +171,7 @@ def test_a_killed_run_resumes_equal_to_an_uninterrupted_one(
     cache: str, loss: str, tiny_target: Path, tmp_path: Path
 ):
     more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", f"loss.{loss}"]
-    process = subprocess.Popen(
-        command(tiny_target, tmp_path / "killed", *more),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Fork(*command(tiny_target, tmp_path / "killed", *more))
     checkpoints = tmp_path / "killed" / "checkpoints"
     deadline = time.monotonic() + 120
     while (
@@ -185,7 +181,7 @@ def test_a_killed_run_resumes_equal_to_an_uninterrupted_one(
     ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before the kill"
+    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before the kill"
     assert not (tmp_path / "killed" / "drafter").exists()
     run(configured(tiny_target, tmp_path / "killed", *more, "threads=1"))
     run(configured(tiny_target, tmp_path / "straight", *more, "threads=1"))
@@ -245,16 +241,7 @@ def test_ranks_draft_on_policy_as_one_process_does(tiny_target: Path, tmp_path: 
 
 
 def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:
-    given = command(target, folder, f"parallel={kind}", "parallel.processes=2", *more)
-    done = subprocess.run(
-        given,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run_ranks(*command(target, folder, f"parallel={kind}", "parallel.processes=2", *more))
     ours, theirs = (
         [record["loss"] for record in records(one) if "loss" in record] for one in (folder, alone)
     )
@@ -516,7 +503,13 @@ def test_the_published_recipe_prints_its_cost_without_weights_or_data(tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arguments", [["--help"], ["+experiment=redrafter_quickstart", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--help"], marks=pytest.mark.exhaustive),  # the test above runs its default
+        ["+experiment=redrafter_quickstart", "--help"],
+    ],
+)
 def test_the_wrapper_passes_every_argument(arguments: list[str]):
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     environment = {**os.environ, "PYTHON": sys.executable}

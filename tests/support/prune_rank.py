@@ -6,8 +6,6 @@ scores and the student.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from distill.prune.job import build_context
 from distill.prune.modes import get_removal_order, get_scores
 from distill.shapes import student_config
 from jobs.config import ParallelConfig, TargetConfig
-from jobs.launch import free_port
-from tests.support.training_rank import ROOT, local_bytes
+from tests.support import forks
+from tests.support.training_rank import local_bytes
 from training.config import DataConfig, StudentConfig
 
 SHAPE = StudentConfig(
@@ -85,20 +83,8 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
 
 def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dict[str, Any]]:
     """Run the module in `ranks` processes, check that all succeed, and return their reports."""
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.prune_rank",
-        json.dumps([str(target), str(folder), kind]),
-    ]
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [
-        subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT)
-        for place in places
-    ]
-    assert [process.wait(timeout=180) for process in started] == [0] * ranks
+    words = json.dumps([str(target), str(folder), kind])
+    forks.run_ranks("tests.support.prune_rank", words, ranks=ranks, timeout=180)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -1,10 +1,7 @@
 """Chats of every form, a target whose answers end soon, and runs of distill.regenerate."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from distill.config import RegenerateConfig
 from distill.regenerate.job import run
 from jobs.config import typed
 from jobs.job import CONF, register
+from tests.support.forks import Fork
 
 CHATS = [
     {"id": "one", "conversations": [("human", "def add(a, b):"), ("gpt", "return a + b")]},
@@ -113,25 +111,13 @@ def metrics(folder: Path) -> dict[str, Any]:
     return found
 
 
-def start(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(home: Path, folder: Path, *overrides: str, fork_children: bool = False) -> Fork:
     """Start the job in a process, on the target and the chats in `home`."""
-    command = [
-        sys.executable,
-        "-m",
-        "distill.regenerate",
-        *arguments(home / "target", home / "chats.jsonl", folder),
-    ]
-    return subprocess.Popen(
-        [*command, *overrides],
-        cwd=CONF.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    given = arguments(home / "target", home / "chats.jsonl", folder, *overrides)
+    return Fork("distill.regenerate", *given, fork_children=fork_children)
 
 
-def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) -> None:
+def wait_for_answers(process: Fork, journal: Path, count: int) -> None:
     """Wait until a journal holds `count` answers. Raises AssertionError if the process ends."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:

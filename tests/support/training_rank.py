@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from jobs.config import ParallelConfig
 from jobs.interrupts import Interrupted
-from jobs.launch import free_port
+from tests.support import forks
 from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.loop import fit
@@ -32,6 +31,7 @@ from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "tests.support.training_rank"
 VOCABULARY = 67  # not a multiple of the number of ranks
 WIDTHS = {
     "num_attention_heads": 4,
@@ -160,7 +160,7 @@ def run(spec: Spec) -> dict[str, Any]:
         "state_bytes": state_bytes(parallel.optimizer),
         "frozen_bytes": sum(map(local_bytes, teacher.parameters())),
         "weight_bytes": parallel.weight_bytes,
-        "deepspeed": "deepspeed" in sys.modules,
+        "deepspeed": sys.modules.get("deepspeed") is not None,
     }
     os.makedirs(spec.folder, exist_ok=True)
     Path(spec.folder, f"rank{parallel.rank}.json").write_text(json.dumps(report))
@@ -233,25 +233,16 @@ def state_bytes(optimizer: Any) -> dict[str, int]:
 
 def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any]:
     """Run the job in `ranks` processes, check that all succeed, and return the report of rank 0."""
-    ends = [process.wait(timeout=timeout) for process in start_ranks(spec, ranks)]
-    assert ends == [0] * ranks, ends
+    forks.run_ranks(MODULE, _words(spec), ranks=ranks, timeout=timeout)
     return json.loads(Path(spec.folder, "rank0.json").read_text())
 
 
-def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.training_rank",
-        json.dumps(dataclasses.asdict(spec)),
-    ]
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return [
-        subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT)
-        for place in places
-    ]
+def start_ranks(spec: Spec, ranks: int) -> list[forks.Fork]:
+    return forks.start_ranks(MODULE, _words(spec), ranks=ranks)
+
+
+def _words(spec: Spec) -> str:
+    return json.dumps(dataclasses.asdict(spec))
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
@@ -260,4 +251,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(Spec(**json.loads(sys.argv[1])))
+    asked = Spec(**json.loads(sys.argv[1]))
+    if not asked.kind.startswith("zero"):
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]  # to import it is an error
+    run(asked)

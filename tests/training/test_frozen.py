@@ -1,8 +1,6 @@
 """A sharded target is read row by row, equals the complete one, and is never held complete."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
 from jobs.config import ParallelConfig
-from jobs.launch import free_port
 from scripts.bench.peak_memory import peak_bytes
-from tests.support.training_rank import ROOT, local_bytes
+from tests.support.forks import run_ranks
+from tests.support.training_rank import local_bytes
 from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.models.build import build_llama, load_causal_lm
@@ -81,37 +79,19 @@ def as_rank(folder: str, out: str, kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "tied"), [("fsdp", False), ("zero3", True)])
 def test_no_rank_holds_a_complete_target(
-    kind: str, tied: bool, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str,
+    tied: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     if kind == "zero3":
         request.getfixturevalue("deepspeed")
     write_target(tmp_path, tied)
     assert len([*tmp_path.glob("*.safetensors")]) > 1, "several files"
     # transformers reads in threads, which torch's profiler does not see.
-    common = {
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "tests.training.test_frozen",
-        str(tmp_path),
-        str(tmp_path),
-        kind,
-    ]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=180) for process in started] == [0, 0]
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    run_ranks("tests.training.test_frozen", str(tmp_path), str(tmp_path), kind)
     model = load_causal_lm(tmp_path, torch.float32)
     mapped = max(file.stat().st_size for file in tmp_path.glob("model-*.safetensors"))
     all_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
