@@ -203,7 +203,7 @@ def test_a_kill_in_the_middle_changes_nothing(
 
 @pytest.mark.long
 def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tmp_path: Path):
-    process = start(home, tmp_path, "parallel=ddp", "parallel.processes=2")
+    process = start(home, tmp_path, "parallel=ddp", "parallel.processes=2", fork_children=True)
     output, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()

@@ -1,8 +1,5 @@
 """The published flags: each sets its key, and an invalid value is refused."""
 
-import subprocess
-import sys
-
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -13,6 +10,7 @@ from recurrent_drafting.cmd.flags import FLAGS, quoted, to_overrides
 from recurrent_drafting.generate import JOB
 from serving.config import GenerateConfig
 from serving.setup import check
+from tests.support.forks import run_forked
 
 PUBLISHED = (
     "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length "
@@ -170,13 +168,8 @@ def test_values_without_output_are_refused(words: str, message: str):
 
 
 def test_the_help_lists_every_flag_with_its_differences_and_every_key():
-    done = subprocess.run(
-        [sys.executable, "-m", "recurrent_drafting.cmd.generate", "--help"],
-        capture_output=True,
-        text=True,
-        cwd=CONF.parent,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160", "HOME": "/nonexistent"},
-    )
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "160", "HOME": "/nonexistent"}
+    done = run_forked("recurrent_drafting.cmd.generate", "--help", environment=environment)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     for flag in FLAGS:

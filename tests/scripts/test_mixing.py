@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from jobs.job import CONF
 from scripts.bench.mixing import SIDES
+from tests.support.forks import run_forked
 
 
 def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
@@ -21,14 +20,7 @@ def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedPro
         f"tokens_per_step=256 steps=4 eval_every=2 work={folder}/work"
     )
     domains = ",".join(f"{name}={name}.jsonl" for name in words)
-    command = [
-        sys.executable,
-        "scripts/bench/mixing.py",
-        *given.split(),
-        f"domains=[{domains}]",
-        *more,
-    ]
-    return subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
+    return run_forked("scripts.bench.mixing", *given.split(), f"domains=[{domains}]", *more)
 
 
 @pytest.mark.long
