@@ -1,11 +1,12 @@
-"""Distillation against a `transformers.Trainer` loop, in useful (non-padding) tokens/s.
+"""Distillation against a `transformers.Trainer` loop and TRL, in useful (non-padding) tokens/s.
 
     python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
       chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
 
 The Trainer side pads every batch to its longest row and takes the same forward KL on the same
-supervised tokens. Both sides have the same models, data, dtype, malloc settings, threads and mean
-number of chats per step, and take turns in one process.
+supervised tokens, and so does TRL's GKD trainer with trl=true. All sides have the same models,
+data, dtype, malloc settings, threads and mean number of chats per step, and take turns in one
+process.
 """
 
 import copy
@@ -18,11 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.student import build_student
 from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
 from scripts.bench.padded import both_losses, trainer_rate
+from scripts.bench.trl_gkd import gkd_rate
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
 from training.models.build import dtype_of, load_causal_lm
@@ -41,6 +44,7 @@ class Options(BenchOptions):
     tokens_per_step: int = 8192
     steps: int = 6  # optimizer steps per round
     rounds: int = 3  # measured rounds
+    trl: bool = False  # measure TRL too, which must be installed
     name: str = "distillation"  # name of the results file
 
 
@@ -76,12 +80,20 @@ def main() -> None:
     losses = both_losses(student, teacher, samples[:8], chosen.max_length)  # leaves sdpa for below
     common.check_losses(losses["ours"], losses["trainer"])
     with tempfile.TemporaryDirectory() as folder:
-        given = (student, teacher, samples, per_step, chosen.steps, Path(folder), chosen.device)
-        sides = {"ours": build_our_side(chosen, samples), "trainer": lambda: trainer_rate(*given)}
+        run = (samples, per_step, chosen.steps, Path(folder), chosen.device)
+        sides = {
+            "ours": build_our_side(chosen, samples),
+            "trainer": lambda: trainer_rate(student, teacher, *run),
+        }
+        if chosen.trl:
+            tokenizer = load_tokenizer(resolve_model(chosen.target))
+            sides["trl"] = lambda: gkd_rate(student, teacher, tokenizer, *run)
         figures = common.take_turns(sides, chosen.rounds)
     found = {
         "useful_tokens_per_second": common.medians(figures),
-        "ours_over_trainer": common.ratio(figures, "ours", "trainer"),
+        "ours_over": {
+            side: common.ratio(figures, "ours", side) for side in sides if side != "ours"
+        },
         "chats_per_trainer_step": per_step,
         "loss_on_the_same_chats": losses,
     }

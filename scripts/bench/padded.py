@@ -21,7 +21,7 @@ from training.objectives import Distillation
 SAME_LOSS = 0.02
 
 
-class _Clock(TrainerCallback):
+class StepClock(TrainerCallback):
     """Clock of the Trainer's steps, without start-up and the loading of batches."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def trainer_rate(
         disable_tqdm=True,
         logging_strategy="no",
     )
-    clock = _Clock()
+    clock = StepClock()
     trainer = PaddedDistillation(
         student, settings, data_collator=pad_rows, train_dataset=samples, callbacks=[clock]
     )

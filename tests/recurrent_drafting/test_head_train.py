@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -161,6 +162,25 @@ def test_every_extension_trains_and_is_described(
     assert ("MB on disk in" in said) == shortlist
     card = json.loads((tmp_path / "run" / "drafter" / "drafter_card.json").read_text())
     assert bool(card["extensions"]) == shortlist
+
+
+def test_a_store_that_is_filled_first_has_every_row_and_trains_the_same_head(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Check after one step; a store that fills while training, which lacks rows, is the control."""
+    heads, unread = [], []
+    for fill in ("true", "false"):
+        folder, states = tmp_path / fill, tmp_path / f"states_{fill}"
+        given = ("states.cache=disk", f"states.folder={states}", f"states.fill={fill}")
+        run(configured(tiny_target, folder, *given, "loop.max_steps=1"))
+        heads.append(load_file(folder / "drafter" / "model.safetensors"))
+        (sums,) = states.glob("*/checksums.bin")
+        unread.append(int((np.fromfile(sums, dtype=np.uint32) == 0).sum()))
+        said = capsys.readouterr().out
+        told = re.search(r"the target read [\d,]+ tokens in [\d.]+ s, before training", said)
+        assert (told is not None) == (fill == "true")
+    assert unread[0] == 0 < unread[1]
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
 
 
 @pytest.mark.long
@@ -395,6 +415,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
             "loss.temperature is 2.0, expected more than 0, and 1 for losses on tokens",
         ),
         ("states.cache=tape", "states.cache is tape, expected one of none, memory, disk"),
+        ("states.fill=true", "states.fill is True, expected false without states.cache=disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
         ("head.warm_start=cold", "head.warm_start is cold"),
         ("data.max_length=4096", "data.max_length is 4096, but the context of .* is 512 tokens"),

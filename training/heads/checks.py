@@ -77,6 +77,10 @@ def choice_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[b
         **on_policy_rules(config, reads_tokens),
         **head_loss_rules(config.loss, losses, shared, config.data.max_length, reads_tokens),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
+        "states.fill": (
+            not config.states.fill or config.states.cache == "disk",
+            "false without states.cache=disk",
+        ),
     }
 
 

@@ -48,6 +48,9 @@ class StatesConfig:
     memory_mb: int = 1000
     # cache=disk: folder of the files for each target and data, whose size is printed first
     folder: str = "runs/states"
+    # cache=disk: read all the data before the first step, and print the seconds that this takes;
+    # otherwise a row's states are stored when it is first trained on
+    fill: bool = False
 
 
 @dataclass

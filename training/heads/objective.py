@@ -99,6 +99,15 @@ class HeadObjective(StaticObjective):
 
     def _on_text(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the sums of `forward` over rows of the data."""
+        where, states_PC = self.read_target(batch)
+        final_PH = self.states.select_final(states_PC) if uses_teacher(self.loss) else None
+        return self._sums(batch, where, states_PC, final_PH)
+
+    def read_target(self, batch: PackedBatch) -> tuple[Positions, Tensor]:
+        """Return the predictions in rows of the data, and the target's states there, [P, C].
+
+        States come from the store if there is one; those that it lacks are computed and stored.
+        """
         loss, states = self.loss, self.states
         several = len(self.kind.outputs(self.head, states)) > 1
         where = positions(
@@ -111,11 +120,8 @@ class HeadObjective(StaticObjective):
         )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
-            where = where.with_tokens(tokens_PK[where.drafts_M])
-        else:
-            states_PC = states(batch, where)
-        final_PH = states.select_final(states_PC) if uses_teacher(loss) else None
-        return self._sums(batch, where, states_PC, final_PH)
+            return where.with_tokens(tokens_PK[where.drafts_M]), states_PC
+        return where, states(batch, where)
 
     def _sums(
         self, batch: PackedBatch, where: Positions, states_PC: Tensor, final_SH: Tensor | None

@@ -6,6 +6,7 @@ are selected by block efficiency on the target's held-out answers.
 """
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from decoding.models.load import DTYPES
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve, resolve_model
+from jobs.progress import ProgressBar
 from jobs.protocol import Run
 from jobs.ranks import is_rank
 from training.bounds import Progress
 from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
-from training.data.packing import PackedData, Sample
+from training.data.packing import PackedData, Sample, collate
 from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
@@ -47,10 +49,7 @@ from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.job import TargetJob, fit_recorded
 from training.losses.config import describe_loss, uses_teacher
-from training.models.build import (
-    dtype_of,
-    load_causal_lm,
-)
+from training.models.build import dtype_of, load_causal_lm
 from training.models.layers import compile_layers
 from training.models.shapes import sizes_of
 from training.objectives import freeze
@@ -149,6 +148,8 @@ def train(job: HeadJob, run: Run) -> None:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
     objective = HeadObjective(kind, head, states, config.loss, drafted)
     states.store = make_store(job, target.config, data, parallel.is_main)
+    if config.states.fill:
+        fill_store(objective, data, parallel)
     progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
     if parallel.is_main:
         sampled = config.held_out.temperature > 0
@@ -183,6 +184,19 @@ def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store
 
     target_hash = hash_input(job.target_folder)
     return states_on_disk(Path(settings.folder), target_hash, data, layout, count, show)
+
+
+def fill_store(objective: HeadObjective, data: PackedData, parallel: Parallel) -> None:
+    """Store the target's states in all rows of the data, each rank those of its share."""
+    rows, began = data.rows[parallel.rank :: parallel.world_size], time.perf_counter()
+    with ProgressBar("states", len(rows), show=parallel.is_main) as bar, torch.no_grad():
+        for number, row in enumerate(rows, start=1):
+            objective.read_target(collate(data.samples, [row], data.capacity, parallel.device))
+            bar.update(number)
+    parallel.wait()
+    if parallel.is_main:
+        seconds = time.perf_counter() - began
+        print(f"states: the target read {data.tokens:,} tokens in {seconds:.1f} s, before training")
 
 
 def make_evaluation(
