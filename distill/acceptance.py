@@ -16,7 +16,7 @@ and G hidden sizes of student and teacher, A answers, T tips of the longest answ
 tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class HeldOutAcceptance:
         self,
         student: Any,
         teacher: Any,
-        answers: list[Sample],
+        answers: Sequence[Sample],
         max_length: int,
         temperature: float,
         prediction: SpeedupPrediction | None = None,

@@ -4,6 +4,7 @@ This job trained the embedded target. It also trains controls from scratch, with
 drafters of the same shape are compared.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def check(config: PretrainConfig) -> None:
 
 @torch.no_grad()
 def held_out_loss(
-    objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
+    objective: LanguageModelling, domains: dict[str, Sequence[Sample]], config: PretrainConfig
 ) -> dict[str, float]:
     """Return the held-out losses in nats per token.
 

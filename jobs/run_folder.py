@@ -36,6 +36,8 @@ _FREE_KEYS = (
     "tracker",
     "output_dir",
     "parallel",
+    "data.cache",
+    "data.cache_folder",
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
     "loop.compile",

@@ -62,7 +62,8 @@ class DomainConfig:
 class DataConfig:
     """Sources of the text and the rules for cutting it into rows."""
 
-    # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
+    # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set. A Hugging Face
+    # dataset is `hf:NAME_OR_FOLDER[:SPLIT[:COLUMN]]`, here and in the other lists.
     chats: list[str] = field(default_factory=list)
     # plain text files or folders; `embedded:stdlib` is this Python's standard library
     texts: list[str] = field(default_factory=list)
@@ -100,6 +101,13 @@ class DataConfig:
     uniform_share: float = 1e-4
     # smallest share of the rows that an update leaves to a domain
     floor_share: float = 0.01
+    # tokens on disk, shared by ranks and later stages: auto (for files of 32 MB and more) | none
+    # (in the memory of each rank) | disk
+    cache: str = "auto"
+    # folder of the caches; empty: SHALLOW_DRAFT_CACHE/tokens, else the user's cache
+    cache_folder: str = ""
+    # read `hf:` datasets row by row, without preparing them on the disk first
+    streaming: bool = False
     # when a domain runs out of rows: wrap (start it again) | stop (end the run)
     when_exhausted: str = "wrap"
     # held-out tokens per domain that an evaluation reads, evenly sampled; 0: all

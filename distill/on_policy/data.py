@@ -15,6 +15,7 @@ import numpy as np
 from distill.on_policy.prompts import Prompts
 from distill.on_policy.schedule import Schedule
 from training.data.packing import PackedData, Sample, best_fit
+from training.data.token_store import JoinedSamples
 
 # third word of the key of the rows' order
 _SHUFFLING = 3
@@ -59,20 +60,6 @@ class StudentRows:
         ends = np.cumsum(record["lengths"])[:-1]
         answers = [part.tolist() for part in np.split(tokens, ends)] if record["lengths"] else []
         return cls(record["step"], record["first"], answers, record["figures"])
-
-
-class JoinedSamples(Sequence[Sample]):
-    """The samples of the ordinary data, followed by the student's."""
-
-    def __init__(self, ordinary: Sequence[Sample], written: Sequence[Sample]) -> None:
-        self._ordinary, self._written = ordinary, written
-
-    def __len__(self) -> int:
-        return len(self._ordinary) + len(self._written)
-
-    def __getitem__(self, index: Any) -> Any:
-        count = len(self._ordinary)
-        return self._ordinary[index] if index < count else self._written[index - count]
 
 
 class OnPolicyData(PackedData):
@@ -152,7 +139,7 @@ class OnPolicyData(PackedData):
         self.written = written
         self._record = None if written is None else written.record()
         samples = [] if written is None else self._samples_of(written.first, written.answers)
-        self.samples = JoinedSamples(self.ordinary.samples, samples)
+        self.samples = JoinedSamples([self.ordinary.samples, samples])
         self._written_rows: list[list[int]] = []
         if written is not None and samples:
             rows = best_fit([len(one.ids) for one in samples], self.capacity)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,11 +54,11 @@ class PruneContext:
     # the frozen target
     teacher: Any
     # name of a domain -> its training text; the name is empty without domains
-    texts: dict[str, list[Sample]]
-    held_out: list[Sample]
+    texts: dict[str, Sequence[Sample]]
+    held_out: Sequence[Sample]
     parallel: Parallel
     # name of a domain -> its held-out text; empty if the shares of the domains are fixed
-    domains: dict[str, list[Sample]] = field(default_factory=dict)
+    domains: dict[str, Sequence[Sample]] = field(default_factory=dict)
     # shares at which the last training ended; the next one starts from them
     shares: dict[str, float] = field(default_factory=dict)
     # seconds by part of the work, in this process
@@ -100,7 +100,7 @@ class PruneContext:
             self.scorers[name].student = student
         return figures | score_domains(self.scorers)
 
-    def _score(self, student: Any, samples: list[Sample]) -> HeldOutAcceptance:
+    def _score(self, student: Any, samples: Sequence[Sample]) -> HeldOutAcceptance:
         capacity = self.config.data.max_length
         return HeldOutAcceptance(student, self.teacher, samples, capacity, 1.0)
 

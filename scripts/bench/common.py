@@ -227,7 +227,7 @@ def read_chat_samples(
     tokenizer = load_tokenizer(resolve_model(target))
     samples, account = chat_samples(tokenizer, chats, "auto", max_length, "answers")
     print(account.line("chats"), file=sys.stderr)
-    return samples, account
+    return list(samples), account
 
 
 def evaluate_drafters(folder: Path, **fields: Any) -> list[Row]:

@@ -17,6 +17,7 @@ domain with one long document the end is held out.
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ class Options(BenchOptions):
 class Domain:
     """Samples of one domain: to train on, to move the shares, and for the results."""
 
-    train: list[Sample]
-    steer: list[Sample]
-    judge: list[Sample]
+    train: Sequence[Sample]
+    steer: Sequence[Sample]
+    judge: Sequence[Sample]
 
 
 def read_domains(chosen: Options, tokenizer: Any) -> dict[str, Domain]:
@@ -127,7 +128,7 @@ class Comparison:
         totals = score(self.teacher, self.steer)
         self.references = {name: of.loss / of.tokens for name, of in totals.items()}
 
-    def _scorer(self, samples: list[Sample]) -> HeldOutAcceptance:
+    def _scorer(self, samples: Sequence[Sample]) -> HeldOutAcceptance:
         return HeldOutAcceptance(self.teacher, self.teacher, samples, self.chosen.max_length, 1.0)
 
     def mixture(self, side: str, seed: int) -> MixedData:

@@ -11,7 +11,7 @@ temperature 1 with sampled drafts under token verification.
 import copy
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,7 +112,7 @@ class Bench:
         return find_prompts_without_loops(self.engine, prompts, chosen.max_prompts, most)[1]
 
     @cached_property
-    def _samples(self) -> dict[str, list[Sample]]:
+    def _samples(self) -> dict[str, Sequence[Sample]]:
         found = {}
         for name, file in self.files.items():
             config = DataConfig(chats=[str(file)], max_length=self.chosen.max_length, max_bad=1.0)

@@ -13,7 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -22,9 +24,9 @@ from decoding.models.text.templates import render
 from decoding.values import check_choice
 from training.data.counts import print_note
 from training.data.templates import TEMPLATES, find_family
+from training.data.tokenizing import Span, encode_batch, find_tokens
 
 Message = dict[str, str]
-Span = tuple[int, int]
 RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
 
 # Unicode noncharacters, which mark answers in the rendered text and are then removed.
@@ -40,6 +42,29 @@ class Rendered:
     mask: list[bool]
 
 
+class Located(NamedTuple):
+    """A rendered chat, the characters of its answers, and the numbers of their turns."""
+
+    text: str
+    spans: list[Span]
+    turns: list[int]
+
+
+class Encoded(NamedTuple):
+    """One chat as ids (int32) and the ranges of its supervised tokens."""
+
+    ids: np.ndarray
+    ranges: list[Span]
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Return True for each supervised token."""
+        mask = np.zeros(len(self.ids), dtype=bool)
+        for first, after in self.ranges:
+            mask[first:after] = True
+        return mask
+
+
 class _NoPrefixError(Exception):
     """Failure of prefix rendering; the message names the turn and the reason."""
 
@@ -53,7 +78,38 @@ def render_chat(
     error names the turn if the template rejects its role or order, or if the tokens of an answer
     cannot be located.
     """
-    messages = list(messages)
+    located = _locate(tokenizer, list(messages), template)
+    encoded = _supervise(encode_batch(tokenizer, [located.text])[0], located)
+    return Rendered(encoded.ids.tolist(), encoded.mask.tolist())
+
+
+def render_batch(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, template: str
+) -> list[Encoded | UserError]:
+    """Return for each chat the tokens of `render_chat`, or its error, with one call to encode all.
+
+    Raises UserError for an unknown `template`, and for a slow tokenizer.
+    """
+    template_source(tokenizer, template)
+    found: list[Located | UserError] = []
+    for messages in chats:
+        try:
+            found.append(_locate(tokenizer, list(messages), template))
+        except UserError as error:
+            found.append(error)
+    texts = [one.text for one in found if isinstance(one, Located)]
+    encodings = iter(encode_batch(tokenizer, texts))
+    result: list[Encoded | UserError] = []
+    for one in found:
+        try:
+            result.append(one if isinstance(one, UserError) else _supervise(next(encodings), one))
+        except UserError as error:
+            result.append(error)
+    return result
+
+
+def _locate(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: str) -> Located:
+    """Render a chat and locate its answers. Raises UserError as `render_chat` does."""
     source = template_source(tokenizer, template)
     _check(messages, source)
     if _MARK.search(source):
@@ -64,7 +120,8 @@ def render_chat(
         except _NoPrefixError as reason:
             ours = TEMPLATES[_choose_family(source, str(reason))]
             text, spans = _locate_by_marks(tokenizer, ours, messages)
-    return _tokenize(tokenizer, text, spans, messages)
+    turns = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    return Located(text, spans, turns)
 
 
 def render_prompt(
@@ -321,35 +378,13 @@ def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) 
     return len(text)
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], messages: list[Message]
-) -> Rendered:
-    """Tokenize once and supervise the tokens whose characters lie in a span.
-
-    A token that begins before a span is supervised if only its white space lies outside (" Hello"
-    after a prompt that ends in a blank), not if it mixes text of prompt and answer. Raises
-    UserError for a slow tokenizer, and for an answer without a supervised token.
-    """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{tokenizer.name_or_path}: a slow tokenizer has no character offsets, by which "
-            f"answers are located. Save a fast one (tokenizer.json) to the folder"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets: list[Span] = encoded["offset_mapping"]
-    mask = [False] * len(offsets)
-    turns = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    token = 0
-    for turn, (start, end) in zip(turns, spans, strict=True):
-        while token < len(offsets) and offsets[token][1] <= start and offsets[token][0] < start:
-            token += 1
-        first = token
-        while token < len(offsets) and offsets[token][0] < end:
-            mask[token] = not text[offsets[token][0] : start].strip()
-            token += 1
-        if not any(mask[first:token]):
+def _supervise(encoding: Any, located: Located) -> Encoded:
+    """Return a chat's tokens. Raises UserError for an answer without a supervised token."""
+    ranges = find_tokens(encoding, located.text, located.spans)
+    for turn, (first, after) in zip(located.turns, ranges, strict=True):
+        if first >= after:
             raise UserError(
                 f"turn {turn} (assistant) is empty, or the tokenizer merges all of its text with "
                 f"the prompt's. Remove the chat, or use a template with a separator before answers"
             )
-    return Rendered(list(encoded["input_ids"]), mask)
+    return Encoded(np.asarray(encoding.ids, dtype=np.int32), ranges)

@@ -46,8 +46,8 @@ class Counts:
                 line += f"; {len(places):,} {fate}: {reason} ({shown}{more})"
         return line
 
-    def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Print a note about skipped and cut records, if there are any.
+    def check(self, what: str, expected: str, max_bad: float) -> list[str]:
+        """Print a note about skipped and cut records, if there are any, and return the notes.
 
         what: the kind of record. expected: the valid form of a record. Raises UserError if more
         than the share `max_bad` of the records was skipped.
@@ -59,5 +59,7 @@ class Counts:
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad. Fix or "
                 f"remove the skipped {what}{remedy}"
             )
-        if self.skipped or self.cut:
-            print_note(self.line(what))
+        notes = [self.line(what)] if self.skipped or self.cut else []
+        for note in notes:
+            print_note(note)
+        return notes

@@ -2,20 +2,34 @@
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from decoding.errors import UserError
 from decoding.models.folder import CARD
 from jobs.paths import is_here, resolve
 from training.config import DataConfig, LoopConfig
 from training.data import corpus
+from training.data.cache import Report, load_or_tokenize
 from training.data.counts import Counts
+from training.data.hugging_face import PREFIX, HuggingFaceSource, parse_source
 from training.data.mixture import MixedData
 from training.data.packing import PackedData, Sample
-from training.data.readers import Chat, read_chats, read_texts
-from training.data.samples import chat_samples, text_samples
+from training.data.readers import (
+    CHATS_EXPECTED,
+    TEXTS_EXPECTED,
+    Chat,
+    iterate_chats,
+    iterate_texts,
+)
+from training.data.records import Source
+from training.data.samples import Account, store_chats, store_texts
 from training.data.shares import with_initial_shares
+from training.data.token_store import Sink, sample_lengths
+
+Item = TypeVar("Item")
 
 _STDLIB = "embedded:stdlib"
 
@@ -34,7 +48,9 @@ def training_data(
     return made
 
 
-def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
+def training_texts(
+    tokenizer: Any, data: DataConfig, show: bool = True
+) -> dict[str, Sequence[Sample]]:
     """Return the samples of the train split by domain; without domains, under the name ""."""
     if show and (shared := trained_and_held_out(data)):
         print(
@@ -47,7 +63,7 @@ def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[
 
 
 def row_data(
-    texts: dict[str, list[Sample]], data: DataConfig, rows_per_step: int, seed: int
+    texts: dict[str, Sequence[Sample]], data: DataConfig, rows_per_step: int, seed: int
 ) -> PackedData:
     """Pack the samples of `training_texts` into rows of data.max_length tokens.
 
@@ -64,7 +80,7 @@ def row_data(
 
 def held_out_domains(
     tokenizer: Any, data: DataConfig, show: bool = True
-) -> dict[str, list[Sample]]:
+) -> dict[str, Sequence[Sample]]:
     """Return about data.held_out_tokens held-out tokens of every domain, as samples by domain.
 
     A domain without held-out text is left out. Raises UserError if none of a domain's tokens is
@@ -88,7 +104,7 @@ def held_out_domains(
 
 def held_out_samples(
     tokenizer: Any, data: DataConfig, show: bool = True
-) -> dict[str, list[Sample]]:
+) -> dict[str, Sequence[Sample]]:
     """Return the held-out samples by domain; without domains, under the name "".
 
     Raises UserError if there is no held-out text.
@@ -106,13 +122,13 @@ def held_out_samples(
 
 def _domain_samples(
     tokenizer: Any, data: DataConfig, name: str, split: corpus.Split, show: bool
-) -> list[Sample]:
+) -> Sequence[Sample]:
     return read_samples(tokenizer, domain_data(data, name), split, show, f"data.domains.{name}")
 
 
-def sample_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
+def sample_evenly(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
     """Return every n-th sample, so that about `tokens` tokens remain; all samples if it is 0."""
-    total = sum(len(sample.ids) for sample in samples)
+    total = int(sample_lengths(samples).sum())
     return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
 
 
@@ -121,7 +137,7 @@ def domain_data(data: DataConfig, name: str) -> DataConfig:
     domain = data.domains[name]
     rooted: dict[str, Any] = {
         key: [
-            path if path.startswith("embedded:") else str(Path(data.root, path))
+            path if path.startswith(("embedded:", PREFIX)) else str(Path(data.root, path))
             for path in vars(domain)[key]
         ]
         for key in ("chats", "texts", "held_out_chats", "held_out_texts")
@@ -162,15 +178,17 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
 def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
     """Return the files and folders of both splits, and the card of shares, for the manifest.
 
-    `embedded:stdlib` is left out, as the manifest records the Python version. dry_run: print a note
+    `embedded:stdlib` is left out, as the manifest records the Python version, and so are datasets
+    on the Hub, whose names the configuration records. dry_run: print a note
     about missing files, which an earlier stage may still write, and leave them out.
     """
     named = [
         path
         for one in each_data(data)
         for path in one.chats + one.texts + one.held_out_chats + one.held_out_texts
-        if path != _STDLIB
+        if path != _STDLIB and not path.startswith(PREFIX)
     ]
+    named += [str(source.folder) for source in _datasets(data) if source.folder]
     if data.shares_from and not dry_run:
         named.append(str(Path(data.shares_from, CARD)))
     absent = [path for path in named if not is_here(path)]
@@ -180,69 +198,114 @@ def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
     return [resolve(path) for path in named]
 
 
+def _datasets(data: DataConfig) -> list[HuggingFaceSource]:
+    """Return the sources hf:... of both splits."""
+    return [
+        parse_source(path)
+        for one in each_data(data)
+        for path in one.chats + one.texts + one.held_out_chats + one.held_out_texts
+        if path.startswith(PREFIX)
+    ]
+
+
 def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
     """Return the chats of the `train` or `held_out` split and the counts of their records."""
-    paths = data.chats if split == "train" else data.held_out_chats
-    chats, counts = [], Counts()
-    if _STDLIB in paths:
-        chats = [
-            Chat(str(number), messages, f"{_STDLIB}:{number}")
-            for number, messages in enumerate(corpus.chats(split))
-        ]
-    if files := [resolve(path) for path in paths if path != _STDLIB]:
-        found, counts = read_chats(files, max_bad=data.max_bad)
-        chats += found
+    counts = Counts()
+    chats = list(_iterate_chats(data, split, counts))
+    counts.check("chats", CHATS_EXPECTED, data.max_bad)
     counts.used = len(chats)
     return chats, counts
 
 
-def _split_texts(data: DataConfig, split: corpus.Split) -> tuple[list[str], Counts]:
-    """Return the documents of a split and the counts of their records."""
-    paths = data.texts if split == "train" else data.held_out_texts
-    documents, counts = corpus.documents(split) if _STDLIB in paths else [], Counts()
-    if files := [resolve(path) for path in paths if path != _STDLIB]:
-        found, counts = read_texts(files, max_bad=data.max_bad)
-        documents += found
-    counts.used = len(documents)
-    return documents, counts
+def _iterate_chats(data: DataConfig, split: corpus.Split, counts: Counts) -> Iterator[Chat]:
+    """Yield the chats of a split, and count those of files."""
+    if _STDLIB in _paths(data, "chats", split):
+        for number, messages in enumerate(corpus.chats(split)):
+            yield Chat(str(number), messages, f"{_STDLIB}:{number}")
+    if files := _files(data, "chats", split):
+        yield from iterate_chats(files, counts)
+
+
+def _iterate_texts(data: DataConfig, split: corpus.Split, counts: Counts) -> Iterator[str]:
+    """Yield the documents of a split, and count those of files."""
+    if _STDLIB in _paths(data, "texts", split):
+        yield from corpus.documents(split)
+    if files := _files(data, "texts", split):
+        yield from iterate_texts(files, counts)
+
+
+def _paths(data: DataConfig, what: str, split: corpus.Split) -> list[str]:
+    found: list[str] = vars(data)[what if split == "train" else f"held_out_{what}"]
+    return found
+
+
+def _files(data: DataConfig, what: str, split: corpus.Split) -> list[Source]:
+    """Return the files, folders and datasets of a split."""
+    return [
+        parse_source(path, data.streaming) if path.startswith(PREFIX) else resolve(path)
+        for path in _paths(data, what, split)
+        if path != _STDLIB
+    ]
 
 
 def read_samples(
     tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
-) -> list[Sample]:
+) -> Sequence[Sample]:
     """Return the samples of the `train` or `held_out` split; with `show`, print their counts.
 
     key: configuration key of the paths, for messages. Raises UserError for an empty split.
     """
-    documents, text_counts = _split_texts(data, split)
-    chats, chat_counts = split_chats(data, split)
-    limit = data.max_samples or None
-    of_texts = text_samples(tokenizer, documents[:limit], data.max_length)
-    of_chats = chat_samples(
-        tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad
+    samples, report = load_or_tokenize(
+        tokenizer,
+        data,
+        _files(data, "texts", split),
+        _files(data, "chats", split),
+        f"{split} {[_STDLIB in _paths(data, what, split) for what in ('texts', 'chats')]}",
+        lambda sink: _tokenize(tokenizer, data, split, sink),
+        show,
     )
-    samples: list[Sample] = []
     domain = key.removeprefix("data").removeprefix(".domains.")
-    for what, counts, given, (new, account) in (
-        ("texts", text_counts, documents[:limit], of_texts),
-        ("chats", chat_counts, chats[:limit], of_chats),
-    ):
-        for reason, places in counts.bad.items():
-            account.dropped[reason] += len(places)
-        account.dropped["over data.max_samples"] += counts.used - len(given)
-        if account.read and show:
-            print(f"{domain} {split} {account.line(what)}".lstrip())
-        samples += new
-    if samples:
+    for line in report.lines if show else ():
+        print(f"{domain} {split} {line}".lstrip())
+    if len(samples):
         return samples
-    found = len(documents) + len(chats)
     held = "" if split == "train" else "held_out_"
     raise UserError(
         f"the {split} split is empty: "
         + (
-            f"zero supervised tokens in {found:,} texts and chats of {key}. The line above gives "
-            f"the reasons. Check data.max_length, the chat template and data.train_on"
-            if found
+            f"zero supervised tokens in {report.found:,} texts and chats of {key}. The line above "
+            f"gives the reasons. Check data.max_length, the chat template and data.train_on"
+            if report.found
             else f"set {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )
     )
+
+
+def _tokenize(tokenizer: Any, data: DataConfig, split: corpus.Split, sink: Sink) -> Report:
+    """Write the samples of a split to a sink, texts first, and return what was printed."""
+    report = Report()
+    text_counts, chat_counts, texts, chats = Counts(), Counts(), Account(), Account()
+    over: Counter[str] = Counter()
+
+    def limited(items: Iterable[Item], what: str) -> Iterator[Item]:
+        for number, item in enumerate(items):
+            report.found += 1
+            if data.max_samples and number >= data.max_samples:
+                over[what] += 1
+            else:
+                yield item
+
+    documents = limited(_iterate_texts(data, split, text_counts), "texts")
+    store_texts(tokenizer, documents, data.max_length, texts, sink)
+    report.notes += text_counts.check("texts", TEXTS_EXPECTED, data.max_bad)
+    dialogues = limited(_iterate_chats(data, split, chat_counts), "chats")
+    rules = (data.template, data.max_length, data.train_on, data.max_bad)
+    notes = store_chats(tokenizer, dialogues, *rules, chats, sink)
+    report.notes += chat_counts.check("chats", CHATS_EXPECTED, data.max_bad) + notes
+    for what, counts, account in (("texts", text_counts, texts), ("chats", chat_counts, chats)):
+        for reason, places in counts.bad.items():
+            account.dropped[reason] += len(places)
+        account.dropped["over data.max_samples"] += over[what]
+        if account.read:
+            report.lines.append(account.line(what))
+    return report

@@ -22,6 +22,7 @@ from decoding.errors import UserError
 from decoding.values import check_choice
 from training.config import DataConfig
 from training.data.packing import PackedData, Sample
+from training.data.token_store import JoinedSamples
 
 MIXINGS = ("fixed", "loss", "acceptance")
 EXHAUSTED = ("wrap", "stop")
@@ -51,7 +52,7 @@ class MixedData(PackedData):
         }
         ends = accumulate(len(of.samples) for of in self.domains.values())
         self._start = dict(zip(self.domains, chain((0,), ends), strict=False))
-        samples = [sample for of in self.domains.values() for sample in of.samples]
+        samples = JoinedSamples([of.samples for of in self.domains.values()])
         rows = [self._shift(name, row) for name, of in self.domains.items() for row in of.rows]
         super().__init__(samples, config.max_length, rows_per_step, seed, rows)
         self.load({})

@@ -8,6 +8,7 @@ Shapes: R rows, T tokens per row, N supervised tokens.
 """
 
 import bisect
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,10 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
+from training.data.token_store import Sample as Sample  # part of this module's interface
+from training.data.token_store import sample_lengths, supervised_tokens
 
 Rows = Sequence[Sequence[int]]  # the samples of each row
-
-
-@dataclass
-class Sample:
-    """One document or chat: its token ids, and a mask of the tokens that are predicted."""
-
-    ids: np.ndarray  # int32 [length]
-    mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
 
 
 class HostRows(NamedTuple):
@@ -104,7 +99,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, row), sorted
+    # room -> rows with that room (a heap), and the rooms that have one, sorted
+    free: dict[int, list[int]] = {}
+    rooms: list[int] = []
     for index in order:
         length = lengths[index]
         if length > capacity:
@@ -112,20 +109,23 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 f"sample {index} has {length} tokens, but a packed row holds {capacity}. Raise "
                 f"data.max_length or split the sample"
             )
-        at = bisect.bisect_left(free, (length, -1))
-        if at == len(free):
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), capacity - length
             rows.append([index])
-            room = capacity - length
-            row = len(rows) - 1
         else:
-            room, row = free.pop(at)
+            row, room = heapq.heappop(free[rooms[at]]), rooms[at] - length
+            if not free[rooms[at]]:
+                del free[rooms.pop(at)]
             rows[row].append(index)
-            room -= length
-        bisect.insort(free, (room, row))
+        if room not in free:
+            bisect.insort(rooms, room)
+            free[room] = []
+        heapq.heappush(free[room], row)
     return rows
 
 
-def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
+def split_documents(ids: Sequence[int] | np.ndarray, max_length: int) -> list[Sample]:
     """Split a plain document into supervised samples of at most `max_length` tokens.
 
     Neighbours share one token, so that every token but the first is predicted.
@@ -192,10 +192,10 @@ class PackedData:
         self.capacity = capacity
         self.rows_per_step = rows_per_step
         self.seed = seed
-        lengths = [len(sample.ids) for sample in samples]
-        self.rows = best_fit(lengths, capacity) if rows is None else rows
-        self.tokens = sum(lengths)
-        self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
+        lengths = sample_lengths(samples)
+        self.rows = best_fit(lengths.tolist(), capacity) if rows is None else rows
+        self.tokens = int(lengths.sum())
+        self.supervised = supervised_tokens(samples)
         if self.supervised == 0:
             raise UserError(
                 f"zero supervised tokens in {len(samples)} samples, so there is nothing to learn "

@@ -9,7 +9,7 @@ tables with the same columns (Parquet, Arrow, saved datasets). A bad record is s
 named in a note on stderr; too many are an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.values import lone_surrogate
 from jobs.run_files import json_kind
-from training.data.chat import Rendered, render_chat, template_source
+from training.data.chat import Encoded, render_batch
 from training.data.counts import Counts
 from training.data.records import (
     TABLES,
@@ -41,6 +41,10 @@ TURN_KEYS = ("turns", "prompt", "question")
 NUMBER_KEYS = ("id", "question_id", "task_id", "prompt_id")
 CHAT_KEYS = ("conversations", "messages", "instruction")
 MAX_BAD = 0.01
+# valid records, for errors
+CHATS_EXPECTED = "ShareGPT objects (conversations) or objects with messages"
+TEXTS_EXPECTED = 'UTF-8 text, or objects with "text"'
+RENDERED_EXPECTED = "turns that the chat template accepts"
 
 Parsed = TypeVar("Parsed")
 
@@ -70,17 +74,22 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
     at arbitrary turns, and no chat template begins with an answer. Raises UserError for a missing
     or empty file, a broken JSON array, or if more than the share `max_bad` of the records is bad.
     """
-    expected = "ShareGPT objects (conversations) or objects with messages"
+    counts = Counts()
+    chats = list(iterate_chats(paths, counts))
+    counts.check("chats", CHATS_EXPECTED, max_bad)
+    return chats, counts
+
+
+def iterate_chats(paths: Paths, counts: Counts) -> Iterator[Chat]:
+    """Yield the chats of `read_chats` one by one and count them; the caller checks the counts."""
     files = find_files(paths, (".json", ".jsonl", *TABLES))
-    chats, counts = _read(files, _parse_chat, expected)
-    for chat in chats:
+    for chat in _parse(files, _parse_chat, CHATS_EXPECTED, counts):
         roles = [message["role"] for message in chat.messages]
         first = next((place for place, role in enumerate(roles) if role != "system"), 0)
         if "user" in roles and first < roles.index("user"):
             del chat.messages[first : roles.index("user")]
             counts.cut.setdefault("answers before the first request", []).append(chat.source)
-    counts.check("chats", expected, max_bad)
-    return chats, counts
+        yield chat
 
 
 def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
@@ -90,7 +99,8 @@ def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
     under the conditions of `read_chats`.
     """
     expected = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
-    prompts, counts = _read(find_files(paths, (".jsonl", ".json")), _parse_prompt, expected)
+    counts = Counts()
+    prompts = list(_parse(find_files(paths, (".jsonl", ".json")), _parse_prompt, expected, counts))
     counts.check("prompts", expected, max_bad)
     return prompts
 
@@ -101,11 +111,16 @@ def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Co
     Folders are searched. Also returns the counts of the records. Raises UserError under the
     conditions of `read_chats`.
     """
-    expected = 'UTF-8 text, or objects with "text"'
-    files = find_files(paths, (".jsonl", *TEXT_FILES, *TABLES))
-    documents, counts = _read(files, _parse_text, expected)
-    counts.check("texts", expected, max_bad)
+    counts = Counts()
+    documents = list(iterate_texts(paths, counts))
+    counts.check("texts", TEXTS_EXPECTED, max_bad)
     return documents, counts
+
+
+def iterate_texts(paths: Paths, counts: Counts) -> Iterator[str]:
+    """Yield the texts of `read_texts` one by one and count them; the caller checks the counts."""
+    files = find_files(paths, (".jsonl", *TEXT_FILES, *TABLES))
+    return _parse(files, _parse_text, TEXTS_EXPECTED, counts)
 
 
 def render_chats(
@@ -114,34 +129,44 @@ def render_chats(
     *,
     template: str = "auto",
     max_bad: float = MAX_BAD,
-) -> tuple[list[Rendered], Counts]:
+) -> tuple[list[Encoded], Counts]:
     """Render every chat; skip and count those that the template rejects.
 
     Raises UserError if it rejects more than the share `max_bad`, and for a tokenizer without a
     template.
     """
-    if chats:
-        template_source(tokenizer, template)
-    counts, rendered = Counts(), []
-    for chat in chats:
-        try:
-            rendered.append(render_chat(tokenizer, chat.messages, template=template))
-        except UserError as error:
-            counts.skip(str(error), chat.source)
-    counts.used = len(rendered)
-    counts.check("chats", "turns that the chat template accepts", max_bad)
+    counts = Counts()
+    rendered = render_counted(tokenizer, chats, template, counts) if chats else []
+    counts.check("chats", RENDERED_EXPECTED, max_bad)
     return rendered, counts
 
 
-def _read(
-    files: Sequence[Any], parse: Callable[[dict[str, Any], str], Parsed], expected: str
-) -> tuple[list[Parsed], Counts]:
-    """Parse every record of `files` and count the records.
+def render_counted(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], template: str, counts: Counts
+) -> list[Encoded]:
+    """Render chats in one batch and count them; the caller checks the counts."""
+    rendered = []
+    results = render_batch(tokenizer, [chat.messages for chat in chats], template=template)
+    for chat, result in zip(chats, results, strict=True):
+        if isinstance(result, UserError):
+            counts.skip(str(result), chat.source)
+        else:
+            rendered.append(result)
+    counts.used += len(rendered)
+    return rendered
+
+
+def _parse(
+    files: Sequence[Any],
+    parse: Callable[[dict[str, Any], str], Parsed],
+    expected: str,
+    counts: Counts,
+) -> Iterator[Parsed]:
+    """Yield every valid record of `files`, parsed, and count the records.
 
     parse: receives an object and its place ("file:line"), and raises BadRecordError to skip it.
     Raises UserError for a file without records. expected: the valid records, for that error.
     """
-    counts, found = Counts(), []
     for file in files:
         before = counts.read
         for place, record in read_records(file):
@@ -150,15 +175,16 @@ def _read(
                     raise record
                 if not isinstance(record, dict):
                     raise BadRecordError(f"found {json_kind(record)}, expected a JSON object")
-                found.append(parse(record, place))
-                counts.used += 1
+                parsed = parse(record, place)
             except BadRecordError as reason:
                 counts.skip(str(reason), place)
             except RecursionError:
                 counts.skip(TOO_DEEP, place)
+            else:
+                counts.used += 1
+                yield parsed
         if counts.read == before:
             raise UserError(f"{file} holds no records; expected {expected}")
-    return found, counts
 
 
 def _parse_chat(record: dict[str, Any], place: str) -> Chat:

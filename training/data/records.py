@@ -11,28 +11,34 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
+from training.data.hugging_face import HuggingFaceSource
 
 TABLES = (".parquet", ".arrow")
 TEXT_FILES = (".txt", ".py", ".md")
 TOO_DEEP = "values nested too deeply"
 _TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
-Paths = str | Path | Sequence[str | Path]
+Source = Path | HuggingFaceSource
+Paths = str | Path | Sequence[str | Path | HuggingFaceSource]
 
 
 class BadRecordError(Exception):
     """Reason for skipping a record; skipped records are counted by reason."""
 
 
-def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Source]:
     """Return the files at `paths`, and those inside folders sorted by name.
 
     Raises UserError for a missing or empty file, a file of another suffix, a folder without files
     of these suffixes, and if there are no paths.
     """
     kinds = ", ".join(suffixes)
-    files: list[Path] = []
-    for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
+    files: list[Source] = []
+    for given in [paths] if isinstance(paths, str | Path) else paths:
+        if isinstance(given, HuggingFaceSource):
+            files.append(given)
+            continue
+        path = Path(given)
         if not exists(path):
             raise UserError(f"{path}: no such file or folder; expected {kinds}")
         if _is_saved_dataset(path):
@@ -55,12 +61,15 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def read_records(file: Path) -> Iterator[tuple[str, Any]]:
+def read_records(file: Source) -> Iterator[tuple[str, Any]]:
     """Yield ("file:line", decoded value or BadRecordError) for every record.
 
     A text file is one record {"text": its content}. Raises UserError for an unreadable file or
     table, and for a broken JSON array.
     """
+    if isinstance(file, HuggingFaceSource):
+        yield from file.records()
+        return
     if file.is_dir() or file.suffix in TABLES:
         yield from _read_table(file)
         return
@@ -87,6 +96,11 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file}:{number}", _decode(line)
 
 
+def find_data_files(folder: Path) -> list[Path]:
+    """Return all files inside a folder, sorted by name."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
 def _is_saved_dataset(path: Path) -> bool:
     """Return whether `path` is a folder that `datasets.Dataset.save_to_disk` wrote."""
     return (path / "dataset_info.json").is_file()
@@ -98,20 +112,24 @@ def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError for an unreadable table.
     """
     from datasets import Dataset, exceptions, load_from_disk
+    from pyarrow.parquet import ParquetFile
 
+    number = 0
     try:
         if path.is_dir():
-            table = load_from_disk(str(path))
+            rows = iter(load_from_disk(str(path)))
         elif path.suffix == ".parquet":
-            table = Dataset.from_parquet(str(path), keep_in_memory=True)
+            batches = ParquetFile(path).iter_batches(1024)
+            rows = (row for batch in batches for row in batch.to_pylist())
         else:
-            table = Dataset.from_file(str(path))
+            rows = iter(Dataset.from_file(str(path)))
+        for number, row in enumerate(rows, 1):
+            yield f"{path}:{number}", dict(row)
     except (OSError, ValueError, exceptions.DatasetGenerationError) as error:
         raise UserError(
-            f"{path} is not a readable table ({error}); expected Parquet, Arrow or a saved dataset"
+            f"{path} is not a readable table after row {number:,} ({error}); expected Parquet, "
+            f"Arrow or a saved dataset"
         ) from error
-    for number, row in enumerate(table, 1):
-        yield f"{path}:{number}", dict(row)
 
 
 def _decode(line: bytes) -> Any:

@@ -1,15 +1,21 @@
 """Chats and texts as samples for packing, with an account of every lost token."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from decoding.values import check_choice
-from training.data.packing import Sample, split_documents
-from training.data.readers import MAX_BAD, Chat, render_chats
+from training.data.counts import Counts
+from training.data.packing import split_documents
+from training.data.readers import MAX_BAD, RENDERED_EXPECTED, Chat, render_counted
+from training.data.token_store import MemorySink, Sample, Sink, StoredSamples, encode_tokens
+from training.data.tokenizing import encode_texts
+
+Item = TypeVar("Item")
+BATCH = 2**20  # characters of one call of the tokenizer
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Account:
         """Count the samples of one record and return them."""
         self.used += 1
         self.tokens += sum(len(piece.ids) for piece in pieces)
-        self.supervised += sum(int(piece.mask.sum()) for piece in pieces)
+        self.supervised += sum(int(np.count_nonzero(piece.mask)) for piece in pieces)
         return pieces
 
     def line(self, what: str) -> str:
@@ -50,48 +56,101 @@ class Account:
 
 def chat_samples(
     tokenizer: Any,
-    chats: Sequence[Chat],
+    chats: Iterable[Chat],
     template: str,
     max_length: int,
     train_on: str,
     max_bad: float = MAX_BAD,
-) -> tuple[list[Sample], Account]:
+) -> tuple[StoredSamples, Account]:
     """Render chats and cut them off after `max_length` tokens.
 
     Chats without a supervised token before the cut are dropped. train_on: which tokens are
     supervised, `answers` or `all`. Raises UserError if the template rejects more than the share
     `max_bad` of the chats.
     """
+    sink, account = MemorySink(), Account()
+    store_chats(tokenizer, chats, template, max_length, train_on, max_bad, account, sink)
+    return StoredSamples(sink.arrays()), account
+
+
+def store_chats(
+    tokenizer: Any,
+    chats: Iterable[Chat],
+    template: str,
+    max_length: int,
+    train_on: str,
+    max_bad: float,
+    account: Account,
+    sink: Sink,
+) -> list[str]:
+    """Write the samples of `chat_samples` to a sink, and return the notes that were printed."""
     check_choice("data.train_on", train_on, ("answers", "all"))
-    rendered, counts = render_chats(tokenizer, chats, template=template, max_bad=max_bad)
-    account = Account(dropped=Counter({reason: len(at) for reason, at in counts.bad.items()}))
-    samples: list[Sample] = []
-    for chat in rendered:
-        ids = np.asarray(chat.ids[:max_length], dtype=np.int32)
-        mask = np.asarray(chat.mask[:max_length], dtype=bool) | (train_on == "all")
-        mask[:1] = False
-        if not mask.any():
-            account.dropped[f"no supervised token within {max_length} tokens"] += 1
-            continue
-        account.truncated += len(chat.ids) > max_length
-        samples += account.use([Sample(ids, mask)])
-    return samples, account
+    counts = Counts()
+    for batch in _batches(chats, _characters):
+        pieces: list[Sample] = []
+        for chat in render_counted(tokenizer, batch, template, counts):
+            ids, mask = chat.ids[:max_length], chat.mask[:max_length] | (train_on == "all")
+            mask[:1] = False
+            if not mask.any():
+                account.dropped[f"no supervised token within {max_length} tokens"] += 1
+                continue
+            account.truncated += len(chat.ids) > max_length
+            pieces += account.use([Sample(ids, mask)])
+        _store(pieces, sink)
+    account.dropped.update({reason: len(places) for reason, places in counts.bad.items()})
+    return counts.check("chats", RENDERED_EXPECTED, max_bad)
 
 
 def text_samples(
-    tokenizer: Any, documents: Sequence[str], max_length: int
-) -> tuple[list[Sample], Account]:
+    tokenizer: Any, documents: Iterable[str], max_length: int
+) -> tuple[StoredSamples, Account]:
     """Tokenize plain documents and split them into samples of at most `max_length` tokens.
 
     The tokenizer may add a BOS to each document. Documents of fewer than two tokens are dropped.
     """
-    samples: list[Sample] = []
-    account = Account()
-    for document in documents:
-        ids = tokenizer(document)["input_ids"]
-        if len(ids) < 2:
-            account.dropped["fewer than two tokens"] += 1
-            continue
-        pieces = split_documents(ids, max_length)
-        samples += account.use([piece for piece in pieces if len(piece.ids) > 1])
-    return samples, account
+    sink, account = MemorySink(), Account()
+    store_texts(tokenizer, documents, max_length, account, sink)
+    return StoredSamples(sink.arrays()), account
+
+
+def store_texts(
+    tokenizer: Any, documents: Iterable[str], max_length: int, account: Account, sink: Sink
+) -> None:
+    """Write the samples of `text_samples` to a sink."""
+    for batch in _batches(documents, len):
+        pieces: list[Sample] = []
+        for ids in encode_texts(tokenizer, batch):
+            if len(ids) < 2:
+                account.dropped["fewer than two tokens"] += 1
+                continue
+            split = split_documents(ids, max_length)
+            pieces += account.use([piece for piece in split if len(piece.ids) > 1])
+        _store(pieces, sink)
+
+
+def _characters(chat: Chat) -> int:
+    return sum(len(message["content"]) for message in chat.messages)
+
+
+def _batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield lists of items of about BATCH characters."""
+    batch: list[Item] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += size(item)
+        if characters >= BATCH or len(batch) >= BATCH // 256:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _store(pieces: list[Sample], sink: Sink) -> None:
+    if not pieces:
+        return
+    ids = np.concatenate([piece.ids for piece in pieces])
+    mask = np.concatenate([piece.mask for piece in pieces])
+    sink.append("tokens", encode_tokens(ids, mask))
+    sink.append("lengths", np.asarray([len(piece.ids) for piece in pieces]))
+    sink.append("supervised", np.asarray([np.count_nonzero(piece.mask) for piece in pieces]))
