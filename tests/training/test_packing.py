@@ -24,7 +24,6 @@ from training.models.attention import (
     document_starts,
     inside_documents,
     packed_attention,
-    plain_attention,
 )
 from training.models.build import build_llama
 from training.objectives import Distillation, LanguageModelling, TeacherStates, freeze
@@ -130,7 +129,7 @@ def test_packed_losses_differ_without_the_document_mask():
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     right = LanguageModelling(tiny(0))(collate(samples, rows, 64))[0]
     batch = collate(samples, rows, 64)
-    batch.documents_RT[:] = 1  # the control: one document per row, so attention crosses documents
+    batch.host.documents_RT[:] = 1  # the control: one document per row, so attention crosses them
     assert abs((right - LanguageModelling(tiny(0))(batch)[0]).item()) > 1e-3
 
 
@@ -185,16 +184,6 @@ def test_a_row_of_a_batch_equals_the_collated_row():
         )
 
 
-def test_plain_attention_equals_torch_attention():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
-    documents = torch.tensor([[1] * 10 + [2] * 9 + [0] * 5, [1] * 24])
-    bias = document_mask(documents, torch.float32)
-    fused, _ = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, bias)
-    written = plain_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), bias, 0.3)
-    torch.testing.assert_close(fused.transpose(1, 2), written)
-
-
 def test_starts_of_documents_part_the_tokens_that_the_mask_parts():
     samples = chats(9)
     batch = collate(samples, best_fit([len(sample.ids) for sample in samples], 64), 64)
@@ -210,33 +199,48 @@ def test_starts_of_documents_part_the_tokens_that_the_mask_parts():
     assert longest == np.diff(starts).max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_documents_of_their_own_length_equal_the_mask_on_a_card(dtype: torch.dtype):
-    """Check outputs and gradients against the mask in float32; a longer document is the control."""
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float64),
+        ("cpu", torch.bfloat16),
+        ("cuda", torch.bfloat16),
+        ("cuda", torch.float16),
+    ],
+)
+def test_attention_by_documents_equals_the_mask(device: str, dtype: torch.dtype):
+    """Check outputs and gradients against the mask; two joined documents are the control."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     torch.manual_seed(0)
     samples = chats(9)
-    batch = collate(samples, best_fit([len(sample.ids) for sample in samples], 64), 64, "cuda")
+    batch = collate(samples, best_fit([len(sample.ids) for sample in samples], 64), 64, device)
     rows, inside = len(batch.rows), (batch.documents_RT > 0)[:, :, None, None]
-    halves = [torch.randn(rows, heads, 64, 64, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
+    inputs = [torch.randn(rows, heads, 64, 64, device=device, dtype=dtype) for heads in (4, 2, 2)]
 
     def run(tensors: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
-        inputs = [each.clone().requires_grad_() for each in tensors]
-        mixed, _ = packed_attention(torch.nn.Identity(), *inputs, None, **given)
+        leaves = [each.clone().requires_grad_() for each in tensors]
+        mixed, _ = packed_attention(torch.nn.Identity(), *leaves, None, **given)
         mixed = torch.where(inside, mixed, 0)
-        return [mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)]
+        return [mixed, *torch.autograd.grad(mixed.double().square().sum(), leaves)]
 
-    model = SimpleNamespace(dtype=dtype)
-    given = inside_documents(model, batch)
-    assert "cu_seq_lens_q" in given
-    found = run(halves, **given)
-    mask = document_mask(batch.documents_RT, torch.float32)
-    exact = run([each.float() for each in halves], attention_bias=mask)
-    for ours, wide in zip(found, exact, strict=True):
-        assert (ours.float() - wide).norm() < 0.01 * wide.norm()
-    ends = given["cu_seq_lens_q"]
-    joined = run(halves, cu_seq_lens_q=torch.cat((ends[:1], ends[2:])), max_length_q=128)
-    assert (joined[0].float() - exact[0]).norm() > 0.1 * exact[0].norm()
+    def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+        return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+    given = inside_documents(SimpleNamespace(dtype=dtype), batch)
+    assert "attention_bias" not in given
+    found = run(inputs, **given)
+    mask = document_mask(batch.documents_RT, torch.float64)
+    exact = run([each.double() for each in inputs], attention_bias=mask)
+    bound = 1e-12 if dtype == torch.float64 else 0.01
+    assert all(map(lambda ours, wide: distance(ours, wide) < bound, found, exact))
+    if device == "cpu":
+        first, second, *others = given["document_lengths"]
+        joined = {"document_lengths": [first + second, *others]}
+    else:
+        ends = given["cu_seq_lens_q"]
+        joined = {"cu_seq_lens_q": torch.cat((ends[:1], ends[2:])), "max_length_q": 128}
+    assert distance(run(inputs, **joined)[0], exact[0]) > 0.1
 
 
 def test_supervised_counts_are_conserved():
