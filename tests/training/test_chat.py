@@ -92,6 +92,19 @@ def test_prefix_rendering_finds_the_marked_answers(embedded_target: Path, family
     assert render_chat(tokenizer, CHAT) == render_chat(tokenizer, CHAT, template=family)
 
 
+def test_contents_that_a_template_rewrites_are_located(embedded_target: Path) -> None:
+    """Check answers of which the template drops blanks, beside those that it writes as they are."""
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    tokenizer = load(embedded_target, chat_template=template)
+    padded = [{**message, "content": f"\n {message['content']}  "} for message in CHAT]
+    rendered = render_chat(tokenizer, CHAT)
+    assert answers(tokenizer, rendered) == ["Hi, you.</s>", "Fine.</s>"]
+    assert render_chat(tokenizer, padded) == rendered
+
+
 def test_chats_without_a_system_turn_are_rendered(embedded_target: Path) -> None:
     tokenizer = load(embedded_target)
     texts = {

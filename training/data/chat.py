@@ -9,29 +9,31 @@ turns up to i + 1, and the difference is supervised. If that fails, our template
 (training/data/templates.py), which has marks, is used, or an error names the turn.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.models.text.templates import render
 from decoding.values import check_choice
+from training.data.answer_spans import (
+    CLOSE,
+    MARK,
+    OPEN,
+    Message,
+    NoPrefixError,
+    locate_by_layout,
+    locate_by_marks,
+    render_turns,
+)
 from training.data.counts import print_note
 from training.data.templates import TEMPLATES, find_family
 from training.data.tokenizing import Span, encode_batch, find_tokens
 
-Message = dict[str, str]
 RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
-
-# Unicode noncharacters, which mark answers in the rendered text and are then removed.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,6 @@ class Encoded(NamedTuple):
         for first, after in self.ranges:
             mask[first:after] = True
         return mask
-
-
-class _NoPrefixError(Exception):
-    """Failure of prefix rendering; the message names the turn and the reason."""
 
 
 def render_chat(
@@ -112,14 +110,14 @@ def _locate(tokenizer: PreTrainedTokenizerBase, messages: list[Message], templat
     """Render a chat and locate its answers. Raises UserError as `render_chat` does."""
     source = template_source(tokenizer, template)
     _check(messages, source)
-    if _MARK.search(source):
-        text, spans = _locate_by_marks(tokenizer, source, messages)
+    if MARK.search(source):
+        text, spans = locate_by_marks(tokenizer, source, messages)
     else:
         try:
-            text, spans = _locate_by_prefixes(tokenizer, source, messages)
-        except _NoPrefixError as reason:
+            text, spans = locate_by_layout(tokenizer, source, messages)
+        except NoPrefixError as reason:
             ours = TEMPLATES[_choose_family(source, str(reason))]
-            text, spans = _locate_by_marks(tokenizer, ours, messages)
+            text, spans = locate_by_marks(tokenizer, ours, messages)
     turns = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
     return Located(text, spans, turns)
 
@@ -132,7 +130,7 @@ def render_prompt(
     Raises UserError for an unknown `template`, and for messages that the template rejects.
     """
     messages = list(messages)
-    text = _render(tokenizer, template_source(tokenizer, template), messages, prompt=True)
+    text = render_turns(tokenizer, template_source(tokenizer, template), messages, prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -153,14 +151,14 @@ def render_next(
     tokenized again.
     """
     messages, source = list(messages), template_source(tokenizer, template)
-    text = _render(tokenizer, source, messages, prompt=True)
+    text = render_turns(tokenizer, source, messages, prompt=True)
     encoded = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False
     )
     ids = list(encoded["input_ids"])
     if not tokenizer.is_fast:
         return ids
-    before = _render(tokenizer, source, messages[:-2], prompt=True)
+    before = render_turns(tokenizer, source, messages[:-2], prompt=True)
     end = _find_answer_text_end(tokenizer, text, before, messages[-2]["content"], answer)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
@@ -248,12 +246,12 @@ def _check(messages: list[Message], source: str) -> None:
             f"the chat has {len(messages)} turns and no answer (role assistant), so there is "
             f"nothing to learn from it"
         )
-    if messages[0]["role"] == "assistant" and not _MARK.search(source):
+    if messages[0]["role"] == "assistant" and not MARK.search(source):
         raise UserError(
             "turn 1 is from the assistant, but this template needs a user or system turn first"
         )
     for number, message in enumerate(messages, 1):
-        if _OPEN in message["content"] or _CLOSE in message["content"]:
+        if OPEN in message["content"] or CLOSE in message["content"]:
             raise UserError(
                 f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are not "
                 f"characters. Remove them"
@@ -282,100 +280,6 @@ def _choose_family(source: str, reason: str) -> str:
 @lru_cache(maxsize=64)
 def _note_once(text: str) -> None:
     print_note(text)
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    source: str,
-    messages: list[Message],
-    *,
-    prompt: bool = False,
-) -> str:
-    """Render messages as text. Raises UserError naming the first turn that the template rejects."""
-    try:
-        return render(tokenizer, messages, source, add_generation_prompt=prompt)
-    except TemplateError as error:
-        for count, message in enumerate(messages, 1):
-            try:
-                render(tokenizer, messages[:count], source, add_generation_prompt=prompt)
-            except TemplateError as first:
-                raise UserError(
-                    f"the chat template rejects turn {count} ({message['role']}): {first}"
-                ) from error
-        raise UserError(f"the chat template rejects the chat: {error}") from error
-
-
-@lru_cache(maxsize=64)
-def _insert_sentinels(source: str) -> str:
-    """Replace generation marks by blocks that write sentinels and trim the same white space."""
-
-    def block(match: re.Match[str]) -> str:
-        sentinel = _CLOSE if match["end"] else _OPEN
-        return f"{{%{match['left']} if true %}}{{{{ '{sentinel}' }}}}{{% endif {match['right']}%}}"
-
-    return _MARK.sub(block, source)
-
-
-def _locate_by_marks(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
-) -> tuple[str, list[Span]]:
-    """Return the text and the spans inside the template's generation marks, one per answer.
-
-    Raises UserError unless the template marks as many spans as the chat has answers.
-    """
-    pieces = re.split(
-        f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _insert_sentinels(source), messages)
-    )
-    text, starts, ends = "", [], []
-    for piece in pieces:
-        if piece == _OPEN:
-            starts.append(len(text))
-        elif piece == _CLOSE:
-            ends.append(len(text))
-        else:
-            text += piece
-    answers = sum(message["role"] == "assistant" for message in messages)
-    if len(starts) != answers or len(ends) != answers:
-        raise UserError(
-            f"the chat template marks {len(starts)} answers, but the chat has {answers}. Correct "
-            f"the template's {{% generation %}} marks, or choose one of ours (data.template=...): "
-            f"{', '.join(TEMPLATES)}"
-        )
-    return text, list(zip(starts, ends, strict=True))
-
-
-def _locate_by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
-) -> tuple[str, list[Span]]:
-    """Return the text and, for each answer, the span that it adds to the generation prompt.
-
-    Raises _NoPrefixError naming the turn whose generation prompt or end is not a prefix.
-    """
-    text = _render(tokenizer, source, messages)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        turn = f"turn {index + 1} (assistant)"
-        before = _render(tokenizer, source, messages[:index], prompt=True)
-        ends_here = index + 1 == len(messages)
-        after = text if ends_here else _render(tokenizer, source, messages[: index + 1])
-        if not text.startswith(after):
-            raise _NoPrefixError(f"{turn} is rendered differently when other turns follow it")
-        if not after.startswith(before):
-            raise _NoPrefixError(f"{turn} does not begin with the template's generation prompt")
-        if len(after) == len(before):
-            raise _NoPrefixError(f"{turn} leaves no text")
-        spans.append((len(before), _find_answer_end(tokenizer, after, len(before))))
-    return text, spans
-
-
-def _find_answer_end(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
-    """Return the end of an answer, without white space after its end token (ChatML's newline)."""
-    stripped = text[start:].rstrip()
-    if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):
-        return start + len(stripped)
-    return len(text)
 
 
 def _supervise(encoding: Any, located: Located) -> Encoded:
