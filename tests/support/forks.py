@@ -40,7 +40,8 @@ class Fork:
         environment: Mapping[str, str] | None = None,
         fork_children: bool = False,
     ) -> None:
-        self._output = Path(tempfile.mkdtemp(prefix="fork_"))
+        self._folder = tempfile.TemporaryDirectory(prefix="fork_")  # deleted with this object
+        self._output = Path(self._folder.name)
         given = (module, arguments, dict(environment or os.environ))
         self._process: Any = _FORKS.Process(
             target=_run_first, args=(*given, str(self._output), fork_children)
