@@ -13,6 +13,7 @@ from training.config import (
     StudentConfig,
     TrainingJobConfig,
 )
+from training.features.teacher_config import TeacherConfig
 from training.losses.config import LossConfig
 from training.on_policy import OnPolicyOptions
 
@@ -115,6 +116,7 @@ class TrainConfig(TrainingJobConfig):
     # largest_cut of the pruning stage of an experiment; 1: a single cut
     prune_largest_cut: float = 1.0
     loss: StudentLossConfig = field(default_factory=StudentLossConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to

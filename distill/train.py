@@ -12,6 +12,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
 from decoding.models.draft_vocabulary import D2T, ids_of, restrict_head, token_ids
+from decoding.models.folder import hash_input
 from decoding.models.load import DTYPES
 from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from training.bounds import Progress
+from training.cached_distillation import CachedDistillation
 from training.checkpoint import load_weights
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
@@ -35,6 +37,8 @@ from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import Provenance, close_run, origin_of, write_model
 from training.export import load_checkpoint, saved_run
+from training.features.teacher_cache import teacher_cache
+from training.features.teacher_config import NONE, cache_rules
 from training.held_out.answers import check_stages
 from training.held_out.costs import (
     MEASURED,
@@ -54,6 +58,7 @@ from training.losses.config import (
     describe_loss,
     loss_rules,
     parts_of,
+    teacher_temperature,
     uses_teacher,
 )
 from training.models.build import check_target, dtype_of, known_config, load_causal_lm
@@ -107,8 +112,8 @@ class Distil(TargetJob[TrainConfig]):
         restrict_vocabulary(student, config.student, data.samples, special, parallel.is_main)
         if parallel.is_main:
             print_overview(config, student, teacher, data)
-        objective = make_objective(config, student, teacher, len(data.samples))
         student.to(parallel.device)
+        objective = make_objective(config, student, teacher, data, target_folder, parallel)
         on_main = None
         if parallel.is_main:
             timing = make_timing(config, student, teacher.config)
@@ -160,6 +165,9 @@ def check(config: TrainConfig) -> None:
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
         **cost_rules(held_out),
+        **cache_rules(
+            config.teacher, loss, kind in SHARDED_WEIGHTS, bool(config.data.domains), own.share > 0
+        ),
         "on_policy.share": (
             0 <= own.share < 1 and (not own.share or CROSS_ENTROPY not in parts_of(loss)),
             "from 0 (off) to below 1, and 0 with cross_entropy, alone or in a mixture, which has "
@@ -233,15 +241,25 @@ def make_timing(config: TrainConfig, student: Any, target: Any) -> Timing:
 
 
 def make_objective(
-    config: TrainConfig, student: Any, teacher: Any, recurring: int
-) -> Distillation | LanguageModelling:
-    """Return the training objective for the loss.
+    config: TrainConfig,
+    student: Any,
+    teacher: Any,
+    data: PackedData,
+    target_folder: Path,
+    parallel: Parallel,
+) -> Distillation | LanguageModelling | CachedDistillation:
+    """Return the training objective for the loss; a cache of the teacher is written first.
 
-    recurring: number of samples of the training data, without those that the student writes.
+    data: the training data without the rows that the student writes.
     """
     if not uses_teacher(config.loss):
         return LanguageModelling(student)
-    states = TeacherStates(teacher, config.loss.cache_mb * 10**6, recurring)
+    if config.teacher.cache != NONE:
+        known = (config.teacher, teacher, hash_input(target_folder), data)
+        settings = (teacher_temperature(config.loss), token_ids(student), config.seed)
+        cache = teacher_cache(*known, *settings, parallel)
+        return CachedDistillation(student, config.loss, cache)
+    states = TeacherStates(teacher, config.loss.cache_mb * 10**6, len(data.samples))
     return Distillation(student, teacher, config.loss, states)
 
 

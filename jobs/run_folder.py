@@ -38,6 +38,7 @@ _FREE_KEYS = (
     "parallel",
     "data.cache",
     "data.cache_folder",
+    "teacher.folder",
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
     "loop.compile",

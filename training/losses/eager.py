@@ -142,3 +142,12 @@ def d_pace(chances_MK: Tensor, present_MK: Tensor, alpha: float) -> Tensor:
             survives = survives * ((1 - alpha) * float(chance) + alpha)
             weights_MK[draft, : depth + 1] += survives
     return weights_MK
+
+
+def top_forward_kl(p_NV: Tensor, q_NV: Tensor, ids_NK: Tensor) -> Tensor:
+    """Return m KL(p/m || q) over the tokens `ids_NK` and one bucket for all others."""
+    m_N = p_NV.sum(dim=-1)
+    p_NK, q_NK = p_NV.gather(1, ids_NK), q_NV.gather(1, ids_NK)
+    p_NB = torch.cat((p_NK, (m_N - p_NK.sum(dim=-1))[:, None].clamp_min(0)), dim=-1)
+    q_NB = torch.cat((q_NK, (1 - q_NK.sum(dim=-1))[:, None].clamp_min(1e-30)), dim=-1)
+    return m_N * kl(p_NB / m_N[:, None], q_NB)

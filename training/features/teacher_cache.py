@@ -1,0 +1,247 @@
+"""A cache of the teacher's distributions at the supervised tokens, so that steps do not run it.
+
+A position holds draws from the distribution, or its likeliest tokens (training/losses/sparse.py).
+The cache is written before the first step, in shards of some rows: folders that are complete or
+absent, so an interrupted job goes on with the first shard that is missing. Ranks write shards in
+turn and map all of them. The name of a cache is a hash of all that its content depends on: the
+teacher and its dtype, the temperature, the packed rows, the drafted tokens and the settings.
+
+Shapes: D draws or likeliest tokens of a position, N supervised tokens of a batch, V vocabulary that
+the drafter proposes.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from jobs.amounts import size as amount
+from jobs.progress import ProgressBar
+from training.data.mapped_tensors import ArrayWriter, check_arrays, lock_path, map_arrays
+from training.data.packing import PackedBatch, PackedData, collate
+from training.features.teacher_config import SAMPLED, TOP_K, TeacherConfig
+from training.losses.chunked import chunk_rows
+from training.losses.sparse import TopRows, draw_tokens, estimate, likeliest
+from training.losses.teacher import Teacher, TeacherRows
+from training.objectives import hidden_states
+
+SHARD_BYTES = 2**26  # least size of a shard that is not the last
+_PURPOSE = 5  # part of the draws' keys, which differs from those of other random numbers
+_REMEDY = "Make room, or set teacher.folder to another disk"
+
+Key = tuple[int, ...]  # the samples in a row
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a position of a cache holds."""
+
+    kind: str
+    count: int  # D
+    vocabulary: int  # V
+
+    @classmethod
+    def of(cls, config: TeacherConfig, vocabulary: int) -> "Layout":
+        count = config.draws if config.cache == SAMPLED else min(config.top_k, vocabulary)
+        return cls(config.cache, count, vocabulary)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of each array."""
+        values = ("mass", "negentropy") if self.kind == SAMPLED else ("probabilities", "rest")
+        return {"ids": "<u2" if self.vocabulary <= 2**16 else "<i4"} | dict.fromkeys(values, "<f4")
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of a position."""
+        return self.count * self._id_bytes + (8 if self.kind == SAMPLED else 4 * self.count + 4)
+
+    @property
+    def _id_bytes(self) -> int:
+        return np.dtype(self.dtypes["ids"]).itemsize
+
+
+class TeacherCache:
+    """A complete cache, mapped from its files."""
+
+    def __init__(self, folder: Path, layout: Layout, shards: Sequence[Sequence[Key]]) -> None:
+        """Map the shards in `folder`; shards: the rows in each."""
+        self.layout = layout
+        self._arrays: list[dict[str, np.ndarray]] = []
+        self._places: dict[Key, tuple[int, int, int]] = {}  # shard, first position, one after last
+        for number, keys in enumerate(shards):
+            found = map_arrays(folder / _name(number))
+            if found is None:
+                raise UserError(f"{folder / _name(number)} disappeared. Start the job again")
+            arrays, metadata = found
+            self._arrays.append(arrays)
+            ends = [0, *np.cumsum(metadata["counts"]).tolist()]
+            for key, (first, after) in zip(keys, pairwise(ends), strict=True):
+                self._places[key] = (number, first, after)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherCache":
+        return self
+
+    def rows(self, batch: PackedBatch) -> Callable[[int, int], TeacherRows | TopRows]:
+        """Return a function from supervised tokens [start, end) to what the teacher gives them."""
+        # a rank may have no row in a step
+        parts = {name: [np.empty(0, dtype)] for name, dtype in self.layout.dtypes.items()}
+        for key in batch.rows:
+            shard, first, after = self._places[tuple(key)]
+            for name, array in self._arrays[shard].items():
+                width = self.layout.count if name in ("ids", "probabilities") else 1
+                parts[name].append(array[first * width : after * width])
+        ids_N, *others = (np.concatenate(part) for part in parts.values())
+        ids_ND, first_N, second_N = (
+            devices.copy_to_device(torch.from_numpy(array), batch.device)
+            for array in (ids_N.astype(np.int64).reshape(-1, self.layout.count), *others)
+        )
+        if self.layout.kind == TOP_K:
+            p_NK, rest_N = first_N.view(-1, self.layout.count), second_N
+            return lambda start, end: TopRows(ids_ND[start:end], p_NK[start:end], rest_N[start:end])
+        mass_N, negentropy_N = first_N, second_N
+        return lambda start, end: estimate(
+            ids_ND[start:end], mass_N[start:end], negentropy_N[start:end], self.layout.vocabulary
+        )
+
+
+def teacher_cache(
+    config: TeacherConfig,
+    teacher: Any,
+    teacher_hash: str,
+    data: PackedData,
+    temperature: float,
+    ids_V: Tensor | None,
+    seed: int,
+    parallel: Any,
+) -> TeacherCache:
+    """Return the cache for a frozen teacher and packed rows, and write the shards that it lacks.
+
+    teacher: a Hugging Face causal LM with packed attention, in full on every rank. teacher_hash:
+    the hash of its folder. temperature: divides its logits. ids_V: the rising ids that the drafter
+    proposes; None: all. seed: of the draws. All ranks call it together. Raises UserError if the
+    disk is too small, for an altered shard, and for a teacher whose logits are not finite.
+    """
+    layout = Layout.of(config, teacher.config.vocab_size if ids_V is None else len(ids_V))
+    keys = sorted(tuple(row) for row in data.rows)
+    counts = [data.supervised_in([key]) for key in keys]
+    folder = Path(config.folder) / _digest(
+        layout, teacher, teacher_hash, data, keys, temperature, ids_V, seed
+    )
+    shards = _split(keys, counts, layout.bytes)
+    if parallel.is_main:
+        _announce(folder, layout, sum(counts), [_name(number) for number in range(len(shards))])
+    parallel.wait()
+    with ProgressBar("teacher cache", len(shards), show=parallel.is_main) as bar:
+        for number in range(parallel.rank, len(shards), parallel.world_size):
+            shard = folder / _name(number)
+            with lock_path(shard, _REMEDY):
+                if map_arrays(shard) is None:
+                    _write(shard, layout, teacher, data, shards[number], temperature, ids_V, seed)
+                else:
+                    check_arrays(shard, f"Delete {shard}; it is written again")
+            bar.update(number + 1)
+    parallel.wait()
+    return TeacherCache(folder, layout, shards)
+
+
+def _write(
+    shard: Path,
+    layout: Layout,
+    teacher: Any,
+    data: PackedData,
+    keys: Sequence[Key],
+    temperature: float,
+    ids_V: Tensor | None,
+    seed: int,
+) -> None:
+    """Write a shard: one row of packed text after another."""
+    device, counts = next(teacher.parameters()).device, []
+    with ArrayWriter(shard, layout.dtypes, _REMEDY) as writer, torch.no_grad():
+        for key in keys:
+            batch = collate(data.samples, [key], data.capacity, device)
+            states_NG = batch.at_supervised(hidden_states(teacher, batch))
+            known = Teacher(states_NG, teacher.lm_head.weight, temperature, ids_V)
+            uniforms = np.random.default_rng([seed, _PURPOSE, *key])
+            step = chunk_rows(teacher.config.vocab_size)
+            for start in range(0, len(states_NG), step):
+                rows = known.at(start, min(start + step, len(states_NG)))
+                if not bool(torch.isfinite(rows.negentropy_C).all()):
+                    raise UserError(
+                        f"the teacher's logits hold NaN or infinity in row {list(key)} of the "
+                        f"data, so nothing of {shard} was kept. Try loop.dtype=float32, and check "
+                        f"the weights of the target"
+                    )
+                for name, tensor in _content(rows, layout, uniforms).items():
+                    writer.append(name, tensor.cpu().numpy())
+            counts.append(len(states_NG))
+        writer.finish({"counts": counts})
+
+
+def _content(rows: TeacherRows, layout: Layout, uniforms: np.random.Generator) -> dict[str, Tensor]:
+    """Return the arrays of some positions, by name."""
+    if layout.kind == TOP_K:
+        top = likeliest(rows, layout.count)
+        return {"ids": top.ids_CK, "probabilities": top.p_CK, "rest": top.rest_C}
+    numbers = torch.from_numpy(uniforms.random((len(rows.mass_C), layout.count)))
+    ids_CD = draw_tokens(rows.p_CV, rows.mass_C, numbers.to(rows.p_CV.device))
+    return {"ids": ids_CD, "mass": rows.mass_C, "negentropy": rows.negentropy_C}
+
+
+def _digest(
+    layout: Layout,
+    teacher: Any,
+    teacher_hash: str,
+    data: PackedData,
+    keys: Sequence[Key],
+    temperature: float,
+    ids_V: Tensor | None,
+    seed: int,
+) -> str:
+    """Return the name of a cache."""
+    known = (teacher_hash, teacher.dtype, temperature, layout, data.capacity, SHARD_BYTES)
+    digest = hashlib.sha256(repr((known, seed if layout.kind == SAMPLED else 0, keys)).encode())
+    if ids_V is not None:
+        digest.update(ids_V.cpu().numpy().tobytes())
+    for sample in data.samples:
+        digest.update(np.ascontiguousarray(sample.ids).tobytes() + sample.mask.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _split(keys: Sequence[Key], counts: Sequence[int], width: int) -> list[list[Key]]:
+    """Divide rows among shards of at least SHARD_BYTES."""
+    shards: list[list[Key]] = [[]]
+    held = 0
+    for key, count in zip(keys, counts, strict=True):
+        if held >= SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(key)
+        held += count * width
+    return shards
+
+
+def _announce(folder: Path, layout: Layout, positions: int, names: Sequence[str]) -> None:
+    """Print the size of a cache. Raises UserError if the disk is too small for what is missing."""
+    size, written = positions * layout.bytes, sum((folder / name).exists() for name in names)
+    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(parent).free
+    print(
+        f"teacher cache: {positions:,} supervised tokens of {layout.bytes} bytes, {amount(size)} "
+        f"in {folder} ({written} of {len(names)} shards are there, {amount(free)} free)"
+    )
+    if size * (len(names) - written) / len(names) > free:
+        raise UserError(f"{folder} needs {amount(size)}, but {amount(free)} are free. {_REMEDY}")
+
+
+def _name(number: int) -> str:
+    return f"shard_{number:05d}"
