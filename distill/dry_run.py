@@ -29,6 +29,8 @@ from jobs.protocol import Run
 from jobs.ranks import ZERO
 from training.config import LoopConfig, TrainingJobConfig
 from training.drafter_folder import Provenance, keeps_folder, write_untrained
+from training.features.teacher_cache import Layout
+from training.features.teacher_config import NONE
 from training.models.build import dtype_of, known_config, print_missing, random_model, target_config
 from training.models.shapes import (
     bytes_a_step,
@@ -62,8 +64,8 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
     else:
         student = student_config(config.student, target)
     complete = copy.deepcopy(student)
-    if size := config.student.draft_vocab_size:
-        student.draft_vocab_size, student.tie_word_embeddings = size, False
+    if drafted := config.student.draft_vocab_size:
+        student.draft_vocab_size, student.tie_word_embeddings = drafted, False
     print_sizes(student, target, name=config.student.name)
     frozen = {"target": target}
     flops = print_cost(config, config.loop, student, frozen)
@@ -77,6 +79,13 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
         print(
             f"note: the student writes {config.on_policy.share:.0%} of the rows "
             f"(on_policy.share), and this cost leaves out its decoding"
+        )
+    if config.teacher.cache != NONE:
+        layout = Layout.of(config.teacher, head_rows(student))
+        print(
+            f"teacher cache: {layout.bytes} bytes for each supervised token of the data, "
+            f"{size(layout.bytes * 10**9)} for a billion; this cost counts the target in every "
+            f"step, and not once"
         )
     if head_rows(student) < student.vocab_size:
         vars(complete).pop("draft_vocab_size", None)
