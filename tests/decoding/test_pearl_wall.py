@@ -160,7 +160,7 @@ def test_the_drafter_continues_until_the_target_is_done(
         for i, p in enumerate(random_prompts(3))
     ]
     forward, lengths = target.forward, {}
-    for name, pause in (("quick", 0.0), ("slow", 0.03)):
+    for name, pause in (("quick", 0.0), ("slow", 0.06)):
 
         def act(*given: Any, pause: float = pause) -> Any:
             time.sleep(pause)
@@ -173,7 +173,8 @@ def test_the_drafter_continues_until_the_target_is_done(
         ]
         assert [generation.tokens for generation in done] == plain
         lengths[name] = sum(g.drafted for g in done) / sum(g.rounds for g in done)
-    assert lengths["slow"] > lengths["quick"] + 2
+    # no margin, as other processes can slow the quick target down
+    assert lengths["slow"] > lengths["quick"]
 
 
 def test_pearl_plus_with_a_worker_keeps_the_targets_output(remote: RemoteChain) -> None:
