@@ -8,7 +8,7 @@ _ROUNDING = 1e-9  # keeps products such as 0.1 x 30 from falling just below a wh
 
 @dataclass
 class OnPolicyOptions:
-    """Rows of the data's in whose place the drafter trains on its own tokens."""
+    """Rows in which the drafter trains on its own tokens instead of the data's."""
 
     # share of the rows of a step that are on-policy; 0: off
     share: float = 0.0

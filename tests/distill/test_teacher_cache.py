@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import restrict_head
 from distill.train import run
 from tests.distill.test_train import configured
 from training.cached_distillation import CachedDistillation
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample, collate
-from training.features.teacher_cache import teacher_cache
+from training.features.teacher_cache import TeacherCache, teacher_cache
 from training.features.teacher_config import TeacherConfig
 from training.losses.config import LossConfig
 from training.losses.eager import top_forward_kl
@@ -46,7 +47,7 @@ def test_the_gradient_of_draws_is_unbiased(mass: float, unbiased: bool):
     exact, repeats, draws = distributions(1, 9, mass), 20_000, 4
     many = TeacherRows(*(part.expand(repeats, *part.shape[1:]) for part in exact))
     uniforms = torch.rand(repeats, draws, dtype=torch.float64)
-    ids = (uniforms * 9).long() if not unbiased else draw_tokens(many.p_CV, many.mass_C, uniforms)
+    ids = (uniforms * 9).long() if not unbiased else draw_tokens(many.p_CV, uniforms)
     found = estimate(ids, many.mass_C, many.negentropy_C, 9)
     rows, logits = reference_rows(LossConfig()), torch.randn(1, 9, dtype=torch.float64)
     right = rows(logits, Reference(teacher=exact))
@@ -95,14 +96,20 @@ def data() -> PackedData:
     return PackedData(samples, 32, 4, seed=0)
 
 
-def cached(folder: Path, data: PackedData, teacher: Any, **settings: Any) -> Any:
-    known = dict(zip(("name", "temperature", "ids"), ("hash", 1.0, None), strict=True)) | settings
-    config = TeacherConfig(
-        cache=known.get("cache", "top_k"), folder=str(folder), draws=8, top_k=known.get("top_k", 40)
-    )
-    return teacher_cache(
-        config, teacher, known["name"], data, known["temperature"], known["ids"], 0, ALONE
-    )
+def cached(
+    folder: Path,
+    data: PackedData,
+    teacher: Any,
+    *,
+    name: str = "hash",
+    cache: str = "top_k",
+    top_k: int = 40,
+    temperature: float = 1.0,
+    ids: torch.Tensor | None = None,
+) -> TeacherCache:
+    """Write the cache of a teacher if it is not there, and return it."""
+    config = TeacherConfig(cache=cache, folder=str(folder), draws=8, top_k=top_k)
+    return teacher_cache(config, teacher, name, data, temperature, ids, 0, ALONE)
 
 
 @pytest.fixture
@@ -115,8 +122,6 @@ def test_a_cache_of_all_tokens_gives_the_loss_of_the_teacher(
     data: PackedData, tmp_path: Path, small_shards: None, temperature: float, ids: list[int] | None
 ):
     """Compare losses and gradients of batches in any order of rows; 3 tokens are the control."""
-    from decoding.models.draft_vocabulary import restrict_head
-
     student, teacher = tiny(0), freeze(tiny(1))
     shortlist = None if ids is None else torch.tensor(ids)
     if shortlist is not None:

@@ -193,7 +193,7 @@ def _content(rows: TeacherRows, layout: Layout, uniforms: np.random.Generator) -
         top = likeliest(rows, layout.count)
         return {"ids": top.ids_CK, "probabilities": top.p_CK, "rest": top.rest_C}
     numbers = torch.from_numpy(uniforms.random((len(rows.mass_C), layout.count)))
-    ids_CD = draw_tokens(rows.p_CV, rows.mass_C, numbers.to(rows.p_CV.device))
+    ids_CD = draw_tokens(rows.p_CV, numbers.to(rows.p_CV.device))
     return {"ids": ids_CD, "mass": rows.mass_C, "negentropy": rows.negentropy_C}
 
 

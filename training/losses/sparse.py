@@ -21,13 +21,13 @@ _LEAST = 1e-30  # lower bound of the bucket's probability q
 class TopRows(NamedTuple):
     """The teacher's likeliest tokens in the rows of a chunk, and the probability of the others."""
 
-    ids_CK: Tensor  # rising or not, without repeats
+    ids_CK: Tensor  # without repeats
     p_CK: Tensor
     rest_C: Tensor
 
 
-def draw_tokens(p_CV: Tensor, mass_C: Tensor, uniforms_CD: Tensor) -> Tensor:
-    """Return tokens [C, D] drawn from p / m with replacement, one for each number in [0, 1)."""
+def draw_tokens(p_CV: Tensor, uniforms_CD: Tensor) -> Tensor:
+    """Return tokens [C, D] drawn from p / sum p with replacement, one for each number in [0, 1)."""
     cumulative_CV = p_CV.double().cumsum(dim=-1)
     places_CD = uniforms_CD * cumulative_CV[:, -1:]
     drawn_CD = torch.searchsorted(cumulative_CV, places_CD, right=True)
