@@ -164,6 +164,18 @@ def write_pearl_prompts(folder: Path) -> Path:
     return folder
 
 
+def write_chats_folder(folder: Path) -> Path:
+    """Write a folder that `datasets` loads, with a column `messages` of a few chats."""
+    chats = [
+        [{"role": "user", "content": f"Tell {i}"}, {"role": "assistant", "content": f"Told {i}"}]
+        for i in range(12)
+    ]
+    folder.mkdir()
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder
+
+
 def seldom(name: str) -> Any:
     """Return a parameter that runs with --exhaustive alone if it takes a minute."""
     return pytest.param(name, marks=pytest.mark.exhaustive) if name.startswith(SLOW) else name
@@ -189,6 +201,7 @@ def test_every_command_runs_at_toy_size(
         "MODEL": tiny_target,
         "FOLDER": tiny_target,
         "chats.json": ROOT / "assets/chats.json",
+        "CHATS_FOLDER": write_chats_folder(tmp_path / "chats"),
     }
     real |= {
         "prompts.jsonl": ROOT / "assets/prompts.jsonl",
@@ -215,7 +228,7 @@ def test_every_command_runs_at_toy_size(
         real |= {"RUN/checkpoints/step_000500": newest}
     for name, path in real.items():
         arguments = [
-            re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word)
+            re.sub(rf"(?<=[=\[: ]){re.escape(name)}(?=[]:,}}]|$)", str(path), word)
             for word in arguments
         ]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
@@ -261,6 +274,9 @@ def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_pa
             "layers=1 hidden_size=64 intermediate_size=64 heads=2 kv_heads=1 "
             "vocab_size=8192 forwards=1"
         )
+    elif script.endswith("teacher_cache.py"):
+        options += "hidden_size=192 vocab_size=512 draft_vocab_size=128 rows=2 length=64 "
+        options += "tokens_per_step=64 steps=1"
     elif script.endswith("decoding.py"):
         options += (
             f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 "
