@@ -32,7 +32,7 @@ from scripts.bench.padded import SAME_LOSS, agree
 from training.config import LoopConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_chats, read_prompts
-from training.data.samples import Account, chat_samples
+from training.data.samples import Account, ChatRules, chat_samples
 from training.loop import fit
 from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
@@ -225,7 +225,7 @@ def read_chat_samples(
     """Return the chats of ShareGPT files as samples with supervised answers, and their account."""
     chats, _ = read_chats([resolve(file) for file in files])
     tokenizer = load_tokenizer(resolve_model(target))
-    samples, account = chat_samples(tokenizer, chats, "auto", max_length, "answers")
+    samples, account = chat_samples(tokenizer, chats, ChatRules("auto", max_length, "answers"))
     print(account.line("chats"), file=sys.stderr)
     return list(samples), account
 

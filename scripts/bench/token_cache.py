@@ -1,21 +1,26 @@
 """Tokens per second of writing the cache of tokens beside the bare tokenizer, and peak memory.
 
 The bare tokenizer encodes the same characters, already rendered and in memory, with `encode_batch`
-in batches of the same size. Text of a given size is repeated from real files.
+in batches of the same size. Text of a given size is repeated from real files. Memory is that of all
+processes, in which shared pages count once.
 
     python scripts/bench/token_cache.py target=MODEL file=CHATS.json megabytes=32
 """
 
 import json
-import resource
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import psutil
 
 from decoding.models.text.templates import render
 from decoding.models.text.tokenizer import load_tokenizer
@@ -33,6 +38,7 @@ class Options(common.BenchOptions):
     target: str = "embedded:target"  # model folder whose tokenizer is used
     file: str = "embedded:chats"  # chats (.json) or texts (.jsonl) that are repeated
     megabytes: float = 8.0  # size of the repeated file
+    workers: int = 0  # data.workers
 
 
 def repeat_lines(file: Path, target: Path, size: int) -> None:
@@ -70,6 +76,33 @@ def bare_rate(tokenizer: Any, file: Path, chats: bool) -> float:
     return tokens / (time.perf_counter() - start)
 
 
+def memory() -> int:
+    """Return the bytes of this process and of those it started."""
+    total, this = 0, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += process.memory_full_info().pss
+    return total
+
+
+@contextmanager
+def peak_memory(every: float = 0.5) -> Iterator[list[int]]:
+    """Yield a list that holds the most bytes in use at any time, read every `every` seconds."""
+    ended, found = threading.Event(), [memory()]
+
+    def watch() -> None:
+        while not ended.wait(every):
+            found[0] = max(found[0], memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
+
+
 def main() -> None:
     """Print one line: kind, size, both rates, their ratio, and the growth of peak memory."""
     chosen = common.read_options(Options)
@@ -80,19 +113,19 @@ def main() -> None:
         file = Path(place, "repeated.jsonl")
         repeat_lines(source, file, int(chosen.megabytes * 1e6))
         bare = bare_rate(tokenizer, file, chats)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        data = DataConfig(max_length=2048, cache="disk", cache_folder=place)
+        data = DataConfig(max_length=2048, cache="disk", cache_folder=place, workers=chosen.workers)
         (data.chats if chats else data.texts).append(str(file))
-        start = time.perf_counter()
-        samples = read_samples(tokenizer, data, "train", show=False)
-        seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = memory()
+        with peak_memory() as peak:
+            start = time.perf_counter()
+            samples = read_samples(tokenizer, data, "train", show=False)
+            seconds = time.perf_counter() - start
         tokens = int(sample_lengths(samples).sum())
     print(
         f"{'chats' if chats else 'texts'} {chosen.megabytes:g} MB: {tokens:,} tokens, cache "
         f"{tokens / seconds:,.0f} tokens/s, bare {bare:,.0f} tokens/s, ratio "
-        f"{tokens / seconds / bare:.2f}, peak memory {before / 1e3:,.0f} MB before, "
-        f"{peak / 1e3:,.0f} MB after"
+        f"{tokens / seconds / bare:.2f}, peak memory {before / 1e6:,.0f} MB before, "
+        f"{peak[0] / 1e6:,.0f} MB at most"
     )
 
 

@@ -51,19 +51,22 @@ def load_or_tokenize(
     texts: Sequence[Source],
     chats: Sequence[Source],
     key: str,
-    tokenize: Callable[[Sink], Report],
+    tokenize: Callable[[Sink, int], Report],
     show: bool,
 ) -> tuple[StoredSamples, Report]:
     """Return the samples that `tokenize` writes, from memory or a cache as data.cache chooses.
 
-    key: further content of the cache's name. show: print where a new cache is written. Raises
-    UserError for a full disk, and for a cache that was altered.
+    key: further content of the cache's name. tokenize: receives a sink and the number of processes.
+    show: print where a new cache is written. Raises UserError for a full disk, and for a cache that
+    was altered.
     """
     check_choice("data.cache", data.cache, CACHES)
     size = sum(_size(source) for source in (*texts, *chats))
-    if data.cache == "none" or (data.cache == "auto" and size < AUTO_BYTES):
+    in_memory = data.cache == "none" or (data.cache == "auto" and size < AUTO_BYTES)
+    workers = _workers(data.workers, 0 if in_memory else size)
+    if in_memory:
         sink = MemorySink()
-        report = tokenize(sink)
+        report = tokenize(sink, workers)
         return StoredSamples(sink.arrays()), report
     root = Path(data.cache_folder).expanduser() if data.cache_folder else cache_folder() / "tokens"
     folder = root / _name(tokenizer, data, texts, chats, key)
@@ -76,7 +79,7 @@ def load_or_tokenize(
             if show:
                 print(f"tokens: about {amount(size)} are written to {folder}")
             with ArrayWriter(folder, DTYPES, other) as writer:
-                report = tokenize(writer)
+                report = tokenize(writer, workers)
                 writer.finish(asdict(report))
             found = map_arrays(folder)
         elif ranks.rank() == 0:
@@ -87,6 +90,13 @@ def load_or_tokenize(
         raise UserError(f"{folder} was removed while it was used. Run again")
     arrays, metadata = found
     return StoredSamples(arrays), Report(**metadata)
+
+
+def _workers(configured: int, size: int) -> int:
+    """Return the number of processes that tokenize `size` bytes: data.workers, or one per core."""
+    if configured < 0:
+        raise UserError(f"data.workers is {configured}, expected 0 (one per core) or more")
+    return configured or (len(os.sched_getaffinity(0)) if size >= AUTO_BYTES else 1)
 
 
 def _name(

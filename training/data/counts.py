@@ -36,6 +36,13 @@ class Counts:
     def skip(self, reason: str, place: str) -> None:
         self.bad.setdefault(reason, []).append(place)
 
+    def add(self, other: "Counts") -> None:
+        """Add the counts of further records."""
+        self.used += other.used
+        for mine, more in ((self.bad, other.bad), (self.cut, other.cut)):
+            for reason, places in more.items():
+                mine.setdefault(reason, []).extend(places)
+
     def line(self, what: str) -> str:
         """Describe the counts in one line, with reasons and places of skipped and cut records."""
         line = f"{what}: {self.used:,} of {self.read:,} used"

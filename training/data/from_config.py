@@ -25,9 +25,19 @@ from training.data.readers import (
     iterate_texts,
 )
 from training.data.records import Source
-from training.data.samples import Account, store_chats, store_texts
+from training.data.samples import (
+    Account,
+    ChatRules,
+    chat_batches,
+    store_chats,
+    store_texts,
+    text_batches,
+    tokenize_chats,
+    tokenize_texts,
+)
 from training.data.shares import with_initial_shares
 from training.data.token_store import Sink, sample_lengths
+from training.data.workers import map_batches
 
 Item = TypeVar("Item")
 
@@ -261,7 +271,7 @@ def read_samples(
         _files(data, "texts", split),
         _files(data, "chats", split),
         f"{split} {[_STDLIB in _paths(data, what, split) for what in ('texts', 'chats')]}",
-        lambda sink: _tokenize(tokenizer, data, split, sink),
+        lambda sink, workers: _tokenize(tokenizer, data, split, sink, workers),
         show,
     )
     domain = key.removeprefix("data").removeprefix(".domains.")
@@ -281,9 +291,11 @@ def read_samples(
     )
 
 
-def _tokenize(tokenizer: Any, data: DataConfig, split: corpus.Split, sink: Sink) -> Report:
+def _tokenize(
+    tokenizer: Any, data: DataConfig, split: corpus.Split, sink: Sink, workers: int
+) -> Report:
     """Write the samples of a split to a sink, texts first, and return what was printed."""
-    report = Report()
+    report, rules = Report(), ChatRules(data.template, data.max_length, data.train_on)
     text_counts, chat_counts, texts, chats = Counts(), Counts(), Account(), Account()
     over: Counter[str] = Counter()
 
@@ -295,12 +307,13 @@ def _tokenize(tokenizer: Any, data: DataConfig, split: corpus.Split, sink: Sink)
             else:
                 yield item
 
-    documents = limited(_iterate_texts(data, split, text_counts), "texts")
-    store_texts(tokenizer, documents, data.max_length, texts, sink)
+    documents = text_batches(limited(_iterate_texts(data, split, text_counts), "texts"))
+    parts = map_batches(tokenize_texts, tokenizer, documents, (data.max_length,), workers)
+    store_texts(parts, texts, sink)
     report.notes += text_counts.check("texts", TEXTS_EXPECTED, data.max_bad)
-    dialogues = limited(_iterate_chats(data, split, chat_counts), "chats")
-    rules = (data.template, data.max_length, data.train_on, data.max_bad)
-    notes = store_chats(tokenizer, dialogues, *rules, chats, sink)
+    dialogues = chat_batches(limited(_iterate_chats(data, split, chat_counts), "chats"))
+    parts = map_batches(tokenize_chats, tokenizer, dialogues, (rules,), workers)
+    notes = store_chats(parts, chats, sink, data.max_bad)
     report.notes += chat_counts.check("chats", CHATS_EXPECTED, data.max_bad) + notes
     for what, counts, account in (("texts", text_counts, texts), ("chats", chat_counts, chats)):
         for reason, places in counts.bad.items():

@@ -41,6 +41,14 @@ class Account:
         self.supervised += sum(int(np.count_nonzero(piece.mask)) for piece in pieces)
         return pieces
 
+    def add(self, other: "Account") -> None:
+        """Add the counts of further records."""
+        self.used += other.used
+        self.truncated += other.truncated
+        self.dropped.update(other.dropped)
+        self.tokens += other.tokens
+        self.supervised += other.supervised
+
     def line(self, what: str) -> str:
         """Describe the counts in one line for the terminal."""
         share = 100 * self.supervised / max(1, self.tokens)
@@ -54,78 +62,111 @@ class Account:
         return "; ".join(parts)
 
 
-def chat_samples(
-    tokenizer: Any,
-    chats: Iterable[Chat],
-    template: str,
-    max_length: int,
-    train_on: str,
-    max_bad: float = MAX_BAD,
-) -> tuple[StoredSamples, Account]:
-    """Render chats and cut them off after `max_length` tokens.
+@dataclass
+class Part:
+    """The samples of a batch of records, as the arrays of a Sink, and the counts of its records."""
 
-    Chats without a supervised token before the cut are dropped. train_on: which tokens are
-    supervised, `answers` or `all`. Raises UserError if the template rejects more than the share
-    `max_bad` of the chats.
+    arrays: dict[str, np.ndarray]
+    account: Account
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True)
+class ChatRules:
+    """How chats become samples: data.template, data.max_length and data.train_on."""
+
+    template: str
+    max_length: int
+    train_on: str
+
+    def __post_init__(self) -> None:
+        check_choice("data.train_on", self.train_on, ("answers", "all"))
+
+
+def tokenize_chats(tokenizer: Any, chats: Sequence[Chat], rules: ChatRules) -> Part:
+    """Render a batch of chats and cut them off after `max_length` tokens.
+
+    Chats without a supervised token before the cut are dropped.
     """
-    sink, account = MemorySink(), Account()
-    store_chats(tokenizer, chats, template, max_length, train_on, max_bad, account, sink)
-    return StoredSamples(sink.arrays()), account
+    account, counts = Account(), Counts()
+    pieces: list[Sample] = []
+    for chat in render_counted(tokenizer, chats, rules.template, counts):
+        ids = chat.ids[: rules.max_length]
+        mask = chat.mask[: rules.max_length] | (rules.train_on == "all")
+        mask[:1] = False
+        if not mask.any():
+            account.dropped[f"no supervised token within {rules.max_length} tokens"] += 1
+            continue
+        account.truncated += len(chat.ids) > rules.max_length
+        pieces += account.use([Sample(ids, mask)])
+    return Part(_arrays(pieces), account, counts)
+
+
+def tokenize_texts(tokenizer: Any, documents: Sequence[str], max_length: int) -> Part:
+    """Tokenize a batch of documents and split them into samples of at most `max_length` tokens.
+
+    The tokenizer may add a BOS to each document. Documents of fewer than two tokens are dropped.
+    """
+    account = Account()
+    pieces: list[Sample] = []
+    for ids in encode_texts(tokenizer, documents):
+        if len(ids) < 2:
+            account.dropped["fewer than two tokens"] += 1
+            continue
+        split = split_documents(ids, max_length)
+        pieces += account.use([piece for piece in split if len(piece.ids) > 1])
+    return Part(_arrays(pieces), account)
 
 
 def store_chats(
-    tokenizer: Any,
-    chats: Iterable[Chat],
-    template: str,
-    max_length: int,
-    train_on: str,
-    max_bad: float,
-    account: Account,
-    sink: Sink,
+    parts: Iterable[Part], account: Account, sink: Sink, max_bad: float = MAX_BAD
 ) -> list[str]:
-    """Write the samples of `chat_samples` to a sink, and return the notes that were printed."""
-    check_choice("data.train_on", train_on, ("answers", "all"))
+    """Write the parts of `tokenize_chats` to a sink, and return the notes that were printed.
+
+    Raises UserError if the template rejects more than the share `max_bad` of the chats.
+    """
     counts = Counts()
-    for batch in _batches(chats, _characters):
-        pieces: list[Sample] = []
-        for chat in render_counted(tokenizer, batch, template, counts):
-            ids, mask = chat.ids[:max_length], chat.mask[:max_length] | (train_on == "all")
-            mask[:1] = False
-            if not mask.any():
-                account.dropped[f"no supervised token within {max_length} tokens"] += 1
-                continue
-            account.truncated += len(chat.ids) > max_length
-            pieces += account.use([Sample(ids, mask)])
-        _store(pieces, sink)
+    for part in parts:
+        _store(part, account, sink)
+        counts.add(part.counts)
     account.dropped.update({reason: len(places) for reason, places in counts.bad.items()})
     return counts.check("chats", RENDERED_EXPECTED, max_bad)
+
+
+def store_texts(parts: Iterable[Part], account: Account, sink: Sink) -> None:
+    """Write the parts of `tokenize_texts` to a sink."""
+    for part in parts:
+        _store(part, account, sink)
+
+
+def chat_samples(
+    tokenizer: Any, chats: Iterable[Chat], rules: ChatRules, max_bad: float = MAX_BAD
+) -> tuple[StoredSamples, Account]:
+    """Return the samples of chats, in memory. Raises UserError as `store_chats` does."""
+    sink, account = MemorySink(), Account()
+    parts = (tokenize_chats(tokenizer, batch, rules) for batch in chat_batches(chats))
+    store_chats(parts, account, sink, max_bad)
+    return StoredSamples(sink.arrays()), account
 
 
 def text_samples(
     tokenizer: Any, documents: Iterable[str], max_length: int
 ) -> tuple[StoredSamples, Account]:
-    """Tokenize plain documents and split them into samples of at most `max_length` tokens.
-
-    The tokenizer may add a BOS to each document. Documents of fewer than two tokens are dropped.
-    """
+    """Return the samples of documents, in memory."""
     sink, account = MemorySink(), Account()
-    store_texts(tokenizer, documents, max_length, account, sink)
+    parts = (tokenize_texts(tokenizer, batch, max_length) for batch in text_batches(documents))
+    store_texts(parts, account, sink)
     return StoredSamples(sink.arrays()), account
 
 
-def store_texts(
-    tokenizer: Any, documents: Iterable[str], max_length: int, account: Account, sink: Sink
-) -> None:
-    """Write the samples of `text_samples` to a sink."""
-    for batch in _batches(documents, len):
-        pieces: list[Sample] = []
-        for ids in encode_texts(tokenizer, batch):
-            if len(ids) < 2:
-                account.dropped["fewer than two tokens"] += 1
-                continue
-            split = split_documents(ids, max_length)
-            pieces += account.use([piece for piece in split if len(piece.ids) > 1])
-        _store(pieces, sink)
+def chat_batches(chats: Iterable[Chat]) -> Iterator[list[Chat]]:
+    """Yield lists of chats of about BATCH characters."""
+    return _batches(chats, _characters)
+
+
+def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yield lists of documents of about BATCH characters."""
+    return _batches(documents, len)
 
 
 def _characters(chat: Chat) -> int:
@@ -146,11 +187,19 @@ def _batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[lis
         yield batch
 
 
-def _store(pieces: list[Sample], sink: Sink) -> None:
+def _arrays(pieces: list[Sample]) -> dict[str, np.ndarray]:
     if not pieces:
-        return
+        return {}
     ids = np.concatenate([piece.ids for piece in pieces])
     mask = np.concatenate([piece.mask for piece in pieces])
-    sink.append("tokens", encode_tokens(ids, mask))
-    sink.append("lengths", np.asarray([len(piece.ids) for piece in pieces]))
-    sink.append("supervised", np.asarray([np.count_nonzero(piece.mask) for piece in pieces]))
+    return {
+        "tokens": encode_tokens(ids, mask),
+        "lengths": np.asarray([len(piece.ids) for piece in pieces]),
+        "supervised": np.asarray([np.count_nonzero(piece.mask) for piece in pieces]),
+    }
+
+
+def _store(part: Part, account: Account, sink: Sink) -> None:
+    account.add(part.account)
+    for name, array in part.arrays.items():
+        sink.append(name, array)
