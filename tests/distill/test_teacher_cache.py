@@ -4,6 +4,10 @@ import json
 import re
 import resource
 import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import restrict_head
 from distill.train import run
-from tests.distill.test_train import configured
+from tests.distill.test_train import command, configured
+from tests.support.forks import Fork, run_ranks
 from training.cached_distillation import CachedDistillation
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample, collate
@@ -106,10 +112,11 @@ def cached(
     top_k: int = 40,
     temperature: float = 1.0,
     ids: torch.Tensor | None = None,
+    parallel: Any = ALONE,
 ) -> TeacherCache:
     """Write the cache of a teacher if it is not there, and return it."""
     config = TeacherConfig(cache=cache, folder=str(folder), draws=8, top_k=top_k)
-    return teacher_cache(config, teacher, name, data, temperature, ids, 0, ALONE)
+    return teacher_cache(config, teacher, name, data, temperature, ids, 0, parallel)
 
 
 @pytest.fixture
@@ -171,6 +178,27 @@ def test_an_interrupted_cache_goes_on_and_an_altered_one_is_refused(
         cached(tmp_path, data, teacher, cache="sampled")
 
 
+def test_ranks_write_shards_in_turn(data: PackedData, tmp_path: Path, small_shards: None):
+    """Check that two ranks write what one writes, and that a rank alone writes its shards only."""
+    teacher, barrier = freeze(tiny(1)), threading.Barrier(2)
+
+    def of_rank(rank: int, folder: Path, wait: Callable[[], Any]) -> None:
+        parallel = SimpleNamespace(rank=rank, world_size=2, is_main=rank == 0, wait=wait)
+        cached(folder, data, teacher, cache="sampled", parallel=parallel)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(lambda rank: of_rank(rank, tmp_path / "two", barrier.wait), range(2)))
+    cached(tmp_path / "one", data, teacher, cache="sampled")
+    contents = [
+        {file.parent.name: file.read_bytes() for file in (tmp_path / name).glob("*/*/ids")}
+        for name in ("one", "two")
+    ]
+    assert contents[0] == contents[1] and len(contents[0]) == 2
+    with pytest.raises(UserError, match="shard_00000 disappeared"):
+        of_rank(1, tmp_path / "half", lambda: None)
+    assert list(shards(tmp_path / "half")) == ["shard_00001"]
+
+
 def test_every_teacher_and_setting_has_a_cache_of_its_own(data: PackedData, tmp_path: Path):
     teacher = freeze(tiny(1))
     others = [{}, {"name": "other"}, {"temperature": 0.5}, {"cache": "sampled"}, {"top_k": 3}]
@@ -188,7 +216,7 @@ def test_a_teacher_with_nan_and_a_full_disk_leave_no_shard(data: PackedData, tmp
     broken = tiny(1)
     with torch.no_grad():
         broken.model.norm.weight[0] = torch.nan
-    with pytest.raises(UserError, match=r"NaN or infinity in row .* check the weights"):
+    with pytest.raises(UserError, match=r"NaN or infinity in rows 1 to .* check the weights"):
         cached(tmp_path, data, freeze(broken))
     usual, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -214,6 +242,55 @@ def test_a_job_trains_from_the_cache(kind: str, tiny_target: Path, tmp_path: Pat
         losses[name] = [record["loss"] for record in records if "loss" in record]
     near = 1e-4 if kind == "top_k" else 0.05
     assert losses["cached"] == pytest.approx(losses["online"], rel=near)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "drafter" / "model.safetensors")
+
+
+@pytest.mark.long
+def test_a_killed_job_goes_on_from_its_cache_to_the_same_drafter(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = ["teacher.cache=sampled", "threads=1"]
+
+    def folders(name: str) -> list[str]:
+        return [f"teacher.folder={tmp_path / name / 'teacher'}"]
+
+    run(configured(tiny_target, tmp_path / "straight", *given, *folders("straight")))
+    folder = tmp_path / "killed"
+    process = Fork(*command(tiny_target, folder, *given, *folders("killed")))
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoints/step_*")) and time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before the kill"
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    capsys.readouterr()
+    run(configured(tiny_target, folder, *given, *folders("killed")))
+    assert "(1 of 1 shards are there" in capsys.readouterr().out
+    ours, straight = weights(folder), weights(tmp_path / "straight")
+    assert all(torch.equal(ours[name], straight[name]) for name in straight)
+
+
+@pytest.mark.long
+def test_ranks_share_a_cache_and_train_the_drafter_of_one_process(
+    tiny_target: Path, tmp_path: Path
+):
+    names, caches = ("alone", "ranks"), []
+    for name in names:
+        given = [f"teacher.folder={tmp_path / name / 'teacher'}", "teacher.cache=sampled"]
+        job = [*given, "threads=1", "target.device=cpu"]
+        if name == "alone":
+            run(configured(tiny_target, tmp_path / name, *job))
+        else:
+            run_ranks(*command(tiny_target, tmp_path / name, *job, "parallel=ddp"))
+        (cache,) = (tmp_path / name / "teacher").iterdir()
+        caches.append({path.name: path.read_bytes() for path in cache.glob("shard_*/*")})
+    assert caches[0] == caches[1] and caches[0]
+    ours, alone = (weights(tmp_path / name) for name in names)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

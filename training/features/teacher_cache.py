@@ -14,6 +14,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from training.losses.teacher import Teacher, TeacherRows
 from training.objectives import hidden_states
 
 SHARD_BYTES = 2**26  # least size of a shard that is not the last
+FORWARD_TOKENS = 8192  # that the teacher reads in one forward
 _PURPOSE = 5  # part of the draws' keys, which differs from those of other random numbers
 _REMEDY = "Make room, or set teacher.folder to another disk"
 
@@ -141,15 +143,21 @@ def teacher_cache(
     if parallel.is_main:
         _announce(folder, layout, sum(counts), [_name(number) for number in range(len(shards))])
     parallel.wait()
-    with ProgressBar("teacher cache", len(shards), show=parallel.is_main) as bar:
-        for number in range(parallel.rank, len(shards), parallel.world_size):
-            shard = folder / _name(number)
+    mine = range(parallel.rank, len(shards), parallel.world_size)
+    rows = sum(len(shards[number]) for number in mine)
+    with ProgressBar("teacher cache", rows, show=parallel.is_main) as bar:
+        done = 0
+        for number in mine:
+            shard, keys = folder / _name(number), shards[number]
+            advance = partial(lambda before, row: bar.update(before + row), done)
             with lock_path(shard, _REMEDY):
                 if map_arrays(shard) is None:
-                    _write(shard, layout, teacher, data, shards[number], temperature, ids_V, seed)
+                    rules = (temperature, ids_V, seed)
+                    _write(shard, layout, teacher, data, keys, *rules, advance)
                 else:
                     check_arrays(shard, f"Delete {shard}; it is written again")
-            bar.update(number + 1)
+                    advance(len(keys))
+            done += len(keys)
     parallel.wait()
     return TeacherCache(folder, layout, shards)
 
@@ -163,28 +171,31 @@ def _write(
     temperature: float,
     ids_V: Tensor | None,
     seed: int,
+    advance: Callable[[int], None],
 ) -> None:
-    """Write a shard: one row of packed text after another."""
-    device, counts = next(teacher.parameters()).device, []
+    """Write a shard, some rows of packed text at a time. advance: receives the rows written."""
+    device = next(teacher.parameters()).device
+    together = max(1, FORWARD_TOKENS // data.capacity)
     with ArrayWriter(shard, layout.dtypes, _REMEDY) as writer, torch.no_grad():
-        for key in keys:
-            batch = collate(data.samples, [key], data.capacity, device)
+        for first in range(0, len(keys), together):
+            read = keys[first : first + together]
+            batch = collate(data.samples, read, data.capacity, device)
             states_NG = batch.at_supervised(hidden_states(teacher, batch))
             known = Teacher(states_NG, teacher.lm_head.weight, temperature, ids_V)
-            uniforms = np.random.default_rng([seed, _PURPOSE, *key])
+            uniforms = np.random.default_rng([seed, _PURPOSE, *read[0]])
             step = chunk_rows(teacher.config.vocab_size)
             for start in range(0, len(states_NG), step):
                 rows = known.at(start, min(start + step, len(states_NG)))
                 if not bool(torch.isfinite(rows.negentropy_C).all()):
                     raise UserError(
-                        f"the teacher's logits hold NaN or infinity in row {list(key)} of the "
-                        f"data, so nothing of {shard} was kept. Try loop.dtype=float32, and check "
-                        f"the weights of the target"
+                        f"the teacher's logits hold NaN or infinity in rows {first + 1} to "
+                        f"{first + len(read)} of {shard}, of which nothing was kept. Try "
+                        f"loop.dtype=float32, and check the weights of the target"
                     )
                 for name, tensor in _content(rows, layout, uniforms).items():
                     writer.append(name, tensor.cpu().numpy())
-            counts.append(len(states_NG))
-        writer.finish({"counts": counts})
+            advance(first + len(read))
+        writer.finish({"counts": [data.supervised_in([key]) for key in keys]})
 
 
 def _content(rows: TeacherRows, layout: Layout, uniforms: np.random.Generator) -> dict[str, Tensor]:
