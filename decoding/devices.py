@@ -6,6 +6,7 @@ does once per round (`read`). All other code is independent of the device, so th
 CPU; a test counts the lines here that only a GPU can run.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from decoding.errors import UserError
 from decoding.values import check_value
 
 T = TypeVar("T")
+
+# printed by PyTorch at the first use of the mode in which the loop runs
+warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
 # On a CPU `compiled` serves tests, which need tracing but no fusion. Benchmarks that time it there
 # set "inductor", which needs a C++ compiler.
 CPU_COMPILER = "aot_eager"
