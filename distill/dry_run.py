@@ -67,8 +67,8 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
     if drafted := config.student.draft_vocab_size:
         student.draft_vocab_size, student.tie_word_embeddings = drafted, False
     print_sizes(student, target, name=config.student.name)
-    frozen = {"target": target}
-    flops = print_cost(config, config.loop, student, frozen)
+    cached = config.teacher.cache != NONE
+    flops = print_cost(config, config.loop, student, {"target": target}, cached=cached)
     # Before the first step, a second copy of the target on rank 0 answers the held-out prompts.
     held = {
         "target": _frozen_bytes(target, config.parallel, config.loop.dtype),
@@ -80,12 +80,13 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
             f"note: the student writes {config.on_policy.share:.0%} of the rows "
             f"(on_policy.share), and this cost leaves out its decoding"
         )
-    if config.teacher.cache != NONE:
+    if cached:
         layout = Layout.of(config.teacher, head_rows(student))
+        once = operations(2 * parameter_counts(target)["all"])
         print(
-            f"teacher cache: {layout.bytes} bytes for each supervised token of the data, "
-            f"{size(layout.bytes * 10**9)} for a billion; this cost counts the target in every "
-            f"step, and not once"
+            f"teacher cache: before the first step, {once} for each token of the data, and "
+            f"{layout.bytes} bytes for each supervised one, {size(layout.bytes * 10**9)} for a "
+            f"billion"
         )
     if head_rows(student) < student.vocab_size:
         vars(complete).pop("draft_vocab_size", None)
@@ -259,14 +260,17 @@ def print_cost(
     student: Any,
     frozen: Mapping[str, Any],
     frozen_dtype: str = "",
+    cached: bool = False,
 ) -> float:
     """Print the cost of training a student. Returns its FLOPs; 0 if they depend on the data.
 
     frozen: name -> configuration of each frozen model in memory. The one called `target` is the
-    teacher, which runs in every step. frozen_dtype: dtype of the frozen weights; empty: loop.dtype.
+    teacher. frozen_dtype: dtype of the frozen weights; empty: loop.dtype. cached: whether steps
+    read a cache of the teacher instead of running it.
     """
     trained = parameter_counts(student)["all"]
-    teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
+    runs_teacher = "target" in frozen and not cached
+    teacher = parameter_counts(frozen["target"])["all"] if runs_teacher else 0
     flops_per_token = 6 * trained + 2 * teacher
     terms = "6 x student + 2 x teacher" if teacher else "6 x student"
     print(f"cost: {operations(flops_per_token)} a token ({terms})")

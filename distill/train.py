@@ -277,7 +277,8 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
     )
     # The progress bar predicts the remaining time from steps that also run the teacher.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
-    remembers = uses_teacher(config.loss) and config.loss.cache_mb > 0 and several
+    online = uses_teacher(config.loss) and config.teacher.cache == NONE
+    remembers = online and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
     loss = describe_loss(config.loss)
     print(f"plan: {describe_plan(config.loop, data)}; loss {loss}{slow_first}")

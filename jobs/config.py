@@ -120,8 +120,8 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
             f"the configuration is a {type(container).__name__}, expected a mapping of keys"
         )
     plain = current_config({key: value for key, value in container.items() if key != "hydra"})
-    for path, _ in leaves(plain):
-        check_key(schema, path)
+    for path, value in leaves(plain):
+        check_key(schema, path, value)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
         OmegaConf.resolve(merged)
@@ -161,11 +161,11 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def check_key(schema: type[Any], path: Sequence[str], prefix: str = "") -> None:
+def check_key(schema: type[Any], path: Sequence[str], value: Any = None, prefix: str = "") -> None:
     """Raise UserError, with the nearest valid key, for a key that `schema` does not have.
 
-    path: parts of the dotted key. prefix: dotted key of `schema` inside the job's, with its dot.
-    The entries of a mapping or a list may have any name.
+    path: parts of the dotted key. value: its value; a group of keys has none. prefix: dotted key of
+    `schema` inside the job's, with its dot. The entries of a mapping or a list may have any name.
     """
     name, *rest = path
     kind = fields_of(schema).get(name)
@@ -173,12 +173,18 @@ def check_key(schema: type[Any], path: Sequence[str], prefix: str = "") -> None:
         (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
     inner = f"{prefix}{name}."
     if dataclasses.is_dataclass(kind):
+        group = typing.cast(type[Any], kind)
         if rest:
-            check_key(typing.cast(type[Any], kind), rest, inner)
+            check_key(group, rest, value, inner)
+        elif value is not None and not isinstance(value, Mapping):
+            raise UserError(
+                f"configuration key '{prefix}{name}' is {value}, but it is a group of keys. Set "
+                f"one of them: {', '.join(inner + key for key in fields_of(group))}"
+            )
     elif rest and typing.get_origin(kind) in (dict, list):
         entry = typing.get_args(kind)[-1]
         if len(rest) > 1 and dataclasses.is_dataclass(entry):
-            check_key(typing.cast(type[Any], entry), rest[1:], f"{inner}{rest[0]}.")
+            check_key(typing.cast(type[Any], entry), rest[1:], value, f"{inner}{rest[0]}.")
     elif rest or kind is None:
         choices = [prefix + key for key in valid_keys(schema)]
         key = prefix + ".".join(path)

@@ -126,7 +126,7 @@ class OnPolicyData(PackedData):
     def _refresh(self, step: int) -> None:
         """Let the student write the rows of the steps until the next refresh."""
         first = 0 if self.written is None else self.written.first + len(self.written.answers)
-        # Packing this number of tokens takes at least the number of rows; the fullest are used.
+        # Packing this number of tokens takes at least the number of rows.
         tokens = self.schedule.rows_from(step) * self.capacity
         answers = self.writer.write(step, self.prompts, first, tokens) if tokens else []
         self._use(StudentRows(step, first, answers, {}))
@@ -143,13 +143,13 @@ class OnPolicyData(PackedData):
         self._written_rows: list[list[int]] = []
         if written is not None and samples:
             rows = best_fit([len(one.ids) for one in samples], self.capacity)
-            rows = rows[: self.schedule.rows_from(written.step)]
             generator = np.random.default_rng([self.seed, written.step, _SHUFFLING])
             shift = len(self.ordinary.samples)
+            # Cut after shuffling: the last rows of the packing hold the shortest answers.
             self._written_rows = [
                 [shift + index for index in rows[place]]
                 for place in generator.permutation(len(rows)).tolist()
-            ]
+            ][: self.schedule.rows_from(written.step)]
 
     def _samples_of(self, first: int, answers: list[list[int]]) -> list[Sample]:
         """Return the prompts from `first` on with their answers, of which only these count."""

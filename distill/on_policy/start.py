@@ -94,11 +94,12 @@ def _describe_texts(found: dict[str, TextFigures], config: TrainConfig) -> str:
 def _describe_plan(data: OnPolicyData, pace: float) -> str:
     """Return the line on the student's rows. pace: tokens of such rows per second."""
     config, prompts = data.schedule.config, data.prompts
-    seconds = config.share * config.refresh * data.rows_per_step * data.capacity / pace
+    steps = min(config.refresh, data.schedule.last_step)
+    seconds = config.share * steps * data.rows_per_step * data.capacity / pace
     left_out = f" ({prompts.too_long:,} too long)" if prompts.too_long else ""
     since = f" from step {config.start + 1} on" if config.start else ""
     return (
         f"on-policy: the student writes {config.share:.0%} of the rows{since}, answers to "
-        f"{len(prompts):,} prompts{left_out}; every {config.refresh} steps this takes some "
+        f"{len(prompts):,} prompts{left_out}; every {steps:,} steps this takes some "
         f"{seconds:,.1f} s"
     )

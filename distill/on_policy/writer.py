@@ -1,7 +1,7 @@
 """Text of the student: answers decoded with its current weights, on all ranks together.
 
 The noise is keyed by (seed, step, number of the prompt), so an answer depends neither on the batch
-nor on the number of ranks, in 32 bits or fewer up to near ties of two tokens.
+nor on the number of ranks. Below float64 that holds up to near ties of two tokens.
 """
 
 from collections.abc import Sequence

@@ -113,10 +113,11 @@ def cached(
     temperature: float = 1.0,
     ids: torch.Tensor | None = None,
     parallel: Any = ALONE,
+    seed: int = 0,
 ) -> TeacherCache:
     """Write the cache of a teacher if it is not there, and return it."""
     config = TeacherConfig(cache=cache, folder=str(folder), draws=8, top_k=top_k)
-    return teacher_cache(config, teacher, name, data, temperature, ids, 0, parallel)
+    return teacher_cache(config, teacher, name, data, temperature, ids, seed, parallel)
 
 
 @pytest.fixture
@@ -169,13 +170,43 @@ def test_an_interrupted_cache_goes_on_and_an_altered_one_is_refused(
     (cut,) = tmp_path.glob("*/shard_00001/ids")
     content = cut.read_bytes()
     cut.write_bytes(content[:-2])  # half-written
+    capsys.readouterr()
     cached(tmp_path, data, teacher, cache="sampled")
+    shown = capsys.readouterr()
+    assert "shard_00001 is incomplete and is written again" in shown.err
+    assert "(1 of 2 shards are there" in shown.out
     after = shards(tmp_path)
     assert {name for name in before if after[name] != before[name]} == {"shard_00001"}
-    assert cut.read_bytes() == content, "the draws depend on the seed and the row alone"
+    assert cut.read_bytes() == content
     cut.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(UserError, match=r"ids was altered .* Delete .*shard_00001"):
         cached(tmp_path, data, teacher, cache="sampled")
+
+
+def test_draws_depend_on_the_seed_and_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Check that equal rows in forwards of their own have other draws, and so have seeds."""
+    monkeypatch.setattr("training.features.teacher_cache.FORWARD_TOKENS", 32)
+    ids = np.random.default_rng(0).integers(0, 40, 32).astype(np.int32)
+    data = PackedData([Sample(ids, np.arange(32) > 0)] * 4, 32, 4, seed=0)
+    teacher, drawn = freeze(tiny(1)), []
+    for seed in (0, 1):
+        cached(tmp_path / str(seed), data, teacher, cache="sampled", seed=seed)
+        (file,) = (tmp_path / str(seed)).glob("*/*/ids")
+        drawn += [part.tobytes() for part in np.split(np.fromfile(file, "<u2"), 4)]
+    assert len(set(drawn)) == 8
+    cached(tmp_path / "again", data, teacher, cache="sampled")
+    (file,) = (tmp_path / "again").glob("*/*/ids")
+    assert [part.tobytes() for part in np.split(np.fromfile(file, "<u2"), 4)] == drawn[:4]
+
+
+def test_a_large_cache_has_few_shards(
+    data: PackedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Check that the number of open files is bounded, whatever the size of the cache."""
+    monkeypatch.setattr("training.features.teacher_cache.SHARD_BYTES", 1)
+    monkeypatch.setattr("training.features.teacher_cache.MOST_SHARDS", 3)
+    cached(tmp_path, data, freeze(tiny(1)))
+    assert len(data.rows) > 3 >= len(shards(tmp_path))
 
 
 def test_ranks_write_shards_in_turn(data: PackedData, tmp_path: Path, small_shards: None):

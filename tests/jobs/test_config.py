@@ -129,6 +129,13 @@ def test_an_unknown_key_on_the_command_line_names_the_nearest(argument: str, nea
         check_arguments([argument], "distill.train", TrainConfig)
 
 
+def test_a_value_for_a_group_names_its_keys():
+    with pytest.raises(
+        UserError, match=r"'on_policy' is 0.25, but it is a group of keys.*on_policy\.share"
+    ):
+        typed(OmegaConf.create({"on_policy": 0.25}), TrainConfig)
+
+
 def test_a_group_of_another_job_is_an_unknown_key():
     with pytest.raises(
         UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"

@@ -199,7 +199,29 @@ def test_hugging_face_datasets_are_read_like_lines(
         )
 
 
-def test_a_dataset_that_ends_early_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_dataset_with_fewer_rows_than_it_records_is_refused(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    import datasets
+
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list([{"text": f"x = {n}"} for n in range(9)]).save_to_disk(str(folder))
+    info = folder / "dataset_info.json"
+    splits = {"train": {"name": "train", "num_examples": 12, "dataset_name": "saved"}}
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"splits": splits}))
+    data = DataConfig(texts=[f"hf:{folder}"], cache="none")
+    with pytest.raises(UserError, match=r"saved:train ended after 9 of 12 rows"):
+        read_samples(tokenizer, data, "train")
+
+
+def test_a_broken_record_of_a_dataset_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": "x = 1"}\n{"text": "y = 2')
+    data = DataConfig(texts=[f"hf:{tmp_path}"], cache="none")
+    with pytest.raises(UserError, match=r"cannot be read .*JSON.*without hf:, which leaves bad"):
+        read_samples(tokenizer, data, "train")
+
+
+def test_a_table_that_ends_early_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     import datasets
 
     path = tmp_path / "texts.parquet"

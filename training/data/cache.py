@@ -31,6 +31,7 @@ from training.data.token_store import DTYPES, MemorySink, Sink, StoredSamples
 
 CACHES = ("auto", "none", "disk")
 AUTO_BYTES = 2**25  # data.cache=auto writes a cache for more bytes than this
+MOST_WORKERS = 8  # that one process which reads files keeps busy
 _VERSION = 1  # of the format and of what tokens depend on in this code
 _ENDS = 2**16  # bytes at both ends of a file that its identity includes
 _SETTINGS = ("template", "max_length", "max_samples", "max_bad", "train_on")
@@ -77,12 +78,14 @@ def load_or_tokenize(
             if folder.exists():
                 print_note(f"{folder} is incomplete and is written again")
             if show:
-                print(f"tokens: about {amount(size)} are written to {folder}")
+                print(f"tokens: at most some {amount(size)} are written to {folder}")
             with ArrayWriter(folder, DTYPES, other) as writer:
                 report = tokenize(writer, workers)
                 writer.finish(asdict(report))
             found = map_arrays(folder)
         elif ranks.rank() == 0:
+            if show:
+                print(f"tokens: read from {folder}")
             check_arrays(folder, f"Delete {folder}; it is written again")
             for note in found[1]["notes"]:
                 print_note(note)
@@ -96,7 +99,8 @@ def _workers(configured: int, size: int) -> int:
     """Return the number of processes that tokenize `size` bytes: data.workers, or one per core."""
     if configured < 0:
         raise UserError(f"data.workers is {configured}, expected 0 (one per core) or more")
-    return configured or (len(os.sched_getaffinity(0)) if size >= AUTO_BYTES else 1)
+    cores = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return configured or (cores if size >= AUTO_BYTES else 1)
 
 
 def _name(

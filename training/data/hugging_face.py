@@ -45,10 +45,12 @@ class HuggingFaceSource:
             for number, row in enumerate(dataset, 1):
                 yield f"{self}:{number}", self._record(row)
         except (OSError, ValueError, KeyError, DatasetsError) as error:
+            reason = error.__cause__ or error  # a generator's error names no file and no record
             raise UserError(
                 f"{self} cannot be read after row {number:,} "
-                f"({type(error).__name__}: {str(error)[:300]}). Expected a folder or a name on the "
-                f"Hub: {PREFIX}NAME_OR_FOLDER[:SPLIT[:COLUMN]]"
+                f"({type(reason).__name__}: {str(reason)[:300]}). Expected a folder or a name on "
+                f"the Hub: {PREFIX}NAME_OR_FOLDER[:SPLIT[:COLUMN]]. A folder of JSON lines can "
+                f"also be given without {PREFIX}, which leaves bad records out and counts them"
             ) from error
         splits = getattr(dataset.info, "splits", None) or {}
         expected = splits[self.split].num_examples if self.split in splits else 0

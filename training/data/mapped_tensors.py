@@ -153,7 +153,7 @@ def lock_path(folder: Path, remedy: str) -> Iterator[None]:
         file = folder.with_name(f".{folder.name}.lock").open("ab")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        raise UserError(f"{folder} cannot be locked: {error.strerror}. {remedy}") from error
+        raise UserError(f"{folder} cannot be written: {error.strerror}. {remedy}") from error
     with file:
         yield
 

@@ -11,6 +11,7 @@ the drafter proposes.
 """
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from decoding import devices
 from decoding.errors import UserError
 from jobs.amounts import size as amount
 from jobs.progress import ProgressBar
+from training.data.counts import print_note
 from training.data.mapped_tensors import ArrayWriter, check_arrays, lock_path, map_arrays
 from training.data.packing import PackedBatch, PackedData, collate
 from training.features.teacher_config import SAMPLED, TOP_K, TeacherConfig
@@ -36,7 +38,9 @@ from training.losses.teacher import Teacher, TeacherRows
 from training.objectives import hidden_states
 
 SHARD_BYTES = 2**26  # least size of a shard that is not the last
+MOST_SHARDS = 128  # of which each keeps three files open
 FORWARD_TOKENS = 8192  # that the teacher reads in one forward
+_VERSION = 2  # of the format, and of what the draws depend on in this code
 _PURPOSE = 5  # part of the draws' keys, which differs from those of other random numbers
 _REMEDY = "Make room, or set teacher.folder to another disk"
 
@@ -102,15 +106,15 @@ class TeacherCache:
             for name, array in self._arrays[shard].items():
                 width = self.layout.count if name in ("ids", "probabilities") else 1
                 parts[name].append(array[first * width : after * width])
-        ids_N, *others = (np.concatenate(part) for part in parts.values())
-        ids_ND, first_N, second_N = (
+        flat_ids, *others = (np.concatenate(part) for part in parts.values())
+        ids_ND, *values = (
             devices.copy_to_device(torch.from_numpy(array), batch.device)
-            for array in (ids_N.astype(np.int64).reshape(-1, self.layout.count), *others)
+            for array in (flat_ids.astype(np.int64).reshape(-1, self.layout.count), *others)
         )
         if self.layout.kind == TOP_K:
-            p_NK, rest_N = first_N.view(-1, self.layout.count), second_N
+            p_NK, rest_N = values[0].view(-1, self.layout.count), values[1]
             return lambda start, end: TopRows(ids_ND[start:end], p_NK[start:end], rest_N[start:end])
-        mass_N, negentropy_N = first_N, second_N
+        mass_N, negentropy_N = values
         return lambda start, end: estimate(
             ids_ND[start:end], mass_N[start:end], negentropy_N[start:end], self.layout.vocabulary
         )
@@ -136,10 +140,10 @@ def teacher_cache(
     layout = Layout.of(config, teacher.config.vocab_size if ids_V is None else len(ids_V))
     keys = sorted(tuple(row) for row in data.rows)
     counts = [data.supervised_in([key]) for key in keys]
-    folder = Path(config.folder) / _digest(
-        layout, teacher, teacher_hash, data, keys, temperature, ids_V, seed
-    )
     shards = _split(keys, counts, layout.bytes)
+    folder = Path(config.folder) / _digest(
+        layout, teacher, teacher_hash, data, shards, temperature, ids_V, seed
+    )
     if parallel.is_main:
         _announce(folder, layout, sum(counts), [_name(number) for number in range(len(shards))])
     parallel.wait()
@@ -213,14 +217,15 @@ def _digest(
     teacher: Any,
     teacher_hash: str,
     data: PackedData,
-    keys: Sequence[Key],
+    shards: Sequence[Sequence[Key]],
     temperature: float,
     ids_V: Tensor | None,
     seed: int,
 ) -> str:
     """Return the name of a cache."""
-    known = (teacher_hash, teacher.dtype, temperature, layout, data.capacity, SHARD_BYTES)
-    digest = hashlib.sha256(repr((known, seed if layout.kind == SAMPLED else 0, keys)).encode())
+    known = (_VERSION, teacher_hash, teacher.dtype, temperature, layout, data.capacity)
+    draws = (seed, FORWARD_TOKENS) if layout.kind == SAMPLED else ()
+    digest = hashlib.sha256(repr((known, draws, shards)).encode())
     if ids_V is not None:
         digest.update(ids_V.cpu().numpy().tobytes())
     for sample in data.samples:
@@ -229,11 +234,11 @@ def _digest(
 
 
 def _split(keys: Sequence[Key], counts: Sequence[int], width: int) -> list[list[Key]]:
-    """Divide rows among shards of at least SHARD_BYTES."""
+    """Divide rows among shards of at least SHARD_BYTES, at most MOST_SHARDS of them."""
     shards: list[list[Key]] = [[]]
-    held = 0
+    least, held = max(SHARD_BYTES, math.ceil(sum(counts) * width / MOST_SHARDS)), 0
     for key, count in zip(keys, counts, strict=True):
-        if held >= SHARD_BYTES:
+        if held >= least:
             shards.append([])
             held = 0
         shards[-1].append(key)
@@ -243,7 +248,11 @@ def _split(keys: Sequence[Key], counts: Sequence[int], width: int) -> list[list[
 
 def _announce(folder: Path, layout: Layout, positions: int, names: Sequence[str]) -> None:
     """Print the size of a cache. Raises UserError if the disk is too small for what is missing."""
-    size, written = positions * layout.bytes, sum((folder / name).exists() for name in names)
+    size = positions * layout.bytes
+    written = sum(map_arrays(folder / name) is not None for name in names)
+    for name in names:
+        if (folder / name).exists() and map_arrays(folder / name) is None:
+            print_note(f"{folder / name} is incomplete and is written again")
     parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(parent).free
     print(

@@ -35,8 +35,8 @@ def cache_rules(
     refused = ""
     if not {"forward_kl"} <= {*parts_of(loss)} <= fitting:
         refused = (
-            "with this loss, which needs all of the target's distribution. Use loss=forward_kl or, "
-            "with teacher.cache=sampled, a mixture of it with cross_entropy"
+            "with this loss. A cache serves forward_kl and, with teacher.cache=sampled, mixtures "
+            "of it with cross_entropy"
         )
     elif shared:
         refused = "where ranks share the target's weights (zero3, fsdp). Use parallel=ddp"
