@@ -4,6 +4,7 @@ A chat has a prompt for every answer: its tokens up to the answer. A sample that
 its second token on, such as a plain text, has its first tokens as a prompt.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,10 +23,13 @@ class Prompts:
     def __init__(self, samples: Sequence[Sample], room: int, seed: int) -> None:
         """Find the prompts of at most `room` tokens. Raises UserError if there is none."""
         self._samples, self._seed = samples, seed
-        found = [(index, length) for index, one in enumerate(samples) for length in lengths_of(one)]
-        self._places = [place for place in found if place[1] <= room]
+        pairs = array("q")  # a list of tuples would take ten times the memory
+        for index, one in enumerate(samples):
+            pairs.extend(number for length in lengths_of(one) for number in (index, length))
+        found = np.frombuffer(pairs, np.int64).reshape(-1, 2)
+        self._places = found[found[:, 1] <= room]  # sample, length of its prompt in tokens
         self.too_long = len(found) - len(self._places)
-        if not self._places:
+        if not len(self._places):
             raise UserError(
                 f"on_policy: the student has no prompt to answer. Of {len(found):,} prompts in "
                 f"{len(samples):,} samples, none has at most {room} tokens (data.max_length less "
@@ -45,7 +49,7 @@ class Prompts:
         if self._order[0] != epoch:
             generator = np.random.default_rng([self._seed, epoch, _ORDER])
             self._order = (epoch, generator.permutation(len(self)))
-        index, length = self._places[int(self._order[1][offset])]
+        index, length = self._places[self._order[1][offset]].tolist()
         ids: list[int] = self._samples[index].ids[:length].tolist()
         return ids
 
