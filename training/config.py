@@ -106,8 +106,8 @@ class DataConfig:
     cache: str = "auto"
     # folder of the caches; empty: SHALLOW_DRAFT_CACHE/tokens, else the user's cache
     cache_folder: str = ""
-    # processes that render and tokenize; 0: one per core, at most 8, to write a cache of files of
-    # 32 MB and more, else this process alone
+    # processes that render and tokenize; 0: on three cores and more one per core, at most 8, to
+    # write a cache of files of 256 MB and more, else this process alone
     workers: int = 0
     # read `hf:` datasets row by row, without preparing them on the disk first
     streaming: bool = False

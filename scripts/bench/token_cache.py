@@ -86,7 +86,7 @@ def memory() -> int:
 
 
 @contextmanager
-def peak_memory(every: float = 0.5) -> Iterator[list[int]]:
+def peak_memory(every: float = 5.0) -> Iterator[list[int]]:
     """Yield a list that holds the most bytes in use at any time, read every `every` seconds."""
     ended, found = threading.Event(), [memory()]
 

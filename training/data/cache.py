@@ -31,6 +31,7 @@ from training.data.token_store import DTYPES, MemorySink, Sink, StoredSamples
 
 CACHES = ("auto", "none", "disk")
 AUTO_BYTES = 2**25  # data.cache=auto writes a cache for more bytes than this
+WORKER_BYTES = 2**28  # of files, which repay the seconds in which other processes start
 MOST_WORKERS = 8  # that one process which reads files keeps busy
 _VERSION = 1  # of the format and of what tokens depend on in this code
 _ENDS = 2**16  # bytes at both ends of a file that its identity includes
@@ -96,11 +97,14 @@ def load_or_tokenize(
 
 
 def _workers(configured: int, size: int) -> int:
-    """Return the number of processes that tokenize `size` bytes: data.workers, or one per core."""
+    """Return the number of processes that tokenize `size` bytes: data.workers, or one per core.
+
+    On two cores one process is as fast, as its tokenizer has a thread on each.
+    """
     if configured < 0:
         raise UserError(f"data.workers is {configured}, expected 0 (one per core) or more")
     cores = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-    return configured or (cores if size >= AUTO_BYTES else 1)
+    return configured or (cores if cores > 2 and size >= WORKER_BYTES else 1)
 
 
 def _name(
