@@ -211,7 +211,7 @@ def test_a_large_cache_has_few_shards(
 
 def test_ranks_write_shards_in_turn(data: PackedData, tmp_path: Path, small_shards: None):
     """Check that two ranks write what one writes, and that a rank alone writes its shards only."""
-    teacher, barrier = freeze(tiny(1)), threading.Barrier(2)
+    teacher, barrier = freeze(tiny(1)), threading.Barrier(2, timeout=60)
 
     def of_rank(rank: int, folder: Path, wait: Callable[[], Any]) -> None:
         parallel = SimpleNamespace(rank=rank, world_size=2, is_main=rank == 0, wait=wait)
