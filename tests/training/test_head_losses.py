@@ -84,6 +84,36 @@ def test_soft_losses_by_head_equal_their_eager_twins(
         torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
 
 
+@pytest.mark.parametrize("name", SOFT)
+def test_gradients_against_finite_differences(name: str):
+    features, weight, teacher, teacher_weight, head = inputs()
+    against = shared(Teacher(teacher, teacher_weight))
+    # lambda gets no gradient, so the result is not the value's gradient; eta 0 is KL
+    rows = soft_rows(SOFT_LOSSES[name](LossConfig(lk_eta=0.0)))
+    weights = decayed(head)
+    assert torch.autograd.gradcheck(
+        lambda f, w: chunked_by_head(f, Outputs([w]), rows, against, head, K, weights, 8)[0],
+        (features, weight),
+    )
+
+
+def test_gradcheck_rejects_a_wrong_gradient():
+    features, weight, teacher, teacher_weight, head = inputs()
+    against = shared(Teacher(teacher, teacher_weight))
+
+    def forgetful(logits: Tensor, judgement: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
+        loss, gradient, metric = SOFT["lk"](logits, judgement)
+        return loss, gradient * metric, metric  # the control: TV's gradient for -log alpha
+
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(
+            lambda f, w: chunked_by_head(
+                f, Outputs([w]), forgetful, against, head, K, decayed(head), 8
+            )[0],
+            (features, weight),
+        )
+
+
 def test_a_drafter_equal_to_its_teacher_has_zero_loss():
     teacher, weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
     head = torch.zeros(N, dtype=torch.long)

@@ -76,6 +76,26 @@ def test_a_shortlist_of_all_tokens_is_none():
     torch.testing.assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss, _ in both))
 
 
+def test_gradients_against_finite_differences_in_float64():
+    hidden, weight, teacher, teacher_weight, labels = inputs()
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_forward_kl(h, w, teacher, teacher_weight, 8)[0], (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_cross_entropy(h, w, labels, 8)[0], (hidden, weight)
+    )
+
+
+def test_gradcheck_rejects_a_wrong_gradient():
+    hidden, weight, teacher, teacher_weight, _ = inputs()
+
+    def wrong(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return chunked_forward_kl(h, w, teacher, teacher_weight, 8)[0] + 0.1 * h.detach().sum()
+
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(wrong, (hidden, weight))
+
+
 def test_a_model_has_kl_zero_and_full_acceptance_with_itself():
     hidden, weight, _, _, _ = inputs()
     loss, overlap = chunked_forward_kl(hidden, weight, hidden.detach(), weight.detach(), 8)
