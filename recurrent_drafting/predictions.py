@@ -22,7 +22,7 @@ from training.heads.predicting import Choose, DraftStarts, choose_likeliest
 class RecurrentPredictions:
     """Predictions of recurrent heads in training."""
 
-    label = "redrafter"
+    label, reads_context = "redrafter", False
 
     def outputs(self, head: RecurrentHead, states: TargetStates) -> tuple[Tensor]:
         return (head.output,)

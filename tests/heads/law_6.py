@@ -139,7 +139,9 @@ def predict(
     states_PC: hidden states to use instead of the target's.
     """
     weights = kind.outputs(head, states)
-    where = positions(batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1)
+    where = positions(
+        batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1, context=kind.reads_context
+    )
     if states_PC is None:
         states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)

@@ -76,6 +76,7 @@ class Leaking:
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
+        self.reads_context = kind.reads_context
 
     def features(
         self,

@@ -37,7 +37,7 @@ class LinearHeads(nn.Module):
 
 
 class LinearPredictions:
-    label = "linear"
+    label, reads_context = "linear", False
 
     def outputs(self, head: LinearHeads, states: TargetStates) -> list[Tensor]:
         return [layer.weight for layer in head.maps]

@@ -225,7 +225,7 @@ def test_wrong_settings_are_named(given: dict[str, object], words: str):
 )
 def test_wrong_depth_weights_are_named(key: str, value: object):
     def wrong(loss: HeadLossConfig) -> list[str]:
-        rules = head_loss_rules(loss, (loss.name,), "", 64, True)
+        rules = head_loss_rules(loss, (loss.name,), "", 64, True, False)
         return [name for name, (valid, _) in rules.items() if not valid]
 
     assert wrong(HeadLossConfig()) == []

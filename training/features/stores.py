@@ -85,6 +85,7 @@ class StoreLayout:
     tokens: int = 0  # K
     # layers that are read; empty: only the state after the final norm
     taps: Layers = ()
+    context: bool = False  # all tokens of a document
 
     @property
     def bytes(self) -> int:
@@ -192,6 +193,8 @@ def states_on_disk(
     )
     if layout.taps:
         digest.update(str(layout.taps).encode())
+    if layout.context:
+        digest.update(b"context")
     for sample in data.samples:
         digest.update(sample.ids.tobytes() + sample.mask.tobytes())
     folder = root / digest.hexdigest()[:16]

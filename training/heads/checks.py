@@ -35,7 +35,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     check_values(
         config,
         {
-            **choice_rules(config, kind.reads_tokens),
+            **choice_rules(config, kind.reads_tokens, kind.reads_context),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",
@@ -57,12 +57,13 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
-def choice_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[bool, str]]:
+def choice_rules(
+    config: HeadJobConfig, reads_tokens: bool, reads_context: bool
+) -> dict[str, tuple[bool, str]]:
     """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
-    reads_tokens: whether the head's predictions depend on drafted tokens. All ranks run a sharded
-    target together, so no rank can skip a forward, as a store does, or continue its texts row by
-    row.
+    reads_tokens, reads_context: see `HeadKind`. All ranks run a sharded target together, so no rank
+    can skip a forward, as a store does, or continue its texts row by row.
     """
     losses: Sequence[str] = HEAD_LOSSES
     caches: Sequence[str] = CACHES
@@ -75,7 +76,9 @@ def choice_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[b
         reason = shared
     return {
         **on_policy_rules(config, reads_tokens),
-        **head_loss_rules(config.loss, losses, shared, config.data.max_length, reads_tokens),
+        **head_loss_rules(
+            config.loss, losses, shared, config.data.max_length, reads_tokens, reads_context
+        ),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
         "states.fill": (
             not config.states.fill or config.states.cache == "disk",

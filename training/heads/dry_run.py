@@ -96,6 +96,7 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
         dtype_of(config.loop.dtype),
         num_continued_tokens(loss),
         taps,
+        kind.reads_context,
     )
 
 

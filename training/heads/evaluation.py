@@ -26,7 +26,7 @@ from decoding.costs.prediction import Costs
 from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
-from training.heads.predicting import DraftStarts, PredictingHead
+from training.heads.predicting import Context, DraftStarts, PredictingHead
 from training.held_out.rounds import Rounds, match_survival, walk
 from training.held_out.speedup import SpeedupPrediction
 from training.losses.chunked import CHUNK, Outputs
@@ -50,12 +50,13 @@ class _FixedBatches:
         max_length: int,
         device: torch.device,
         grouped: bool = False,
+        context: bool = False,
     ) -> None:
         self._states = states
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
         batches = [collate(samples, [row], max_length, device) for row in rows]
         self.batches = [
-            (batch, positions(batch, heads, uses_teacher=False, grouped=grouped))
+            (batch, positions(batch, heads, uses_teacher=False, grouped=grouped, context=context))
             for batch in batches
         ]
         self._read: list[Tensor] = []
@@ -94,7 +95,9 @@ class GreedyChain:
         self.prediction = (
             None if costs is None else SpeedupPrediction(costs, max_new_tokens, draft_tokens)
         )
-        self._fixed = _FixedBatches(states, answers, 1, max_length, device)
+        self._fixed = _FixedBatches(
+            states, answers, 1, max_length, device, context=kind.reads_context
+        )
 
     def __call__(self) -> dict[str, float]:
         """Return `acceptance` (accepted / tested draft tokens), `block_efficiency` and `score`.
@@ -159,7 +162,10 @@ class GreedyChain:
         before_MC = torch.cat(
             (states_PC[where.drafts_M], states_PC.new_zeros(len(alone), states_PC.shape[1]))
         )
-        tips = DraftStarts(ids_F[tips_M], before_MC)
+        context = None
+        if self.kind.reads_context:
+            context = Context(batch, where.kept_P, states_PC, tips_M)
+        tips = DraftStarts(ids_F[tips_M], before_MC, context)
         drafted_MK = self.kind.draft(self.head, self.states, tips, self.draft_tokens)
         ahead_K = torch.arange(1, 1 + self.draft_tokens, device=batch.device)
         right_MK = drafted_MK == ids_F[tips_M[:, None] + ahead_K]
@@ -196,7 +202,9 @@ class HeadAccuracy:
         self.kind, self.head, self.states = kind, head, states
         self.heads, self.top_k, self._device = heads, top_k, device
         self._several = len(kind.outputs(head, states)) > 1
-        self._fixed = _FixedBatches(states, samples, heads, max_length, device, self._several)
+        self._fixed = _FixedBatches(
+            states, samples, heads, max_length, device, self._several, kind.reads_context
+        )
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:

@@ -29,15 +29,22 @@ class HeadLossConfig(LossConfig):
     d_pace_alpha: float = 0.5
     # training-time test: share of the drafts that continue from the head's own tokens
     own_tokens: float = 0.0
+    # drafts of a row that train in a step, for heads that attend to the text; 0: all
+    drafts_per_row: int = 0
 
 
 def head_loss_rules(
-    loss: HeadLossConfig, names: Sequence[str], reason: str, max_length: int, reads_tokens: bool
+    loss: HeadLossConfig,
+    names: Sequence[str],
+    reason: str,
+    max_length: int,
+    reads_tokens: bool,
+    reads_context: bool,
 ) -> dict[str, tuple[bool, str]]:
     """Return the rules of the settings: key -> (validity of its value, expected values).
 
     names, reason: the losses that the job accepts, and words that follow them in a message.
-    max_length: tokens of a row. reads_tokens: whether predictions depend on drafted tokens.
+    max_length: tokens of a row. reads_tokens, reads_context: see `HeadKind`.
     """
     return {
         "loss.predict_n_tokens": (
@@ -53,6 +60,10 @@ def head_loss_rules(
         "loss.own_tokens": (
             0 <= loss.own_tokens <= 1 and (reads_tokens or not loss.own_tokens),
             "a share from 0 to 1" if reads_tokens else "0: no draft reads its own tokens",
+        ),
+        "loss.drafts_per_row": (
+            loss.drafts_per_row >= 0 and (reads_context or not loss.drafts_per_row),
+            "1 or more, or 0 for all" if reads_context else "0: this head trains on all drafts",
         ),
         **loss_rules(loss, names, reason),
     }

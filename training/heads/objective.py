@@ -117,6 +117,8 @@ class HeadObjective(StaticObjective):
             loss.own_tokens,
             self.step,
             grouped=several,
+            context=self.kind.reads_context,
+            drafts_per_row=loss.drafts_per_row,
         )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
@@ -141,7 +143,10 @@ class HeadObjective(StaticObjective):
         tokens = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
         rows = reference_rows(loss, tokens)
         weights_N = self._weights(features_NE, outputs, where, against)
-        return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, weights_N)
+        total, sums = chunked_by_head(
+            features_NE, outputs, rows, against, where.head_N, heads, weights_N
+        )
+        return total * where.scale, sums * where.scale
 
     def _reference(
         self, final_SH: Tensor | None, where: Positions

@@ -25,7 +25,13 @@ from training.data.packing import PackedBatch, Rows
 from training.features.cached_text import CachedText
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
-from training.heads.predicting import Choose, DraftStarts, PredictingHead, choose_likeliest
+from training.heads.predicting import (
+    Choose,
+    Context,
+    DraftStarts,
+    PredictingHead,
+    choose_likeliest,
+)
 from training.losses.heads import chunked_sample
 from training.on_policy import OnPolicyOptions, ShareSchedule
 
@@ -70,11 +76,20 @@ class OnPolicyRows:
         row: a batch of one row. heads: K.
         """
         several = len(kind.outputs(head, states)) > 1
-        where = positions(row, heads, uses_teacher=False, grouped=several, by_draft=True)
+        where = positions(
+            row,
+            heads,
+            uses_teacher=False,
+            grouped=several,
+            by_draft=True,
+            context=kind.reads_context,
+        )
         text = CachedText(states.target, row, states.layers)
-        states_PC, tips_M = text.states_TC[where.kept_P], where.kept_P + 1
-        starts = DraftStarts(where.tokens_MK[:, 0], states.select_taps(states_PC))
-        choose = self._choose(row.rows[0], where.kept_P)
+        states_PC, places_M = text.states_TC[where.kept_P], where.kept_P[where.drafts_M]
+        tapped_PC, tips_M = states.select_taps(states_PC), places_M + 1
+        context = Context(row, where.kept_P, tapped_PC, tips_M) if kind.reads_context else None
+        starts = DraftStarts(where.tokens_MK[:, 0], tapped_PC[where.drafts_M], context)
+        choose = self._choose(row.rows[0], places_M)
         with torch.no_grad():
             drafted_MD = kind.draft(head, states, starts, heads - 1, choose)
         scored_MDH = text.score(tips_M, drafted_MD)

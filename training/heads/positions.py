@@ -27,7 +27,8 @@ _SPREAD = 2654435761  # Knuth's multiplicative hash: spreads consecutive positio
 class Positions:
     """Indices of one batch on its device."""
 
-    # positions in the flattened batch, rising, where the target's hidden states are read
+    # positions in the flattened batch, rising, where the target's hidden states are read; for a
+    # head that reads the context, all positions in documents
     kept_P: Tensor
     # indices into kept_P where drafts begin
     drafts_M: Tensor
@@ -48,6 +49,8 @@ class Positions:
     targets: np.ndarray  # targets_N on the host
     counts_K: list[int]  # predictions of each head
     kept_R: list[int]  # number of kept_P in each row
+    # predictions of all drafts over those of the drafts here, by which sums of losses are scaled
+    scale: float = 1.0
 
     def with_tokens(self, tokens_MK: Tensor) -> "Positions":
         """Return these positions with other tokens, [M, K + 1], read and predicted by drafts."""
@@ -65,6 +68,8 @@ def positions(
     *,
     grouped: bool = False,
     by_draft: bool = False,
+    context: bool = False,
+    drafts_per_row: int = 0,
 ) -> Positions:
     """Return the positions and labels of all predictions of `heads` heads in a batch.
 
@@ -72,7 +77,10 @@ def positions(
     drafts that continue from the head's own tokens; which ones depends on `step`, but not on the
     number of ranks. grouped: make the predictions of one head contiguous in every chunk of the
     loss, for heads with separate output layers. by_draft: order the predictions by draft and depth,
-    not by predicted token, and return draft x heads + head as their targets.
+    not by predicted token, and return draft x heads + head as their targets. context: keep the
+    hidden states of all tokens, for heads that attend to them. drafts_per_row: maximum number of
+    drafts in a row, sampled anew in each step; 0: all drafts. It needs `context`, as stores keep
+    the states of one step for the others.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
@@ -83,6 +91,9 @@ def positions(
         predicts_KRT[number, :, :-ahead] = supervised_RT[:, ahead:] & within
     predicts_KF = predicts_KRT.reshape(heads, rows * length)
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
+    total = int(predicts_KF.sum())
+    if drafts_per_row:
+        drafts = _sample_drafts(drafts, length, drafts_per_row, step)
     head, draft = np.nonzero(predicts_KF[:, drafts])
     targets = drafts[draft] + 1 + head
     order = np.lexsort((head, draft)) if by_draft else np.argsort(targets, kind="stable")
@@ -90,10 +101,10 @@ def positions(
         order = order[np.lexsort((head[order], np.arange(len(order)) // CHUNK))]
     head, draft, targets = head[order], draft[order], targets[order]
     kept = np.union1d(drafts, targets) if uses_teacher else drafts
+    if context:
+        kept = np.flatnonzero(documents_RT > 0)
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
-    continued = np.flatnonzero(
-        (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
-    )
+    continued = np.flatnonzero(_spread(drafts, length, step) < own_tokens * 2**32)
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
     if by_draft:
         seats = draft * heads + head
@@ -116,11 +127,27 @@ def positions(
         seats,
         np.bincount(head, minlength=heads).tolist(),
         np.bincount(kept // length, minlength=rows).tolist(),
+        total / max(len(draft), 1),
     )
 
 
-def count_kept(mask_T: np.ndarray, heads: int, uses_teacher: bool) -> int:
+def _spread(drafts: np.ndarray, length: int, step: int) -> np.ndarray:
+    """Return numbers below 2^32 that depend on each draft's position in its row, and the step."""
+    return (drafts % length + step % 2**16 * length) * _SPREAD % 2**32
+
+
+def _sample_drafts(drafts: np.ndarray, length: int, most: int, step: int) -> np.ndarray:
+    """Return at most `most` drafts of each row, in their order."""
+    order = np.lexsort((_spread(drafts, length, step), drafts // length))
+    rows = drafts[order] // length
+    first = np.searchsorted(rows, rows)  # place of the row's first draft
+    return np.sort(drafts[order[np.arange(len(rows)) - first < most]])
+
+
+def count_kept(mask_T: np.ndarray, heads: int, uses_teacher: bool, context: bool = False) -> int:
     """Return the number of hidden states that `positions` keeps of one document, given its mask."""
+    if context:
+        return len(mask_T)
     # cumulative count of supervised tokens from the third on
     before_T = np.concatenate(([0], np.cumsum(mask_T[2:])))
     begins = np.arange(len(mask_T) - 2)

@@ -1,7 +1,7 @@
 """Interface between a head's predictions and its objective and evaluation, without Hydra.
 
-Shapes: M drafts, N predictions of all depths, P positions, K drafted tokens, C channels of the
-states that a head reads, E features, V drafted vocabulary.
+Shapes: R rows, T tokens of a row, M drafts, N predictions of all depths, P positions, K drafted
+tokens, C channels of the states that a head reads, E features, V drafted vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,33 @@ def choose_likeliest(features_ME: Tensor, weight_VE: Tensor, depth: int) -> Tens
 
 
 @dataclass(frozen=True)
+class Context:
+    """The text in which drafts start, for heads that attend to all its states."""
+
+    batch: PackedBatch
+    kept_P: Tensor  # places of all tokens in documents, in the flattened batch, rising
+    states_PC: Tensor  # the target's states there
+    # place of each tip; a tip that is the first token of its document has no states before it
+    tips_M: Tensor
+
+    def spread(self) -> Tensor:
+        """Return the states [R, T, C] of all places, zero outside documents."""
+        return spread(self.batch, self.kept_P, self.states_PC)
+
+
+def spread(batch: PackedBatch, kept_P: Tensor, states_PC: Tensor) -> Tensor:
+    """Return the states [R, T, C] of a batch's places from those at kept_P, zero elsewhere."""
+    whole_FC = states_PC.new_zeros(batch.ids_RT.numel(), states_PC.shape[1])
+    return whole_FC.index_copy(0, kept_P, states_PC).unflatten(0, batch.ids_RT.shape)
+
+
+@dataclass(frozen=True)
 class DraftStarts:
     """Starts of drafts: the tips, and the target's states of the tokens before them."""
 
     tokens_M: Tensor  # ids of the tips
     states_MC: Tensor  # the target's state of the token before each tip, or zeros
+    context: Context | None = None  # for heads with `reads_context`
 
 
 class PredictingHead(Protocol):
@@ -41,6 +63,8 @@ class PredictingHead(Protocol):
     """
 
     label: str  # prefix of a depth's figures: `{label}0_loss`
+    # predictions depend on the target's states of all earlier tokens, which training then keeps
+    reads_context: bool = False
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
         """Return the output layers [V, E]: a single one that all depths share, or one per depth."""

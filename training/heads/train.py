@@ -180,7 +180,7 @@ def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store
     layout = states_layout(job.config, job.kind, job.shape, target)
 
     def count(mask_T: np.ndarray) -> int:
-        return count_kept(mask_T, layout.heads, layout.uses_teacher)
+        return count_kept(mask_T, layout.heads, layout.uses_teacher, layout.context)
 
     target_hash = hash_input(job.target_folder)
     return states_on_disk(Path(settings.folder), target_hash, data, layout, count, show)
