@@ -1,0 +1,176 @@
+"""The layout probe names the layer or the place by which a head is read wrongly, for every head."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.loop import decode
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
+from scripts import check_head
+from tests.heads import law_6
+from tests.heads.rows import HEAD_ROWS, HeadRow
+from tests.support import tiny_folders
+from training.data.packing import PackedBatch, Sample
+from training.draft_vocabulary import choose_tokens
+from training.features.states import TargetStates
+from training.features.taps import Layers
+from training.heads.checkpoint import save_head
+from training.heads.positions import Positions
+from training.heads.probe import Probe, check_reading, probe
+from training.models.build import load_causal_lm
+from training.objectives import freeze
+
+ALL = [pytest.param(row, id=row.name) for row in HEAD_ROWS]
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def texts(model: Any) -> list[Sample]:
+    """Return the target's answers to the prompts of law 6."""
+    native = NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
+    )
+    samples = []
+    done = decode(native, None, law_6.PROMPTS, Settings(2 * law_6.TOKENS))
+    for prompt, answer in zip(law_6.PROMPTS, done, strict=True):
+        ids = np.asarray([*prompt, *answer.tokens], dtype=np.int32)
+        samples.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
+    return samples
+
+
+def trained(row: HeadRow) -> tuple[Any, Any, Layers, list[Sample]]:
+    """Return a target, a head that has learned its texts, the head's layers, and the texts."""
+    model = law_6.target()
+    head, samples = law_6.head_of(row, model), texts(model)
+    if head.token_ids_V is not None:
+        head.token_ids_V = choose_tokens(samples, law_6.VOCABULARY, len(head.token_ids_V), False)
+    for _ in range(3):
+        law_6.learn(row, head, law_6.states_of(row, model), samples)
+    return model, head, row.kind.taps(row.shape(model.config)), samples
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_layers_one_off_are_named_and_the_right_ones_accepted(row: HeadRow) -> None:
+    model, head, taps, samples = trained(row)
+    right = probe(row.kind, head, taps, model, samples, CPU)
+    check_reading(right, "HEAD")
+    wrong = tuple(layer - 1 for layer in taps or (law_6.LAYERS,))
+    with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one layer later"):
+        check_reading(probe(row.kind, head, wrong, model, samples, CPU), "HEAD")
+
+
+class Later:
+    """A kind of head whose predictions are those of the next place, as with another layout."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
+        self.reads_context = kind.reads_context
+
+    def features(
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        """Return the features of the draft that begins one place later."""
+        features_NE = self.kind.features(head, states, batch, where, states_PC)
+        places = {
+            place: number
+            for number, place in enumerate(
+                zip(where.draft_N.tolist(), where.head_N.tolist(), strict=True)
+            )
+        }
+        later = [
+            places.get((draft + 1, depth), number) for (draft, depth), number in places.items()
+        ]
+        return features_NE[torch.tensor(later)]
+
+    def draft(self, *given: Any) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_slots_one_place_off_are_named(row: HeadRow) -> None:
+    model, head, taps, samples = trained(row)
+    found = probe(Later(row.kind), head, taps, model, samples, CPU)
+    with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one place later"):
+        check_reading(found, "HEAD")
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
+    model = law_6.target()
+    head, taps = law_6.head_of(row, model), row.kind.taps(row.shape(model.config))
+    found: Probe = probe(row.kind, head, taps, model, texts(model), CPU)
+    with pytest.raises(UserError, match="explained by no reading"):
+        check_reading(found, "HEAD")
+
+
+def test_a_draft_vocabulary_that_lacks_the_text_is_named() -> None:
+    row = next(row for row in HEAD_ROWS if row.name == "recurrent with a draft vocabulary")
+    model, head, taps, samples = trained(row)
+    counts = np.bincount(
+        np.concatenate([sample.ids for sample in samples]), minlength=law_6.VOCABULARY
+    )
+    head.token_ids_V = torch.from_numpy(np.sort(np.argsort(counts)[:20]))
+    found = probe(row.kind, head, taps, model, samples[:1], CPU)
+    with pytest.raises(UserError, match="few of the tokens"):
+        check_reading(found, "HEAD")
+
+
+HEAD = ROOT / "tests/fixtures/recurrent_drafting.train/finished/drafter"
+
+
+@pytest.mark.parametrize(
+    ("head", "target", "words"),
+    [
+        (HEAD, "tests/fixtures/target", "explained by no reading"),  # after a few steps
+        (HEAD, "assets/target", "hidden_size is 192 in the target and 12 in the head"),
+        (ROOT / "assets/target", "assets/target", "holds no head of a known kind"),
+        ("nowhere", "assets/target", "nowhere"),
+    ],
+)
+def test_the_script_names_what_is_wrong(
+    head: Path | str,
+    target: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_head.py", str(head), str(ROOT / target)])
+    with pytest.raises(SystemExit) as stopped:
+        check_head.main()
+    assert words in " ".join(str(stopped.value.code).split())
+    if "reading" in words:
+        assert "6 tensors, all expected" in capsys.readouterr().out
+
+
+def test_the_script_accepts_a_trained_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = next(row for row in HEAD_ROWS if row.name == "medusa")
+    target = tiny_folders.save(tmp_path / "target")
+    model = freeze(load_causal_lm(target, torch.float32))
+    head = row.kind.empty(row.shape(model.config))
+    states, whole = law_6.states_of(row, model), check_head.write_texts(target)
+    samples = [Sample(one.ids[-law_6.ROW :], one.mask[-law_6.ROW :]) for one in whole]
+    for _ in range(3):
+        law_6.learn(row, head, states, samples)
+    save_head(row.kind.layout, row.shape(model.config), head, tmp_path / "head")
+    config = json.loads((tmp_path / "head/config.json").read_text()) | {"surprise": 1}
+    (tmp_path / "head/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["check_head.py", str(tmp_path / "head"), str(target)])
+    check_head.main()
+    printed = capsys.readouterr().out
+    assert "keys of config.json that are not read: surprise" in printed
+    assert "the folder's reading explains the target's text" in printed
