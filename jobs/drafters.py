@@ -26,7 +26,7 @@ from decoding.drafters.build import (
     with_target_settings,
 )
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported
+from decoding.drafters.registry import DRAFTERS, TRAINED, head_of, imported
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
@@ -160,7 +160,7 @@ def check_entries(entries: Sequence[Any]) -> None:
         elif use in _known_names():
             mappings = [_class_and_options(use)]
         else:  # a folder: of a model, or of a head
-            known = [head_of(use) or "chain"] if Path(use).exists() else ["chain", *HEADS.values()]
+            known = [head_of(use) or "chain"] if Path(use).exists() else ["chain", *TRAINED]
             mappings = [_class_and_options(kind) for kind in known]
         kinds = [_find_class(name, mapping) for mapping in mappings]
         _check_keys(name, [key for key in entry if key != "use"], kinds)

@@ -136,10 +136,19 @@ class ChainDrafter(StatelessDrafter):
                 break
             if process is not None:
                 process.add(tokens_B)
-            logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
-            self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
+            reads_B = [int(count > len(tokens)) for count in counts_B]
+            logits_BV = self._step(self._fit_ids(tokens_B[:, None], chooser), reads_B)
         q_BNV = torch.stack(rows_q, 1) if rows_q else None
         return Proposal(torch.stack(tokens, 1), counts_B, None, q_BNV, len(tokens))
+
+    def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
+        """Read a drafted token in each row; return the logits (B, V) of the next.
+
+        counts_B: 1 for the rows that draft another token, 0 for the others.
+        """
+        logits_B1V, _ = self.model.forward(tokens_B1)
+        self.model.commit(None, counts_B)
+        return logits_B1V[:, -1]
 
     def _within_context(self, sequences_B: Tokens, budgets_B: Sequence[int]) -> list[int]:
         return [

@@ -24,6 +24,7 @@ class DrafterEntry:
     needs: str = ""  # name of the required option
     model_type: str = ""  # of the heads that it loads, in config.json
     mark: str = ""  # a key of config.json that identifies heads without a model_type
+    architectures: tuple[str, ...] = ()  # that identify heads with a language model's model_type
     trained: str = ""  # dotted name of the HeadKind that trains such a head
     options: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the class
 
@@ -62,9 +63,17 @@ DRAFTERS = {
         trained="heads.medusa.kind.KIND",
         options={"by_cost": True},
     ),
+    "eagle3": DrafterEntry(
+        "heads.eagle.drafter.EagleDrafter",
+        "folder",
+        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+        trained="heads.eagle.kind.KIND",
+        options={"by_cost": True, "dtype": AUTO},
+    ),
 }
 # model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
+TRAINED = tuple(name for name, entry in DRAFTERS.items() if entry.trained)  # drafters with heads
 
 
 def imported(dotted: str) -> Any:
@@ -83,7 +92,13 @@ def head_of(folder: str | Path) -> str:
     """Return the name of the drafter that loads a head folder; empty for other folders."""
     file = Path(folder) / "config.json"
     values = read_json(file) if file.is_file() else {}
-    marked = (name for name, entry in DRAFTERS.items() if entry.mark in values)
+    found = values.get("architectures")
+    architectures = {*found} if isinstance(found, list) else set()
+    marked = (
+        name
+        for name, entry in DRAFTERS.items()
+        if entry.mark in values or architectures & {*entry.architectures}
+    )
     return HEADS.get(str(values.get("model_type")), "") or next(marked, "")
 
 

@@ -68,7 +68,9 @@ def draft_vocab_size(folder: str | Path) -> int:
     The folder's config.json must be valid. A folder without one has 0.
     """
     file = Path(folder) / "config.json"
-    return int(read_json(file).get("draft_vocab_size") or 0) if file.is_file() else 0
+    values = read_json(file) if file.is_file() else {}
+    size = int(values.get("draft_vocab_size") or 0)
+    return 0 if size == values.get("vocab_size") else size
 
 
 def check_full_vocabulary(folder: str | Path, reader: str) -> None:

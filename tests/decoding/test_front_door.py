@@ -10,7 +10,7 @@ import torch
 
 from decoding import Engine, UserError, generate, load
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported
+from decoding.drafters.registry import DRAFTERS, TRAINED, head_of, imported
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.heads.rows import HEAD_ROWS
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     model.save_pretrained(folder / "model")
     (folder / "skips").mkdir()
     (folder / "skips" / "skips.json").write_text(json.dumps({"attention": [2], "mlp": [1, 2]}))
-    for name in HEADS.values():
+    for name in TRAINED:
         write_head(name, model.config, folder / name)
     return folder
 
@@ -62,7 +62,7 @@ def asked(name: str, home: Path) -> dict[str, Any]:
     folders = {
         "": {},
         "skips": {"skips": str(home / "skips")},
-        "folder": {"folder": str(home / (name if entry.model_type else "model"))},
+        "folder": {"folder": str(home / (name if entry.trained else "model"))},
     }
     return {"use": name, **folders[entry.needs]}
 
@@ -106,9 +106,12 @@ def test_a_drafter_without_a_folder_is_loaded_by_name(name: str, home: Path) -> 
 
 def test_a_folder_selects_the_drafter_of_its_model(home: Path, plain: list[int]) -> None:
     assert type(load(home / "target", home / "model").drafter) is ChainDrafter
-    for model_type, name in HEADS.items():
-        found = json.loads((home / name / "config.json").read_text())["model_type"]
-        assert (found, head_of(home / name)) == (model_type, name)
+    for name in TRAINED:
+        found, entry = json.loads((home / name / "config.json").read_text()), DRAFTERS[name]
+        assert found["model_type"] == entry.model_type or {*found["architectures"]} <= {
+            *entry.architectures
+        }
+        assert head_of(home / name) == name
         engine = load(home / "target", home / name, dtype="float64")
         assert type(engine.drafter) is imported(DRAFTERS[name].kind)
         assert text(engine) == plain

@@ -68,6 +68,7 @@ def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> 
         model(sure, sign, 2),
         answers,
         last_word.head_of(sign * table_VV),
+        eagle=last_word.eagle_of(sign * table_VV),
     )
 
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from decoding.interfaces import Drafter
+from heads.eagle.config import EagleOptions, EagleTrainConfig
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.kind import KIND as EAGLE
+from heads.eagle.model import EagleConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
@@ -64,6 +68,22 @@ def medusa(name: str, **fields: Any) -> HeadRow:
     )
 
 
+def eagle(name: str, **fields: Any) -> HeadRow:
+    """Return the row of an EAGLE-3 head that drafts a chain."""
+
+    def shape(target: Any) -> EagleConfig:
+        options = EagleTrainConfig(head=EagleOptions(**fields))
+        return EAGLE.shape(options, target)
+
+    return HeadRow(
+        name,
+        EAGLE,
+        shape,
+        drafter=lambda head: EagleDrafter(head=head, shape="chain"),
+        load=lambda folder: EagleDrafter(folder, shape="chain"),
+    )
+
+
 HEAD_ROWS = [
     recurrent("recurrent"),
     recurrent("recurrent without recurrence", rnn=False),
@@ -71,4 +91,8 @@ HEAD_ROWS = [
     recurrent("recurrent with a draft vocabulary", draft_vocab_size=20),
     medusa("medusa", num_layers=2),
     medusa("medusa with a shared projection", shared=True, draft_vocab_size=20),
+    eagle("eagle3"),
+    eagle("eagle3 with a draft vocabulary", draft_vocab_size=20),
+    eagle("eagle3 as first published", fc_norm=False, norm_output=False, taps=[3, 1]),
+    eagle("eagle3 with a normalized residual", norm_before_residual=True),
 ]

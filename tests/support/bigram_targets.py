@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decoding.models.native.model import NativeTarget
+from heads.eagle.model import EagleConfig, EagleHead
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.support.tiny_targets import SHAPES
 
@@ -103,6 +104,38 @@ def head_of(table_VV: Tensor) -> RecurrentHead:
     head.rnn_w.weight.copy_(torch.eye(C) * SHARP)
     state = torch.nn.functional.silu(torch.tensor(SHARP, dtype=torch.float64))
     head.output[:, C : C + WORDS] = table_VV.T / state
+    return head.eval()
+
+
+def eagle_of(table_VV: Tensor) -> EagleHead:
+    """Return the EAGLE-3 head whose logits are the table's row of the last token.
+
+    All queries and keys are one vector, whose rotations agree best at equal positions, so an
+    element attends to itself alone. Its value is its token, next to which its own state is small.
+    """
+    C = 2 * WORDS
+    config = EagleConfig(
+        vocab_size=WORDS,
+        hidden_size=C,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=C,
+        intermediate_size=1,
+        taps=(2,),
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+        max_positions=256,
+        norm_eps=1e-12,
+        fc_norm=False,
+    )
+    head = EagleHead(config).double().requires_grad_(False)
+    for name, parameter in head.named_parameters():
+        parameter.fill_(float("norm" in name))
+    attention = head.midlayer.self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight[: C // 2, :WORDS] = SURE
+    attention.v_proj.weight[:WORDS, :WORDS] = torch.eye(WORDS) * 1e6
+    attention.o_proj.weight.copy_(torch.eye(C))
+    head.lm_head.weight[:, :WORDS] = table_VV.T / C**0.5
     return head.eval()
 
 

@@ -47,6 +47,28 @@ def load_to_draft(
     return load(Path(folder), DTYPES[dtype], devices.device_of(device))
 
 
+def check_target(name: str, shape: Any, device: torch.device, target: Target) -> None:
+    """Raise UserError for a target of other sizes than a head's, or on another device.
+
+    name: the drafter's name. shape: the head's `HeadShape`. device: the head's device.
+    """
+    for what, ours, theirs in (
+        ("hidden size", shape.hidden_size, target.hidden_size),
+        ("vocabulary", shape.vocab_size, target.vocab_size),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"drafter '{name}': its head was trained for a {what} of {ours}, but "
+                f"'{target.name}' has {theirs}. Use a head that was trained for this target."
+            )
+    places = {(each.type, each.index or 0) for each in (device, target.device)}
+    if len(places) > 1:
+        raise UserError(
+            f"drafter '{name}': its head is on {device}, but '{target.name}' is on "
+            f"{target.device}. Use one device for both."
+        )
+
+
 class HeadDrafter:
     """Drafter whose only memory is the target's hidden state before the tip."""
 
@@ -62,21 +84,7 @@ class HeadDrafter:
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Raise UserError for a target of other sizes than the head's, or on another device."""
-        for what, ours, theirs in (
-            ("hidden size", self._shape.hidden_size, target.hidden_size),
-            ("vocabulary", self._shape.vocab_size, target.vocab_size),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"drafter '{self.name}': its head was trained for a {what} of {ours}, but "
-                    f"'{target.name}' has {theirs}. Use a head that was trained for this target."
-                )
-        places = {(device.type, device.index or 0) for device in (self.device, target.device)}
-        if len(places) > 1:
-            raise UserError(
-                f"drafter '{self.name}': its head is on {self.device}, but '{target.name}' is on "
-                f"{target.device}. Use one device for both."
-            )
+        check_target(self.name, self._shape, self.device, target)
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int

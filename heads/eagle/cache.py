@@ -1,0 +1,191 @@
+"""An EAGLE-3 head with the keys and values of the verified text, and of a draft.
+
+Slot t of a row holds element t: the target's states at position t, and the token at t + 1. The
+elements before the tip's are computed once, from states of the target, and never again; a draft
+begins with the tip's element and writes its nodes to the slots after the verified ones, which the
+next round overwrites. A text of one token has no element, so its draft begins from a zero state.
+
+Shapes: B rows, W elements, P new nodes of a draft, N nodes of a draft, T slots, H hidden size, Q
+query heads, K key/value heads, G = Q / K, D head size, V vocabulary of the target.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Tokens
+from decoding.models.cache import visible_slots
+from decoding.models.draft_vocabulary import spread
+from decoding.models.native.attention import attention
+from heads.eagle.model import EagleHead, Rope
+
+
+class HeadCache:
+    """An EAGLE-3 head over rows of different lengths."""
+
+    num_layers = 1
+
+    def __init__(self, head: EagleHead, name: str) -> None:
+        self.head, self.name = head, name
+        self.num_parameters, self.vocab_size = head.num_parameters, head.config.vocab_size
+        self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
+        self.embed: Callable[[Tensor], Tensor] = lambda ids: torch.empty(0)  # the target's
+        self.lengths_B: list[int] = []  # elements of verified text
+        self._known_B: list[int] = []  # states of the target
+        self._states_BTH = self._keys_BTKD = self._values_BTKD = torch.empty(0)
+        self._rope: Rope = (torch.empty(0), torch.empty(0))
+        # of the draft: parents of its nodes, -1 for the first; the first one's state, and those
+        # that its nodes give to their children
+        self._parents_BN = self._tip_B1H = self._outputs_BNH = torch.empty(0)
+
+    def open(self, rows: int, capacity: int) -> None:
+        """Start empty rows with `capacity` slots each."""
+        config = self.head.config
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN. One more
+        # slot takes the padding.
+        shape = (rows, capacity + 1, config.num_kv_heads, config.head_dim)
+        self._keys_BTKD, self._values_BTKD = empty.new_zeros(shape), empty.new_zeros(shape)
+        self._states_BTH = empty.new_zeros(rows, capacity + 1, config.hidden_size)
+        self._rope = self.head.rope_tables(capacity + 1, self._states_BTH)
+        self.lengths_B, self._known_B = [0] * rows, [0] * rows
+        self._begin(self._states_BTH[:, :1])
+
+    def add_states(self, taps_BWC: Tensor, counts_B: Sequence[int]) -> None:
+        """Store the target's states at the next counts_B[b] tokens of each row."""
+        states_BWH = self.head.fuse(taps_BWC.to(self.device, self.dtype))
+        self._write(self._states_BTH, states_BWH, self._slots(self._known_B, states_BWH.shape[1]))
+        self._known_B = [known + new for known, new in zip(self._known_B, counts_B, strict=True)]
+
+    def read(self, sequences_B: Tokens) -> None:
+        """Compute the missing elements before the tips' of these texts."""
+        lengths_B = self.lengths_B
+        ends_B = [max(len(text) - 2, length) for text, length in zip(sequences_B, lengths_B)]
+        width = max(end - length for end, length in zip(ends_B, lengths_B))
+        if width == 0:
+            return
+        new_B = [text[a + 1 : b + 1] for text, a, b in zip(sequences_B, lengths_B, ends_B)]
+        padded = [[*new, *[0] * (width - len(new))] for new in new_B]
+        slots_BW = self._slots(lengths_B, width)
+        states_BWH = self._at(self._states_BTH, slots_BW)
+        self._store(devices.tensor(padded, self.device), states_BWH, slots_BW, slots_BW)
+        self.lengths_B = ends_B
+
+    def start(self, sequences_B: Tokens) -> Tensor:
+        """Begin drafts after these texts; return the logits (B, V) of their next tokens."""
+        self.read(sequences_B)
+        tips = [text[-1:] for text in sequences_B]
+        places = [[max(len(text) - 2, 0)] for text in sequences_B]
+        has_state = [[[len(text) > 1]] for text in sequences_B]
+        tips_B1, places_B1, has_B11 = (
+            devices.tensor(each, self.device) for each in (tips, places, has_state)
+        )
+        self._begin(self._at(self._states_BTH, places_B1) * has_B11)
+        return self.run(tips_B1, torch.full_like(tips_B1, -1))[:, 0]
+
+    def run(self, tokens_BP: Tensor, parents_BP: Tensor) -> Tensor:
+        """Add nodes to the draft; return the logits (B, P, V) of their next tokens.
+
+        parents_BP: indices of nodes of the draft, of which the first, 0, is the tip; -1 for it.
+        """
+        P, config = tokens_BP.shape[1], self.head.config
+        hidden_BPH = self._at(torch.cat((self._tip_B1H, self._outputs_BNH), 1), parents_BP + 1)
+        self._parents_BN = torch.cat((self._parents_BN, parents_BP), 1)
+        N = self._parents_BN.shape[1]
+        end = max(self.lengths_B) + N
+        positions_BN, slots_BN, visible_BNT = visible_slots(
+            devices.tensor(self.lengths_B, self.device),
+            torch.arange(N, device=self.device),
+            torch.arange(end, device=self.device),
+            self._parents_BN,
+        )
+        inputs, rope = self._store(tokens_BP, hidden_BPH, positions_BN[:, -P:], slots_BN[:, -P:])
+        q_BPQD = self.head.midlayer.self_attn.queries(inputs, rope)
+        mask = torch.zeros(1, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill(visible_BNT[:, None, -P:].logical_not(), float("-inf"))
+        groups = config.num_heads // config.num_kv_heads
+        keys_BKTD, values_BKTD = (
+            each[:, :end].transpose(1, 2) for each in (self._keys_BTKD, self._values_BTKD)
+        )
+        # the queries of a key head lie side by side
+        q_BKMD = q_BPQD.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mixed_BKMD = attention(q_BKMD, keys_BKTD, values_BKTD, mask.repeat(1, 1, groups, 1))
+        mixed_BPQD = mixed_BKMD.unflatten(2, (groups, P)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        features_BPH, outputs_BPH = self.head.step(hidden_BPH, mixed_BPQD)
+        self._outputs_BNH = torch.cat((self._outputs_BNH, outputs_BPH), 1)
+        logits = self.head.lm_head(features_BPH)
+        return spread(logits, self._ids_V, config.vocab_size, float("-inf"))
+
+    def time_nodes(self, count: int) -> None:
+        """Run `count` nodes for timing, after which no draft is open."""
+        ids = torch.zeros(len(self.lengths_B), count, dtype=torch.long, device=self.device)
+        self._begin(self._tip_B1H)
+        self.run(ids, ids - 1)
+        self._begin(self._tip_B1H)
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Keep the states of at most lengths_B[b] tokens, and the elements before the last one."""
+        pairs = list(zip(self._known_B, lengths_B, strict=True))
+        self._known_B = [min(known, length) for known, length in pairs]
+        self.lengths_B = [
+            min(length, max(known - 1, 0)) for length, known in zip(self.lengths_B, self._known_B)
+        ]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.lengths_B = [self.lengths_B[row] for row in rows]
+        self._known_B = [self._known_B[row] for row in rows]
+        kept_B = devices.tensor(list(rows), self.device)
+        self._states_BTH, self._keys_BTKD, self._values_BTKD, self._tip_B1H = (
+            each[kept_B]
+            for each in (self._states_BTH, self._keys_BTKD, self._values_BTKD, self._tip_B1H)
+        )
+        self._begin(self._tip_B1H)
+
+    def chain_call(self, num_tokens: int) -> None:
+        """Return None: chains are drafted step by step."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the draft."""
+        return self._parents_BN.shape[1]
+
+    @property
+    def _ids_V(self) -> Tensor | None:
+        return self.head.token_ids_V
+
+    def _begin(self, tip_B1H: Tensor) -> None:
+        """Forget the draft's nodes; the first of the next draft has this state."""
+        self._tip_B1H, self._outputs_BNH = tip_B1H, tip_B1H[:, :0]
+        self._parents_BN = torch.empty(len(tip_B1H), 0, dtype=torch.long, device=self.device)
+
+    def _store(
+        self, tokens_BW: Tensor, hidden_BWH: Tensor, positions_BW: Tensor, slots_BW: Tensor
+    ) -> tuple[Tensor, Rope]:
+        """Write keys and values of elements to their slots.
+
+        Returns the inputs (B, W, 2 H) of their projections, and their rotations.
+        """
+        layer, rope = self.head.midlayer, (self._rope[0][positions_BW], self._rope[1][positions_BW])
+        embedded_BWH = self.embed(tokens_BW).to(self.device, self.dtype)
+        inputs = layer.inputs(embedded_BWH, hidden_BWH)
+        keys_BWKD, values_BWKD = layer.self_attn.keys_values(inputs, rope)
+        self._write(self._keys_BTKD, keys_BWKD, slots_BW)
+        self._write(self._values_BTKD, values_BWKD, slots_BW)
+        return inputs, rope
+
+    def _slots(self, firsts_B: Sequence[int], width: int) -> Tensor:
+        """Return slots (B, W) from each row's first on; those past the end are the last slot."""
+        firsts_B1 = devices.tensor(list(firsts_B), self.device)[:, None]
+        slots_BW = firsts_B1 + torch.arange(width, device=self.device)
+        return slots_BW.clamp_(max=self._states_BTH.shape[1] - 1)
+
+    def _write(self, cache_BTx: Tensor, values_BWx: Tensor, slots_BW: Tensor) -> None:
+        rows_B1 = torch.arange(len(slots_BW), device=self.device)[:, None]
+        cache_BTx[rows_B1, slots_BW] = values_BWx
+
+    def _at(self, values_BTH: Tensor, places_BP: Tensor) -> Tensor:
+        """Return the values (B, P, H) at these places of each row."""
+        return values_BTH.gather(1, places_BP[:, :, None].expand(-1, -1, values_BTH.shape[2]))

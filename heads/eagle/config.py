@@ -1,0 +1,35 @@
+"""Configuration of EAGLE-3's training."""
+
+from dataclasses import dataclass, field
+
+from training.heads.config import HeadJobConfig, HeadOptions
+
+
+@dataclass
+class EagleOptions(HeadOptions):
+    """Shape of an EAGLE-3 head; other sizes are the target's."""
+
+    # name in tables and in the head's card
+    name: str = "eagle3"
+    # layers of the target that the head reads, numbered as Hugging Face's hidden_states; empty: 2,
+    # L // 2 and L - 3 of L layers
+    taps: list[int] = field(default_factory=list)
+    # width of the feed-forward layer; 0: the target's
+    intermediate_size: int = 0
+    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    draft_vocab_size: int = 0
+    # normalize each tapped state (EAGLE-3.1)
+    fc_norm: bool = True
+    # feed the normalized output back to the next step (EAGLE-3.1)
+    norm_output: bool = True
+    # the attention adds to the normalized state, not to the state itself
+    norm_before_residual: bool = False
+    # initial output layer: lm_head (the target's) | random
+    start: str = "lm_head"
+
+
+@dataclass
+class EagleTrainConfig(HeadJobConfig):
+    """An EAGLE-3 head (arXiv 2503.01840) for the frozen target."""
+
+    head: EagleOptions = field(default_factory=EagleOptions)

@@ -1,0 +1,160 @@
+"""An EAGLE-3 head as a drafter of chains and trees.
+
+It drafts like a language model (decoding/drafters/chain.py, decoding/drafters/trees/ranked.py),
+except that it reads the target's states at the verified tokens: a draft's own elements are
+replaced after every round. Trees are grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
+
+Shapes: B rows, N drafted tokens, P new nodes, W verified tokens, C channels of the taps, V
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.errors import UserError
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Policies,
+    Proposal,
+    RoundCosts,
+    Target,
+    Tokens,
+)
+from decoding.models.hub import name_of
+from decoding.models.native.fused import fuse_linears
+from heads.eagle.cache import HeadCache
+from heads.eagle.checkpoint import load_head
+from heads.eagle.model import EagleHead
+from training.heads.drafter import check_target, load_to_draft
+
+
+class EagleDrafter(RankedTree):
+    """Drafter of a tree, or a chain, from an EAGLE-3 head in a folder or in memory.
+
+    shape: `tree`, or `chain`, whose length the stopping policy decides. frontier, max_nodes,
+    by_cost, children: see `RankedTree`; a chain has none of them. execution: `fused` runs the
+    products of a loaded head like those of a fused target. Raises UserError for an invalid folder
+    or argument.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        head: EagleHead | None = None,
+        shape: str = "tree",
+        frontier: int = 4,
+        max_nodes: int = 24,
+        by_cost: bool = False,
+        children: str = "sampled",
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        execution: str = "eager",
+    ) -> None:
+        loaded = head is None
+        head = load_to_draft(folder, head, load_head, dtype, device)
+        if loaded and execution == "fused":
+            fuse_linears(head)
+        name = name or ("eagle3" if folder is None else name_of(folder))
+        if shape not in ("tree", "chain"):
+            raise UserError(f"drafter '{name}': shape is '{shape}', expected tree or chain.")
+        self.cache, self.config = HeadCache(head, name), head.config
+        # All uses of the base classes' model are overridden, but for those that the cache has.
+        super().__init__(
+            model=cast(Target, self.cache),
+            name=name,
+            frontier=frontier,
+            max_nodes=max_nodes,
+            by_cost=by_cost and shape == "tree",
+            children=children,
+        )
+        self._chain = shape == "chain"
+        tree = self.capabilities
+        self.capabilities = Capabilities(
+            shape, self._chain or tree.has_q, True, self.config.taps, needs_costs=tree.needs_costs
+        )
+
+    def width(self, gamma: int) -> int:
+        """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""
+        return gamma if self._chain else super().width(gamma)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Use the target's embedding, and store the costs.
+
+        Raises UserError for a target of other sizes than the head's, or on another device.
+        """
+        super().prepare(target, costs)
+        check_target(self.name, self.config, self.cache.device, target)
+        self.capabilities = replace(self.capabilities, taps=self.config.taps_of(target.num_layers))
+        self.cache.embed = target.embed
+
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Read the prompts' tokens and states, with room for nodes that are not proposed."""
+        self.cache.open(len(prompts_B), capacity + self.max_nodes * self.frontier)
+        self._budget = None
+        if prefill_hidden_BNC is not None:
+            self.cache.add_states(prefill_hidden_BNC, [len(prompt) - 1 for prompt in prompts_B])
+            self.cache.read(prompts_B)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Keep the first `kept` tokens, and read the others."""
+        self._budget = None
+        first = len(prompt) - 1 - (0 if hidden_NC is None else len(hidden_NC))
+        self.cache.truncate([min(kept, first)])
+        if hidden_NC is not None:
+            self.cache.add_states(hidden_NC[None], [len(hidden_NC)])
+        self.cache.read([prompt])
+
+    def propose(
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
+    ) -> Proposal:
+        """Draft a chain or a tree for each row."""
+        kind = ChainDrafter if self._chain else RankedTree
+        return kind.propose(self, sequences_B, budgets_B, stopping_B, chooser)
+
+    def observe(self, observation: Observation) -> None:
+        """Store the target's states at the tip and the accepted tokens of each row."""
+        outcome = observation.outcome
+        counts_B = [accepted + 1 for accepted in outcome.accepted_B]
+        width = max(counts_B)
+        hidden_BNC = observation.hidden_BNC
+        if outcome.paths_B is None:
+            self.cache.add_states(hidden_BNC[:, :width], counts_B)
+        else:
+            padded = [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+            padded = [[*path, *[0] * (width - len(path))] for path in padded]
+            places_BW1 = devices.tensor(padded, hidden_BNC.device)[:, :, None]
+            places_BWC = places_BW1.expand(-1, -1, hidden_BNC.shape[2])
+            self.cache.add_states(hidden_BNC.gather(1, places_BWC), counts_B)
+        super().observe(observation)
+
+    def time_step(self, frontier: int = 1) -> None:
+        """Run the nodes of one draft step without storing them."""
+        self.cache.time_nodes(1 if self._chain else self.frontier)
+
+    def _within_context(self, sequences_B: Tokens, budgets_B: Sequence[int]) -> list[int]:
+        return list(budgets_B)
+
+    def _unseen(self, sequences_B: Tokens, counts_B: Sequence[int]) -> list[list[int]]:
+        return [list(sequence) for sequence in sequences_B]
+
+    def _read_last(self, unseen_B: list[list[int]]) -> Tensor:
+        return self.cache.start(unseen_B)
+
+    def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
+        return self.cache.run(tokens_B1, torch.full_like(tokens_B1, self.cache.num_nodes - 1))[:, 0]
+
+    def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
+        """Return the logits (B, `last`, V) after the last nodes; the others have run before."""
+        return self.cache.run(tokens_BN[:, -last:], parents_BN[:, -last:] + 1)

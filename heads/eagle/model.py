@@ -1,0 +1,236 @@
+"""The EAGLE-3 head: one decoder layer over states of the target (arXiv 2503.01840).
+
+The element at position t joins two inputs: g_t, a linear map of the target's states at t in some
+layers (taps), and the embedding of the token at t + 1. From the elements up to t the layer predicts
+the token at t + 2. The next element of a draft has the layer's own output in place of g, and the
+drafted token; its position is one higher. The embedding is the target's. Each tapped state may be
+normalized before the map (`fc_norm`), and the output before it is fed back (`norm_output`), as in
+EAGLE-3.1 (arXiv 2605.09992).
+
+Parameters have the names of the published files (heads/eagle/checkpoint.py).
+
+Shapes: X any dimensions, C channels of all taps, H hidden size, Q query heads, K key/value heads,
+D head size, V drafted vocabulary, T positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+from decoding.models.native.rope import inverse_frequencies, rope_tables
+
+Rope = tuple[Tensor, Tensor]  # cos and sin of some positions, (..., 1, D)
+NUM_TAPS = 3
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return a low, a middle and a high layer of a target: 2, L // 2 and L - 3, as published.
+
+    Targets of fewer than 7 layers have no such three; theirs are spread evenly up to the last.
+    """
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    spread = (num_layers * part // NUM_TAPS for part in range(1, NUM_TAPS + 1))
+    return tuple(sorted({max(1, layer) for layer in spread}))
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of the head."""
+
+    vocab_size: int  # of the target
+    hidden_size: int  # H, the target's
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    # layers of the target, as in Hugging Face's `hidden_states`; empty: the published default
+    taps: tuple[int, ...]
+    rope: Mapping[str, Any]  # fields of `rope_parameters` in config.json
+    max_positions: int
+    target_layers: int = 0  # decoder layers of the target; 0: not known
+    draft_vocab_size: int = 0  # tokens of the draft vocabulary; 0: all
+    norm_eps: float = 1e-5
+    fc_norm: bool = True
+    norm_output: bool = True
+    norm_before_residual: bool = False
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of tokens that the head can draft."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def num_taps(self) -> int:
+        """Number of tapped layers."""
+        return len(self.taps) or NUM_TAPS
+
+    def taps_of(self, num_layers: int) -> tuple[int, ...]:
+        """Return the taps in a target of this many layers.
+
+        Raises UserError for a layer that the target lacks.
+        """
+        taps = self.taps or default_taps(num_layers)
+        if max(taps) > num_layers or len(taps) != self.num_taps:
+            raise UserError(
+                f"the EAGLE-3 head reads the layers {list(self.taps) or 'low, middle and high'} of "
+                f"its target, but this target has {num_layers}. Use a head that was trained for "
+                f"this target."
+            )
+        return taps
+
+
+def rotate(x_XD: Tensor, rope: Rope) -> Tensor:
+    """Rotate queries or keys (..., heads, D) to their positions."""
+    cos, sin = rope
+    return x_XD * cos + x_XD.roll(x_XD.shape[-1] // 2, -1) * sin
+
+
+class Attention(nn.Module):
+    """The projections of the layer's attention, which reads states twice as wide as it writes."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        self.q_proj = nn.Linear(2 * config.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+
+    def queries(self, inputs_X2H: Tensor, rope: Rope) -> Tensor:
+        """Return rotated queries (..., Q, D)."""
+        return rotate(self.q_proj(inputs_X2H).unflatten(-1, (-1, self.head_dim)), rope)
+
+    def keys_values(self, inputs_X2H: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values (..., K, D)."""
+        keys, values = (
+            project(inputs_X2H).unflatten(-1, (-1, self.head_dim))
+            for project in (self.k_proj, self.v_proj)
+        )
+        return rotate(keys, rope), values
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x_XH: Tensor) -> Tensor:
+        found = self.down_proj(F.silu(self.gate_proj(x_XH)) * self.up_proj(x_XH))
+        assert isinstance(found, Tensor)
+        return found
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer. Attention itself differs between training and drafting."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(H, eps)
+        self.hidden_norm = nn.RMSNorm(H, eps)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.self_attn = Attention(config)
+        self.mlp = FeedForward(H, config.intermediate_size)
+
+    def inputs(self, embedded_XH: Tensor, hidden_XH: Tensor) -> Tensor:
+        """Return the inputs (..., 2 H) of the projections."""
+        return torch.cat((self.input_layernorm(embedded_XH), self.hidden_norm(hidden_XH)), -1)
+
+    def output(self, hidden_XH: Tensor, mixed_XQD: Tensor) -> Tensor:
+        """Return the layer's output (..., H) from the mixed values of its attention."""
+        residual_XH = self.hidden_norm(hidden_XH) if self.norm_before_residual else hidden_XH
+        residual_XH = residual_XH + self.self_attn.o_proj(mixed_XQD.flatten(-2))
+        found = residual_XH + self.mlp(self.post_attention_layernorm(residual_XH))
+        assert isinstance(found, Tensor)
+        return found
+
+
+class EagleHead(nn.Module):
+    """An EAGLE-3 head of a target."""
+
+    # of a draft vocabulary: row i of the lm_head is the token i + d2t_V[i]; whether a token of the
+    # target is drafted
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        H, V, eps = config.hidden_size, config.num_drafted, config.norm_eps
+        self.fc = nn.Linear(config.num_taps * H, H, bias=False)
+        norms = (nn.RMSNorm(H, eps) for _ in range(config.num_taps if config.fc_norm else 0))
+        self.fc_norm = nn.ModuleList(norms)
+        self.midlayer = EagleLayer(config)
+        self.norm = nn.RMSNorm(H, eps)
+        self.lm_head = nn.Linear(H, V, bias=False)
+        few = bool(config.draft_vocab_size)
+        self.register_buffer("d2t", torch.zeros(V, dtype=torch.long) if few else None)
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < V if few else None)
+
+    @property
+    def token_ids_V(self) -> Tensor | None:
+        """Ids of the draft vocabulary, rising; None: the full vocabulary."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @token_ids_V.setter
+    def token_ids_V(self, ids_V: Tensor) -> None:
+        assert self.t2d is not None
+        self.d2t = ids_V - torch.arange(len(ids_V), device=ids_V.device)
+        self.t2d = is_drafted(ids_V, len(self.t2d))
+
+    def rope_tables(self, positions: int, like: Tensor) -> Rope:
+        """Return cos and sin (T, 1, D) of the positions from 0.
+
+        like: a tensor whose dtype and device they have.
+        """
+        config = self.config
+        frequencies = inverse_frequencies(dict(config.rope), config.head_dim, config.max_positions)
+        cos_TD, sin_TD = rope_tables(frequencies, positions, like.dtype)
+        return cos_TD[:, None].to(like.device), sin_TD[:, None].to(like.device)
+
+    def fuse(self, taps_XC: Tensor) -> Tensor:
+        """Return g (..., H) of the target's states at the taps; of zeros it is zero."""
+        if self.config.fc_norm:
+            parts = taps_XC.chunk(len(self.fc_norm), -1)
+            pairs = zip(self.fc_norm, parts, strict=True)
+            taps_XC = torch.cat([norm(part) for norm, part in pairs], -1)
+        found = self.fc(taps_XC)
+        assert isinstance(found, Tensor)
+        return found
+
+    def step(self, hidden_XH: Tensor, mixed_XQD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the lm_head, and the state that replaces g in the next element."""
+        states_XH = self.midlayer.output(hidden_XH, mixed_XQD)
+        features_XH = self.norm(states_XH)
+        return features_XH, features_XH if self.config.norm_output else states_XH
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def start_from(self, lm_head_VH: Tensor) -> None:
+        """Initialize the output layer with its tokens' rows of the target's lm_head."""
+        ids_V = self.token_ids_V
+        self.lm_head.weight.copy_(lm_head_VH if ids_V is None else lm_head_VH[ids_V])
+
+
+def is_drafted(ids_V: Tensor, vocab_size: int) -> Tensor:
+    """Return whether each token of the target is in the draft vocabulary (bool)."""
+    found = torch.zeros(vocab_size, dtype=torch.bool, device=ids_V.device)
+    return found.index_fill_(0, ids_V, True)
