@@ -6,9 +6,10 @@ tensors are `midlayer.*` (or `layers.0.*`), `fc.weight`, `norm.weight`, `lm_head
 (whether a token is drafted), which SpecForge and the original repository write too. Servers take
 the embedding from the target, which trains frozen in all of them, so a stored one is not read.
 
-The same key names other layers in vLLM (`hidden_states[i]`) than in SGLang (one higher). So the
-numbers are written for them only if they differ from the default of both; `taps`, with
-`taps_convention` beside it, is for this project.
+Layers are numbered in two ways. At the top level, where vLLM reads them, number i is Hugging Face's
+hidden_states[i]. In `eagle_config`, where SGLang and SpecForge read the same key, it is the output
+of layer i, which is hidden_states[i + 1]. Both are written. `taps`, with `taps_convention` beside
+it, is for this project. A file without numbers has the default of all servers.
 """
 
 import json
@@ -25,7 +26,7 @@ from decoding.models.draft_vocabulary import D2T, ids_of
 from decoding.models.folder import WEIGHTS, load_state, read_config
 from decoding.models.native.rope import rope_parameters
 from decoding.values import is_int, quote
-from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, default_taps, is_drafted
+from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted
 from training.heads import checkpoint
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -48,9 +49,6 @@ class ServedLayout:
 
     def config(self, shape: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         rope = dict(shape.rope)
-        served: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": False}
-        if not shape.target_layers or shape.taps != default_taps(shape.target_layers):
-            served[_LAYERS] = list(shape.taps)
         theta = rope.pop("rope_theta")
         return {
             "architectures": [ARCHITECTURE],
@@ -60,7 +58,6 @@ class ServedLayout:
             "draft_vocab_size": shape.num_drafted,  # without it SGLang takes the target's lm_head
             "hidden_size": shape.hidden_size,
             "target_hidden_size": shape.hidden_size,
-            "target_num_hidden_layers": shape.target_layers,
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -71,7 +68,12 @@ class ServedLayout:
             "rope_scaling": rope if rope["rope_type"] != "default" else None,
             "tie_word_embeddings": False,
             "num_aux_hidden_states": shape.num_taps,
-            "eagle_config": served,
+            _LAYERS: list(shape.taps),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "norm_before_fc": False,
+                _LAYERS: [tap - 1 for tap in shape.taps],
+            },
             "taps": list(shape.taps),
             "taps_convention": CONVENTION,
             **{name: getattr(shape, name) for name in _SWITCHES},
@@ -196,8 +198,6 @@ def _read_sizes(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint.check_size(file, key, size, 1)
     drafted = values.get("draft_vocab_size") or V
     checkpoint.check_size(file, "draft_vocab_size", drafted, 1, V)
-    layers = values.get("target_num_hidden_layers", 0)
-    checkpoint.check_size(file, "target_num_hidden_layers", layers, 0)
     for key, size, expected in (
         ("target_hidden_size", values.get("target_hidden_size", H), H),
         ("num_attention_heads", heads % found["num_key_value_heads"], 0),
@@ -216,7 +216,6 @@ def _read_sizes(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": found["head_dim"],
         "intermediate_size": found["intermediate_size"],
         "max_positions": found["max_position_embeddings"],
-        "target_layers": layers,
         "draft_vocab_size": drafted,
     }
 
@@ -229,7 +228,11 @@ def _read_taps(file: Path, values: Mapping[str, Any], served: Mapping[str, Any])
             f"{file}: taps_convention is {quote(convention)}, expected '{CONVENTION}', in which "
             f"layer k is Hugging Face's hidden_states[k]. Renumber taps."
         )
-    taps: Any = values.get("taps", served.get(_LAYERS, values.get(_LAYERS, [])))
+    taps: Any = values.get("taps", values.get(_LAYERS))
+    if taps is None:
+        outputs: Any = served.get(_LAYERS) or []
+        listed = isinstance(outputs, list) and all(map(is_int, outputs))
+        taps = [layer + 1 for layer in outputs] if listed else outputs
     numbers = isinstance(taps, list) and all(is_int(tap) and tap >= 0 for tap in taps)
     count = values.get("num_aux_hidden_states", len(taps) if numbers and taps else NUM_TAPS)
     if not numbers or len(set(taps)) != len(taps) or count != (len(taps) or NUM_TAPS):

@@ -49,7 +49,9 @@ class Drafts:
             self._per_query(each).transpose(1, 2) for each in (keys_RTKD, values_RTKD)
         )
         same_RTT = batch.documents_RT[:, :, None] == batch.documents_RT[:, None]
-        self._seen_RTT = (same_RTT & (positions_RT > 0)[:, None]).tril_(-1)
+        seen_RTT = (same_RTT & (positions_RT > 0)[:, None]).tril_(-1)
+        mask_RTT = torch.zeros(seen_RTT.shape, dtype=before_RTH.dtype, device=before_RTH.device)
+        self._mask_R1TT = mask_RTT.masked_fill_(~seen_RTT, float("-inf"))[:, None]
         self._own: list[tuple[Tensor, Tensor]] = []
 
     def advance(self, embedded_MH: Tensor) -> Tensor:
@@ -66,15 +68,13 @@ class Drafts:
     def _attend(self, q_MQD: Tensor) -> Tensor:
         """Return the mixed values [M, Q, D] of the texts' elements and the drafts' own."""
         own_keys, own_values = (torch.stack(each, 2) for each in zip(*self._own))
-        scale, T = q_MQD.shape[-1] ** -0.5, self._seen_RTT.shape[-1]
-        q_MQD = q_MQD * scale
+        q_MQD = q_MQD * q_MQD.shape[-1] ** -0.5
         own_MQJ = torch.einsum("mqd,mqjd->mqj", q_MQD, own_keys)
-        scores_RQTT = self._placed(q_MQD) @ self._keys_RQTD.transpose(2, 3)
-        scores_RQTT = scores_RQTT.masked_fill(~self._seen_RTT[:, None], float("-inf"))
+        scores_RQTT = self._placed(q_MQD) @ self._keys_RQTD.transpose(2, 3) + self._mask_R1TT
         shares = torch.cat((scores_RQTT, self._placed(own_MQJ)), -1).softmax(-1)
-        mixed_RQTD = shares[..., :T] @ self._values_RQTD
-        own_shares_MQJ = self._taken(shares[..., T:])
-        return self._taken(mixed_RQTD) + torch.einsum("mqj,mqjd->mqd", own_shares_MQJ, own_values)
+        shares_RQTT, own_RQTJ = shares.split((scores_RQTT.shape[-1], len(self._own)), -1)
+        mixed_MQD = self._taken(shares_RQTT @ self._values_RQTD)
+        return mixed_MQD + torch.einsum("mqj,mqjd->mqd", self._taken(own_RQTJ), own_values)
 
     def _per_query(self, x: Tensor) -> Tensor:
         """Repeat keys or values (..., K, D) for their query heads, (..., Q, D)."""
@@ -82,9 +82,9 @@ class Drafts:
 
     def _placed(self, values_MQx: Tensor) -> Tensor:
         """Return the drafts' values [R, Q, T, ...] at the places of their tips, zero elsewhere."""
-        R, T = len(self._seen_RTT), self._seen_RTT.shape[-1]
-        whole = values_MQx.new_zeros(R * T, *values_MQx.shape[1:])
-        return whole.index_copy(0, self.tips_M, values_MQx).unflatten(0, (R, T)).transpose(1, 2)
+        rows = self._mask_R1TT.shape[0], self._mask_R1TT.shape[-1]
+        whole = values_MQx.new_zeros(rows[0] * rows[1], *values_MQx.shape[1:])
+        return whole.index_copy(0, self.tips_M, values_MQx).unflatten(0, rows).transpose(1, 2)
 
     def _taken(self, values_RQTx: Tensor) -> Tensor:
         """Return the values [M, Q, ...] at the places of the tips."""

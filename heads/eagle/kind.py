@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.native.rope import rope_parameters
 from heads.eagle.checkpoint import LAYOUT, load_head, read_head_config
@@ -85,8 +86,7 @@ class EagleKind(HeadKind):
         return torch.stack(drafted, dim=1)
 
     def shape(self, config: EagleTrainConfig, target: Any) -> EagleConfig:
-        options, fields, widths = config.head, target.to_dict(), target_widths(target)
-        layers = target.num_hidden_layers
+        options, widths = config.head, target_widths(target)
         return EagleConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
@@ -94,10 +94,9 @@ class EagleKind(HeadKind):
             num_kv_heads=widths["num_key_value_heads"],
             head_dim=widths["head_dim"],
             intermediate_size=options.intermediate_size or widths["intermediate_size"],
-            taps=tuple(options.taps) or default_taps(layers),
-            rope=rope_parameters(fields),
+            taps=tuple(options.taps) or default_taps(target.num_hidden_layers),
+            rope=rope_parameters(target.to_dict()),
             max_positions=target.max_position_embeddings,
-            target_layers=layers,
             draft_vocab_size=options.draft_vocab_size,
             norm_eps=target.rms_norm_eps,
             fc_norm=options.fc_norm,
@@ -106,13 +105,19 @@ class EagleKind(HeadKind):
         )
 
     def read_shape(self, folder: Path) -> EagleConfig:
-        return read_head_config(folder)
+        shape = read_head_config(folder)
+        if not shape.taps:
+            raise UserError(
+                f"{folder / 'config.json'} names no layers, which training needs. Add the target's "
+                f"layers that the head reads as taps, numbered as Hugging Face's hidden_states."
+            )
+        return shape
 
     def load(self, folder: Path) -> EagleHead:
         return load_head(folder)
 
     def taps(self, shape: EagleConfig) -> Layers:
-        return shape.taps or default_taps(shape.target_layers)
+        return shape.taps
 
     def rules(self, config: EagleTrainConfig, shape: EagleConfig) -> dict[str, tuple[bool, str]]:
         options, V = config.head, shape.vocab_size
@@ -143,7 +148,7 @@ class EagleKind(HeadKind):
         return "output" if name.startswith("lm_head") else "layer"
 
     def describe(self, shape: EagleConfig) -> str:
-        layers = ", ".join(map(str, self.taps(shape)))
+        layers = ", ".join(map(str, shape.taps))
         return f"one decoder layer on the target's hidden states {layers}"
 
     def drafter(
@@ -172,8 +177,8 @@ class EagleKind(HeadKind):
                 f"vllm serve {target} {option}",
             ),
             remarks="Measured costs choose the size of the tree. vLLM drafts a chain. `taps` in "
-            "config.json numbers layers as Hugging Face's hidden_states, as vLLM does; SGLang "
-            "counts layers that are set in config.json one lower.",
+            "config.json numbers layers as Hugging Face's hidden_states, as does vLLM's key at the "
+            "top level; that of SGLang, in `eagle_config`, has the same layers by their outputs.",
         )
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding import devices
 from decoding.errors import UserError
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 
@@ -53,7 +54,6 @@ class EagleConfig:
     taps: tuple[int, ...]
     rope: Mapping[str, Any]  # fields of `rope_parameters` in config.json
     max_positions: int
-    target_layers: int = 0  # decoder layers of the target; 0: not known
     draft_vocab_size: int = 0  # tokens of the draft vocabulary; 0: all
     norm_eps: float = 1e-5
     fc_norm: bool = True
@@ -169,10 +169,10 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         H, V, eps = config.hidden_size, config.num_drafted, config.norm_eps
+        self.midlayer = EagleLayer(config)
         self.fc = nn.Linear(config.num_taps * H, H, bias=False)
         norms = (nn.RMSNorm(H, eps) for _ in range(config.num_taps if config.fc_norm else 0))
         self.fc_norm = nn.ModuleList(norms)
-        self.midlayer = EagleLayer(config)
         self.norm = nn.RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, V, bias=False)
         few = bool(config.draft_vocab_size)
@@ -200,7 +200,10 @@ class EagleHead(nn.Module):
         config = self.config
         frequencies = inverse_frequencies(dict(config.rope), config.head_dim, config.max_positions)
         cos_TD, sin_TD = rope_tables(frequencies, positions, like.dtype)
-        return cos_TD[:, None].to(like.device), sin_TD[:, None].to(like.device)
+        return (
+            devices.copy_to_device(cos_TD[:, None], like.device),
+            devices.copy_to_device(sin_TD[:, None], like.device),
+        )
 
     def fuse(self, taps_XC: Tensor) -> Tensor:
         """Return g (..., H) of the target's states at the taps; of zeros it is zero."""

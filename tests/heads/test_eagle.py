@@ -29,6 +29,7 @@ from decoding.rounds.settings import Settings
 from heads.eagle.checkpoint import LAYOUT, load_head
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.drafts import Drafts
+from heads.eagle.kind import KIND
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
 from heads.train import schema_of
 from tests.decoding.rows import random_eagle
@@ -50,7 +51,6 @@ SHAPE = EagleConfig(
     taps=(2, 4, 5),
     rope=ROPE,
     max_positions=64,
-    target_layers=8,
 )
 
 
@@ -172,18 +172,16 @@ def test_a_saved_folder_loads_equal(fields: dict[str, Any], tmp_path: Path):
 
 
 def test_config_json_has_what_servers_read(tmp_path: Path):
-    """Check the layers' numbers above all: SGLang reads those that are set one layer later."""
+    """Check the layers' numbers above all: SGLang and vLLM read the same key one layer apart."""
     head = random_head(draft_vocab_size=4)
     head.token_ids_V = torch.tensor([1, 3, 4, 9])
     folder = save(head, tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["draft_vocab_size"], config["target_hidden_size"]) == (4, 8)
-    assert config["eagle_config"] == {"use_aux_hidden_state": True, "norm_before_fc": False}
     assert (config["taps"], config["taps_convention"]) == ([2, 4, 5], "hidden_states")
-    assert LAYOUT.config(replace(SHAPE, taps=(1, 4)), torch.float32)["eagle_config"][
-        "eagle_aux_hidden_state_layer_ids"
-    ] == [1, 4]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     state = load_file(folder / "model.safetensors")
     assert state["d2t"].tolist() == [1, 2, 2, 6] and state["d2t"].dtype == torch.int64
     assert state["t2d"].nonzero().flatten().tolist() == [1, 3, 4, 9]
@@ -203,12 +201,25 @@ def test_other_names_of_the_tensors_load_too(tmp_path: Path):
     assert all(torch.equal(back[name], each) for name, each in head.state_dict().items())
 
 
-def test_layers_that_a_file_leaves_out_are_the_servers_default(tmp_path: Path):
+@pytest.mark.parametrize("kept", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+def test_layers_in_either_servers_numbers_are_the_same(kept: str, tmp_path: Path):
     folder = save(random_head(), tmp_path / "head")
+    drop_layers(folder, kept)
+    assert load_head(folder).config.taps == (2, 4, 5)
+
+
+def drop_layers(folder: Path, kept: str = "") -> None:
+    """Remove the layers' numbers from config.json, but for those under one key."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    del config["taps"], config["target_num_hidden_layers"]
+    for key in {"taps", "eagle_aux_hidden_state_layer_ids", "eagle_config"} - {kept}:
+        del config[key]
     file.write_text(json.dumps(config))
+
+
+def test_layers_that_a_file_leaves_out_are_the_servers_default(tmp_path: Path):
+    folder = save(random_head(), tmp_path / "head")
+    drop_layers(folder)
     shape = load_head(folder).config
     assert shape.taps == () and shape.taps_of(32) == (2, 16, 29)
     drafter = EagleDrafter(folder)
@@ -217,6 +228,8 @@ def test_layers_that_a_file_leaves_out_are_the_servers_default(tmp_path: Path):
     assert drafter.capabilities.taps == (2, 3, 4)
     with pytest.raises(UserError, match="low, middle and high of its target, but this target has"):
         shape.taps_of(2)
+    with pytest.raises(UserError, match="names no layers, which training needs"):
+        KIND.read_shape(folder)
 
 
 def test_every_wrong_tensor_is_listed(tmp_path: Path):

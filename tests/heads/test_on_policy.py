@@ -161,9 +161,9 @@ def test_a_head_drafts_in_training_as_it_does_in_decoding(row: HeadRow) -> None:
         ids = np.asarray([*text, *[0] * law_6.GAMMA], dtype=np.int32)  # the text goes on otherwise
         batch = collate([Sample(ids, np.arange(len(ids)) > 0)], [[0]], law_6.ROW)
         drafted = own.draft(row.kind, head, states, batch, law_6.GAMMA + 1)
-        by_place = dict(
-            zip(drafted.where.kept_P.tolist(), drafted.where.tokens_MK.tolist(), strict=True)
-        )
+        where = drafted.where
+        places_M = where.kept_P[where.drafts_M]
+        by_place = dict(zip(places_M.tolist(), where.tokens_MK.tolist(), strict=True))
         assert by_place[len(text) - 2] == [text[-1], *tokens]
         early += by_place.get(len(text) - 3, [0])[1:] == tokens
         same += 1
