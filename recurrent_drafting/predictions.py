@@ -16,10 +16,10 @@ from recurrent_drafting.head import Context, RecurrentHead
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
-from training.heads.predicting import Choose, DraftStarts, choose_likeliest
+from training.heads.predicting import Choose, DraftStarts, PredictingHead, choose_likeliest
 
 
-class RecurrentPredictions:
+class RecurrentPredictions(PredictingHead):
     """Predictions of recurrent heads in training."""
 
     label, reads_context = "redrafter", False

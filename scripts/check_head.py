@@ -23,7 +23,7 @@ from decoding.loop import decode
 from decoding.models.folder import read_config, read_json
 from decoding.models.text.messages import prompt_ids
 from decoding.rounds.settings import Settings
-from heads.registry import kind_of
+from heads.registry import kind_in
 from jobs.paths import resolve_model
 from training.data.packing import Sample
 from training.features.taps import check_layers
@@ -62,14 +62,8 @@ def write_texts(target: Path) -> list[Sample]:
 
 def check_folder(folder: Path, target: Path) -> None:
     """Print what the head is and how it is read. Raises UserError for a head that is not fit."""
-    name = head_of(folder)
-    if not name:
-        raise UserError(
-            f"{folder} holds no head of a known kind (model_type in config.json). Expected the "
-            f"folder that a head's training wrote, or one in its published layout."
-        )
+    kind = kind_in(folder)
     check_fits(target, folder)
-    kind = kind_of(name)
     shape, sizes = kind.read_shape(folder), known_config(target)
     check_sizes(folder, shape, sizes)
     check_layers(kind.taps(shape), sizes.num_hidden_layers)
@@ -77,7 +71,7 @@ def check_folder(folder: Path, target: Path) -> None:
     written = kind.layout.config(shape, torch.float32)
     unknown = sorted({*read_json(folder / "config.json")} - {*written})
     layers = ", ".join(map(str, kind.taps(shape))) or f"{sizes.num_hidden_layers} (final norm)"
-    print(f"{folder}: {name}, {kind.describe(shape)}; reads hidden_states {layers}")
+    print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}; reads hidden_states {layers}")
     print(f"{len(head.state_dict())} tensors, all expected and of their shapes")
     if unknown:
         print(f"keys of config.json that are not read: {', '.join(unknown)}")

@@ -26,6 +26,8 @@ class DrafterEntry:
     mark: str = ""  # a key of config.json that identifies heads without a model_type
     architectures: tuple[str, ...] = ()  # that identify heads with a language model's model_type
     trained: str = ""  # dotted name of the HeadKind that trains such a head
+    # further names of `heads.train head=` -> dotted names of their HeadKinds
+    presets: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the class
 
 
@@ -69,6 +71,18 @@ DRAFTERS = {
         architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
         trained="heads.eagle.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
+    ),
+    "block": DrafterEntry(
+        "heads.block.drafter.BlockDrafter",
+        "folder",
+        mark="dflash_config",
+        presets={
+            "dflash": "heads.block.kind.DFLASH",
+            "dspark": "heads.block.kind.DSPARK",
+            "domino": "heads.block.kind.DOMINO",
+            "jetspec": "heads.block.kind.JETSPEC",
+        },
+        options={"by_cost": True},
     ),
 }
 # model_type of a head's config.json -> its drafter's name

@@ -1,7 +1,8 @@
 """The measure of law 3: counts of the first three tokens against their exact joint distribution.
 
 Targets have 5 symbols, so at most 31 forwards give the exact distribution. Most drafters are tested
-on a table of logits indexed by the last two tokens, self-speculation on a model with layers.
+on a table of logits indexed by the last two tokens; self-speculation and block drafters on a model
+with layers.
 """
 
 import os
@@ -18,6 +19,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from eval.statistics.joint_law import P_LIMIT as P_LIMIT  # the tests of the law import it
 from eval.statistics.joint_law import Triple, joint, p_value
+from heads.block.drafter import BlockDrafter
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
 from tests.support.tiny_targets import TableTarget, hf_model, native_of
@@ -45,7 +47,7 @@ def target_table() -> TableTarget:
 
 
 def five_words() -> NativeTarget:
-    """Return a two-layer target of five symbols, for drafters that skip some of its layers."""
+    """Return a two-layer target of five symbols, for drafters that skip or read its layers."""
     return native_of(
         hf_model(
             "llama",
@@ -59,9 +61,9 @@ def five_words() -> NativeTarget:
 
 
 def target_of(drafter: Drafter | None) -> Target:
-    """Return the 5-symbol target for a drafter: with layers for self-speculation, else a table."""
+    """Return the 5-symbol target for a drafter: with layers if it uses them, else a table."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
-    return five_words() if isinstance(inner, SelfSpeculation) else target_table()
+    return five_words() if isinstance(inner, SelfSpeculation | BlockDrafter) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:

@@ -31,12 +31,14 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.static import StaticTree
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst
 from decoding.interfaces import Drafter, RoundCosts, Target
+from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from tests.support.block_heads import LAW_3_SIZES, block_of, corrected_block, random_block
 from tests.support.oracle_drafters import Oracle, OracleTree, WrongLookahead
 from tests.support.tiny_targets import TableTarget
 
@@ -412,6 +414,45 @@ ROWS = [
         make=lambda kit: eagle_of(kit, frontier=3, by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), frontier=3, by_cost=True),
+    ),
+    DrafterRow(
+        "dflash",
+        make=lambda kit: BlockDrafter(head=block_of(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(head=random_block(LAW_3_SIZES, 2.0)),
+        slow=True,
+    ),
+    DrafterRow(
+        "dspark",
+        make=lambda kit: BlockDrafter(head=corrected_block(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, layout="anchor_first", correction="markov", rank=4)
+        ),
+    ),
+    DrafterRow(
+        "dspark_confident",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model, confidence=True), stop_below=0.5
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
+            stop_below=0.4,
+        ),
+        slow=True,
+    ),
+    DrafterRow(
+        "block_tree",
+        make=lambda kit: BlockDrafter(
+            head=block_of(kit.target, kit.draft_model, in_block_mask="causal"),
+            shape="tree",
+            max_nodes=12,
+        ),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, in_block_mask="causal"), shape="tree", max_nodes=9
+        ),
     ),
     DrafterRow(
         "oracle",

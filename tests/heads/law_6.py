@@ -225,12 +225,13 @@ def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = Non
 def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.0) -> None:
     """Assert that a head drafts the same after export and reload.
 
-    scale: factor on one parameter of the stored head (1, except in the control).
+    scale: factor on the parameters of the stored head (1, except in the control).
     """
     model = target()
     head, shape = head_of(row, model), row.shape(model.config)
     before = drafts(row.drafter(head), model)
-    next(head.parameters()).mul_(scale)
+    for parameter in head.parameters():
+        parameter.mul_(scale)
     save_head(row.kind.layout, shape, head, folder)
     after = drafts(row.load(folder), model)
     assert [one.tokens for one in after] == [one.tokens for one in before]

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.interfaces import Drafter
+from heads.block.drafter import BlockDrafter
+from heads.block.kind import DFLASH, DOMINO, DSPARK, JETSPEC
+from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.kind import KIND as EAGLE
@@ -84,6 +87,34 @@ def eagle(name: str, **fields: Any) -> HeadRow:
     )
 
 
+def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
+    """Return the row of a block drafter of four tokens, with grouped queries."""
+
+    def shape(target: Any) -> BlockConfig:
+        sizes = {"layout": "fill_in", "num_layers": 2} | fields
+        return BlockConfig(
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            target_layers=target.num_hidden_layers,
+            taps=(1, 3),
+            block_size=5 if sizes["layout"] == "fill_in" else 4,
+            mask_token_id=target.vocab_size - 1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=4,
+            intermediate_size=24,
+            **sizes,
+        )
+
+    return HeadRow(
+        name,
+        kind,
+        shape,
+        drafter=lambda head: BlockDrafter(head=head),
+        load=lambda folder: BlockDrafter(folder),
+    )
+
+
 HEAD_ROWS = [
     recurrent("recurrent"),
     recurrent("recurrent without recurrence", rnn=False),
@@ -95,4 +126,12 @@ HEAD_ROWS = [
     eagle("eagle3 with a draft vocabulary", draft_vocab_size=20),
     eagle("eagle3 as first published", fc_norm=False, norm_output=False, taps=[3, 1]),
     eagle("eagle3 with a normalized residual", norm_before_residual=True),
+    block("dflash", DFLASH),
+    block("jetspec", JETSPEC, in_block_mask="causal"),
+    block("domino", DOMINO, layout="anchor_first", correction="gru", rank=6, gru_size=5),
+    block("dflash with a draft vocabulary", DFLASH, draft_vocab_size=20),
+    block("dspark", DSPARK, layout="anchor_first", correction="markov", rank=6, confidence=True),
+    block(
+        "dspark with a draft vocabulary", DSPARK, correction="markov", rank=6, draft_vocab_size=20
+    ),
 ]

@@ -115,7 +115,8 @@ def ran(*arguments: str) -> str:
 @pytest.mark.long
 def test_the_command_names_kinds_and_keys():
     words = ran("head=none_such")
-    assert "there is no conf/head/none_such.yaml. Set head= to one of medusa, recurrent" in words
+    known = ", ".join(sorted(KINDS))
+    assert f"there is no conf/head/none_such.yaml. Set head= to one of {known}" in words
     words = ran("head=recurrent", "head.rnm=false")
     assert "unknown configuration key 'head.rnm'; the nearest valid key is 'head.rnn'" in words
 

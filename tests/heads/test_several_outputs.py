@@ -20,7 +20,7 @@ from training.heads.evaluation import HeadAccuracy
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
-from training.heads.predicting import DraftStarts
+from training.heads.predicting import DraftStarts, PredictingHead
 from training.objectives import hidden_states
 
 K, H, V = tiny.HEADS, tiny.HIDDEN, tiny.VOCABULARY
@@ -36,7 +36,7 @@ class LinearHeads(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(H, V, bias=False) for _ in range(K))
 
 
-class LinearPredictions:
+class LinearPredictions(PredictingHead):
     label, reads_context = "linear", False
 
     def outputs(self, head: LinearHeads, states: TargetStates) -> list[Tensor]:

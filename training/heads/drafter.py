@@ -69,6 +69,22 @@ def check_target(name: str, shape: Any, device: torch.device, target: Target) ->
         )
 
 
+def accepted_states(observation: Observation) -> tuple[Tensor, list[int]]:
+    """Return the target's states (B, N, C) at each row's tip and accepted nodes, in their order.
+
+    Also returns the number of these tokens in each row, which padding follows.
+    """
+    outcome, states_BNC = observation.outcome, observation.hidden_BNC
+    counts_B = [accepted + 1 for accepted in outcome.accepted_B]
+    width = max(counts_B)
+    if outcome.paths_B is None:
+        return states_BNC[:, :width], counts_B
+    paths = [[0, *(node + 1 for node in path)] for path in outcome.paths_B]
+    padded = [[*path, *[0] * (width - len(path))] for path in paths]
+    nodes_BN1 = devices.tensor(padded, states_BNC.device)[:, :, None]
+    return states_BNC.gather(1, nodes_BN1.expand(-1, -1, states_BNC.shape[2])), counts_B
+
+
 class HeadDrafter:
     """Drafter whose only memory is the target's hidden state before the tip."""
 

@@ -15,6 +15,8 @@ that are read, S states from which it predicts, V drafted vocabulary.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from training.bounds import Place
@@ -142,10 +144,18 @@ class HeadObjective(StaticObjective):
         against = self._reference(final_SH, where)
         tokens = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
         rows = reference_rows(loss, tokens)
-        weights_N = self._weights(features_NE, outputs, where, against)
+        logits_N = self.kind.chance_logits(self.head, features_NE)
+        chances_N = None
+        if loss.depth_weights == D_PACE or logits_N is not None:
+            chances_N = chunked_chances(features_NE, outputs, acceptance_rows(loss), against)
+        weights_N = self._weights(where, chances_N, widen(features_NE).dtype)
         total, sums = chunked_by_head(
             features_NE, outputs, rows, against, where.head_N, heads, weights_N
         )
+        if logits_N is not None and chances_N is not None:
+            total = total + F.binary_cross_entropy_with_logits(
+                widen(logits_N), chances_N, weights_N, reduction="sum"
+            )
         return total * where.scale, sums * where.scale
 
     def _reference(
@@ -160,18 +170,15 @@ class HeadObjective(StaticObjective):
         ).shared(where.targets_N, where.targets)
         return lambda start, end: Reference(labels_N[start:end], teacher(start, end))
 
-    def _weights(
-        self,
-        features_NE: Tensor,
-        outputs: Outputs,
-        where: Positions,
-        against: Callable[[int, int], Reference],
-    ) -> Tensor:
-        """Return the weight of each prediction's loss, [N]."""
+    def _weights(self, where: Positions, chances_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the weight of each prediction's loss, [N].
+
+        chances_N: the predictions' chances of acceptance, for D-PACE.
+        """
         loss = self.loss
         if loss.depth_weights != D_PACE:
-            return decay_weights(where.head_N, loss.decay, widen(features_NE).dtype)
-        chances_N = chunked_chances(features_NE, outputs, acceptance_rows(loss), against)
+            return decay_weights(where.head_N, loss.decay, dtype)
+        assert chances_N is not None
         drafts, heads = len(where.drafts_M), loss.predict_n_tokens
         return d_pace_weights(
             chances_N, where.draft_N, where.head_N, drafts, heads, loss.d_pace_alpha

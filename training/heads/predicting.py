@@ -84,6 +84,10 @@ class PredictingHead(Protocol):
         """
         ...
 
+    def chance_logits(self, head: Any, features_NE: Tensor) -> Tensor | None:
+        """Return the logits [N] of each prediction's chance of acceptance; None: not predicted."""
+        return None
+
     def draft(
         self,
         head: Any,

@@ -1,0 +1,42 @@
+"""Configuration of the training of block drafters."""
+
+from dataclasses import dataclass, field
+
+from training.heads.config import HeadJobConfig, HeadOptions
+
+
+@dataclass
+class BlockOptions(HeadOptions):
+    """Shape of a block drafter; loss.predict_n_tokens is the number of drafted tokens."""
+
+    # name in tables and in the head's card
+    name: str = "block"
+    # fill_in: a slot predicts its own token, and the tip's slot none | anchor_first: the next token
+    layout: str = "fill_in"
+    # attention between the slots of a block: bidirectional | causal
+    in_block_mask: str = "bidirectional"
+    # logits that depend on the tokens drafted before: none | markov (the last one) | gru (all)
+    correction: str = "none"
+    # rank of the correction
+    rank: int = 256
+    # correction=gru: size of its state
+    gru_size: int = 512
+    # also predict each token's chance of acceptance, which may end drafts
+    confidence: bool = False
+    # decoder layers
+    num_layers: int = 2
+    # number of the target's layers that are read, spread evenly over its depth
+    num_taps: int = 5
+    # these layers instead, numbered as in Hugging Face's hidden_states (1: after the first layer)
+    taps: list[int] = field(default_factory=list)
+    # token whose embedding fills a block; -1: the highest id that is not pad, bos or eos
+    mask_token_id: int = -1
+    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    draft_vocab_size: int = 0
+
+
+@dataclass
+class BlockTrainConfig(HeadJobConfig):
+    """A block drafter (DFlash, arXiv 2602.06036, and its relatives) for the frozen target."""
+
+    head: BlockOptions = field(default_factory=BlockOptions)

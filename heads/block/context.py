@@ -1,0 +1,60 @@
+"""The stored keys and values of the texts that a block drafter continues.
+
+Rows have lengths of their own. Numbers past a row's length are stale, and no block sees them.
+
+Shapes: B rows, N new tokens, T slots, X channels of all taps, G key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from heads.block.model import BlockHead, KeysValues, Rope, rope_at
+
+
+class StoredContext:
+    """Keys and values of every layer, for the tokens of each row whose states are known."""
+
+    def __init__(self, head: BlockHead, rows: int, capacity: int) -> None:
+        """Start empty rows of at most `capacity` tokens."""
+        config, weight = head.config, head.fc.weight
+        shape = (config.num_layers, 2, rows, config.num_kv_heads, capacity, config.head_dim)
+        self._head = head
+        # zeros, as a hidden slot's weight of 0 times NaN would be NaN
+        self._cache_L2BGTD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.lengths_B = [0] * rows
+        self.tables: Rope = head.rope_tables(capacity + config.block_size)
+
+    def append(self, taps_BNX: Tensor, counts_B: Sequence[int]) -> None:
+        """Add the first counts_B[b] tokens of each row, whose states these are."""
+        N = max(counts_B)
+        offsets_N = torch.arange(N, device=taps_BNX.device)
+        slots_BN = devices.tensor(self.lengths_B, taps_BNX.device)[:, None] + offsets_N
+        rope = rope_at(self.tables, slots_BN)
+        B, G, D = len(slots_BN), self._head.config.num_kv_heads, self._head.config.head_dim
+        index = slots_BN[:, None, :, None].expand(B, G, N, D)
+        for layer, pair in enumerate(self._head.context(taps_BNX[:, :N], rope)):
+            for part, values_BGND in enumerate(pair):
+                self._cache_L2BGTD[layer, part].scatter_(2, index, values_BGND)
+        self.lengths_B = [a + b for a, b in zip(self.lengths_B, counts_B, strict=True)]
+
+    def read(self) -> tuple[list[KeysValues], Tensor]:
+        """Return the keys and values of each layer, and the tokens that blocks see, (B, 1, T)."""
+        T, device = max(self.lengths_B), self._cache_L2BGTD.device
+        lengths_B11 = devices.tensor(self.lengths_B, device)[:, None, None]
+        visible_B1T = torch.arange(T, device=device) < lengths_B11
+        layers = [(layer[0, :, :, :T], layer[1, :, :, :T]) for layer in self._cache_L2BGTD]
+        return layers, visible_B1T
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Shorten each row to at most lengths_B[b] tokens."""
+        self.lengths_B = [min(pair) for pair in zip(self.lengths_B, lengths_B, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        # a list as an index would wait for the device
+        places_B = devices.tensor(list(rows), self._cache_L2BGTD.device)
+        self._cache_L2BGTD = self._cache_L2BGTD.index_select(2, places_B)
+        self.lengths_B = [self.lengths_B[row] for row in rows]

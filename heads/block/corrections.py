@@ -1,0 +1,116 @@
+"""Corrections: sequential parts that make a block's logits depend on the tokens drafted before.
+
+All slots of a block are computed at once, so the state h_k of a slot does not depend on the tokens
+that are drafted in the slots before it. A correction adds W f_k to the logits of depth k, with a
+few features f_k of h_k and of these tokens, and takes K small steps after the one pass of the
+backbone. The output layer of a corrected head is [lm_head | W] over [h_k ; f_k], so losses need no
+other form. W starts at zero: a new head drafts like one without a correction.
+
+Shapes: M drafts, H hidden size, E features of the correction, V drafted vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from heads.block.shape import GRU, MARKOV, BlockConfig
+
+Embed = Callable[[Tensor], Tensor]  # the target's embeddings (..., H) of token ids
+
+
+class Correction(nn.Module):
+    """A correction of the logits, with a state that every token advances."""
+
+    @property
+    def weight(self) -> Tensor:
+        """W, the output layer [V, E] of the features."""
+        raise NotImplementedError
+
+    def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
+        """Return the state after one more token; state_ME is None before the tips."""
+        raise NotImplementedError
+
+    def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
+        """Return the features f [M, E] of the backbone's states and the correction's state."""
+        raise NotImplementedError
+
+
+class Markov(Correction):
+    """DSpark's head: the logits W2 W1[x] of the last token x (arXiv 2607.05147)."""
+
+    def __init__(self, shape: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(shape.vocab_size, shape.rank)
+        self.markov_w2 = nn.Linear(shape.rank, shape.num_drafted, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=shape.rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.markov_w2.weight
+
+    def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
+        found = self.markov_w1(tokens_M)
+        assert isinstance(found, Tensor)
+        return found
+
+    def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
+        return state_ME
+
+
+class PrefixGRU(Correction):
+    """Domino's head: a GRU over the tip and the drafted tokens (arXiv 2605.29707).
+
+    The features are SiLU(W [h ; s]) of the slot's state h and the GRU's state s. The first token of
+    a draft, before which nothing is drafted, has none.
+    """
+
+    def __init__(self, shape: BlockConfig) -> None:
+        super().__init__()
+        H, S = shape.hidden_size, shape.gru_size
+        self.prefix_gru = nn.GRU(H, S, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(H + S, shape.rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(shape.rank, shape.num_drafted, bias=False),
+        )
+        nn.init.zeros_(self.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.embed_proj[2].weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
+        before_1ME = None if state_ME is None else state_ME[None]
+        _, after_1ME = self.prefix_gru(embed(tokens_M)[:, None], before_1ME)
+        assert isinstance(after_1ME, Tensor)
+        return after_1ME[0]
+
+    def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
+        found = self.embed_proj[:2](torch.cat((hidden_MH, state_ME), 1))
+        assert isinstance(found, Tensor)
+        return found if depth else torch.zeros_like(found)
+
+
+def make_correction(shape: BlockConfig) -> Correction | None:
+    """Return a new correction of a head's shape, None if it has none."""
+    kinds: dict[str, type[Markov] | type[PrefixGRU]] = {MARKOV: Markov, GRU: PrefixGRU}
+    return kinds[shape.correction](shape) if shape.correction in kinds else None
+
+
+def features_of_text(
+    correction: Correction, hidden_MKH: Tensor, tokens_MK: Tensor, embed: Embed
+) -> Tensor:
+    """Return the features [M, K, E] if the tokens before each depth are those of a text.
+
+    tokens_MK: the tips, and the tokens that follow them.
+    """
+    state: Tensor | None = None
+    found = []
+    for depth in range(tokens_MK.shape[1]):
+        state = correction.advance(state, tokens_MK[:, depth], embed)
+        found.append(correction.features(hidden_MKH[:, depth], state, depth))
+    return torch.stack(found, 1)

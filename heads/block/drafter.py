@@ -1,0 +1,288 @@
+"""Block drafters: one pass drafts a chain, or a tree of the likeliest tokens at each depth.
+
+The head stores its keys and values of the text and adds those of the accepted tokens after each
+round, so nothing is computed twice. Without a correction the depths of a block are independent
+given the text, and a correction makes each depth's distribution depend on the tokens drafted before
+it. In both cases tokens are sampled from left to right from the distributions that are tested by
+p / q, so the output is the target's. Tokens are never drafted out of order, which would bias it.
+
+Shapes: B rows, K drafted tokens, N nodes, H hidden size, V the target's vocabulary, X channels of
+all taps.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.trees.sampled_children import check_kind
+from decoding.errors import UserError
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
+from decoding.models.draft_vocabulary import spread
+from decoding.models.hub import name_of
+from decoding.models.load import DTYPES
+from decoding.models.native.fused import fuse_linears
+from heads.block.checkpoint import load_head
+from heads.block.confidence import count_kept
+from heads.block.context import StoredContext
+from heads.block.model import BlockHead, rope_at
+from heads.block.tree import TreePlanner
+from training.heads.drafter import accepted_states, check_target, load_to_draft
+
+# maps the logits of the drafted tokens and a depth to the ids (B,) of the tokens
+Choose = Callable[[Tensor, int], Tensor]
+
+
+class BlockDrafter:
+    """Drafter of a block head in a folder or in memory.
+
+    shape: `chain`, or `tree` for heads without a correction. children: of a chain at temperatures
+    above 0, `sampled`, or `top_k` for the likeliest tokens as point masses; a tree's children are
+    always the likeliest. max_nodes: maximum size of a tree. stop_below: a chain of a head with a
+    confidence ends before the first token whose chance, with all before it, is smaller. by_cost:
+    choose each tree's size, or the end of a chain from the head's confidence, by the measured costs
+    of a round. layout: that of a folder that does not name its own (heads/block/checkpoint.py).
+    execution: `fused` runs the products of a loaded head like those of a fused target. Raises
+    UserError for an invalid folder or argument.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        head: BlockHead | None = None,
+        shape: str = "chain",
+        children: str = "sampled",
+        max_nodes: int = 32,
+        stop_below: float = 0.0,
+        by_cost: bool = False,
+        layout: str | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        execution: str = "eager",
+    ) -> None:
+        loaded = head is None
+
+        def load(path: Path, dtype: torch.dtype, place: str) -> BlockHead:
+            return load_head(path, dtype, place, layout)
+
+        head = load_to_draft(folder, head, load, dtype, device)
+        if loaded and execution == "fused":
+            fuse_linears(head)
+        name = name or ("block" if folder is None else name_of(folder))
+        self.name, self.head, self.config = name, head, head.config
+        self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
+        self.children = check_kind(children, name)
+        _check_options(name, head, shape, max_nodes, stop_below)
+        self._stop_below = stop_below
+        self._costs: RoundCosts | None = None
+        self._trees = TreePlanner(max_nodes) if shape == "tree" else None
+        self.num_layers, self.num_parameters = self.config.num_layers, head.num_parameters
+        self.capabilities = Capabilities(
+            shape,
+            has_q=shape == "chain" and children == "sampled",
+            needs_hidden=True,
+            taps=self.config.taps,
+            needs_costs=by_cost and (shape == "tree" or head.confidence is not None),
+            steps="round",
+            stops_by_token=False,
+        )
+        self._target: Target | None = None
+        self._context: StoredContext | None = None
+        self._mask_H = torch.empty(0)
+        self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
+
+    def width(self, gamma: int) -> int:
+        """Return the number of tokens of a chain, or the largest number of nodes of a tree."""
+        depth = min(gamma, self.config.num_drafts)
+        return depth if self._trees is None else self._trees.width(depth)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Set the target, and the costs with `by_cost`.
+
+        Raises UserError for a target of another shape than the head's, or on another device.
+        """
+        check_target(self.name, self.config, self.device, target)
+        if target.num_layers != self.config.target_layers:
+            raise UserError(
+                f"drafter '{self.name}': its head reads a target of {self.config.target_layers} "
+                f"layers, but '{target.name}' has {target.num_layers}. Use a head that was trained "
+                f"for this target."
+            )
+        self._costs = costs if self.capabilities.needs_costs else None
+        if target is not self._target:
+            mask = devices.tensor(self.config.mask_token_id, target.device)
+            self._mask_H = self._convert(target.embed(mask))
+            ids_V = self.head.token_ids_V
+            if ids_V is not None:  # the lm_head's columns, as logits of unit vectors
+                eye_HH = torch.eye(target.hidden_size, dtype=DTYPES[target.dtype])
+                columns_HV = target.lm_head(eye_HH.to(target.device))
+                self._rows_VH = self._convert(columns_HV[:, ids_V].T.contiguous())
+        self._target = target
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Store the keys and values of each prompt without its tip."""
+        self._context = StoredContext(self.head, len(prompts_B), capacity)
+        if prefill_hidden_BNC is not None:
+            counts_B = [len(prompt) - 1 for prompt in prompts_B]
+            self._context.append(self._convert(prefill_hidden_BNC), counts_B)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Keep the tokens before those that the target has just read, and add these."""
+        context = self._stored
+        new = 0 if hidden_NC is None else len(hidden_NC)
+        context.truncate([len(prompt) - 1 - new])
+        if hidden_NC is not None:
+            context.append(self._convert(hidden_NC[None]), [new])
+
+    @property
+    def _stored(self) -> StoredContext:
+        assert self._context is not None, "open() comes before the first round"
+        return self._context
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft each row's chain or tree, at most as deep as its budget."""
+        depths_B = [min(budget, self.config.num_drafts) for budget in budgets_B]
+        depth = max(depths_B)
+        if depth == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
+        tips_B = devices.tensor([sequence[-1] for sequence in sequences_B], self.device)
+        hidden_BKH = self._states(tips_B)[:, :depth]
+        if self._trees is not None:
+            logits_BKV = self._spread(self._logits(hidden_BKH))
+            return self._trees.proposal(logits_BKV, depths_B, chooser, self._costs)
+        q: list[Tensor] = []
+
+        def choose(logits_BV: Tensor, number: int) -> Tensor:
+            tokens_B, q_BV = chooser.draft(self._spread(logits_BV), number)
+            if q_BV is not None:
+                q.append(q_BV)
+            return tokens_B
+
+        point_masses = self.children == "top_k" and chooser.tests_q
+        chosen = self._likeliest if point_masses else choose
+        tokens_BK, logits_BK = self._chain(tips_B, hidden_BKH, chosen)
+        if logits_BK is not None:
+            (chances,) = devices.read(logits_BK.sigmoid())
+            kept_B = [count_kept(row, self._stop_below, self._costs) for row in chances]
+            depths_B = [min(pair) for pair in zip(depths_B, kept_B, strict=True)]
+        q_BKV = torch.stack(q, 1) if q else None
+        return Proposal(tokens_BK, depths_B, None, q_BKV, 1)
+
+    def _likeliest(self, logits_BV: Tensor, depth: int) -> Tensor:
+        """Return the ids (B,) of the largest logits."""
+        best_B = devices.argmax(logits_BV)
+        return best_B if self.head.token_ids_V is None else self.head.token_ids_V[best_B]
+
+    def _chain(
+        self, tips_B: Tensor, hidden_BKH: Tensor, choose: Choose
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens (B, K), chosen from left to right, and the confidence's logits."""
+        logits_BKV = self._logits(hidden_BKH)
+        correction, state, last_B = self.head.correction, None, tips_B
+        tokens, confidences = [], []
+        for depth in range(logits_BKV.shape[1]):
+            logits_BV, features_BE = logits_BKV[:, depth], hidden_BKH[:, depth]
+            if correction is not None:
+                state = correction.advance(state, last_B, self._embed)
+                more_BE = correction.features(features_BE, state, depth)
+                logits_BV = logits_BV + F.linear(more_BE, correction.weight)
+                features_BE = torch.cat((features_BE, more_BE), 1)
+            if self.head.confidence is not None:
+                confidences.append(self.head.confidence(features_BE))
+            last_B = choose(logits_BV, depth)
+            tokens.append(last_B)
+        return torch.stack(tokens, 1), torch.stack(confidences, 1) if confidences else None
+
+    def _convert(self, states: Tensor) -> Tensor:
+        """Return the target's states in the head's dtype and on the head's device."""
+        return states.to(self.device, self.dtype)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Return the target's embeddings in the head's dtype."""
+        assert self._target is not None, "prepare() comes before propose()"
+        return self._convert(self._target.embed(ids))
+
+    def _states(self, tips_B: Tensor) -> Tensor:
+        """Return the inputs of the output layer for all depths of a block, (B, K, H)."""
+        context, S = self._stored, self.config.block_size
+        lengths_B1 = devices.tensor(context.lengths_B, self.device)[:, None]
+        slots_BS = lengths_B1 + torch.arange(S, device=self.device)
+        blocks_B1SH = self.head.inputs(self._embed(tips_B)[:, None], self._mask_H)
+        layers, visible_B1T = context.read()
+        rope = rope_at(context.tables, slots_BS)
+        found_B1KH = self.head(blocks_B1SH, rope, layers, visible_B1T)
+        assert isinstance(found_B1KH, Tensor)
+        return found_B1KH[:, 0]
+
+    def _logits(self, hidden_BKH: Tensor) -> Tensor:
+        """Return the logits of the drafted tokens, without the correction."""
+        if self._rows_VH is not None:
+            return F.linear(hidden_BKH, self._rows_VH)
+        assert self._target is not None, "prepare() comes before propose()"
+        hidden_BKH = hidden_BKH.to(self._target.device, DTYPES[self._target.dtype])
+        return self._convert(self._target.lm_head(hidden_BKH))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary."""
+        ids_V, size = self.head.token_ids_V, self.config.vocab_size
+        return spread(logits, ids_V, size, float("-inf"))
+
+    def observe(self, observation: Observation) -> None:
+        """Add the tip and the accepted tokens of each row to its context."""
+        states_BNX, counts_B = accepted_states(observation)
+        self._stored.append(self._convert(states_BNX), counts_B)
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Drop tokens past these lengths."""
+        self._stored.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._stored.select(rows)
+
+    def time_step(self, frontier: int = 1) -> None:
+        """Run the pass of one block, with its correction, and choose the likeliest tokens."""
+        tips_B = torch.zeros(len(self._stored.lengths_B), dtype=torch.long, device=self.device)
+        self._chain(tips_B, self._states(tips_B), self._likeliest)
+
+
+def _check_options(
+    name: str, head: BlockHead, shape: str, max_nodes: int, stop_below: float
+) -> None:
+    """Raise UserError for invalid options of the drafter `name`."""
+    if shape not in ("tree", "chain"):
+        raise UserError(f"drafter '{name}': shape is '{shape}', expected chain or tree.")
+    if shape == "tree" and head.correction is not None:
+        raise UserError(
+            f"drafter '{name}': shape is 'tree', but its head has a {head.config.correction} "
+            f"correction, whose distributions differ from branch to branch; expected chain. Use a "
+            f"head without a correction for trees."
+        )
+    if max_nodes < 1:
+        raise UserError(f"drafter '{name}': max_nodes is {max_nodes}, expected 1 or more.")
+    if stop_below and (head.confidence is None or not 0 < stop_below < 1):
+        raise UserError(
+            f"drafter '{name}': stop_below is {stop_below}, expected 0, or a chance below 1 if its "
+            f"head has a confidence. Train one with head.confidence=true."
+        )

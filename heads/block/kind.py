@@ -1,0 +1,202 @@
+"""Block drafters as kinds of trained heads (training/heads/kind.py), one for each preset.
+
+Presets share a class: they differ in their file of values, and in whether predictions read the
+tokens drafted before them.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from decoding.interfaces import Drafter
+from decoding.models.native.weights import NativeConfig
+from heads.block.checkpoint import LAYOUT, check_mask_token, load_head, read_head_config
+from heads.block.config import BlockOptions, BlockTrainConfig
+from heads.block.drafter import BlockDrafter
+from heads.block.model import BlockHead
+from heads.block.predictions import BlockPredictions
+from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, BlockConfig
+from jobs.paths import name_anywhere
+from jobs.ranks import SHARDED_WEIGHTS
+from training.features.taps import Layers
+from training.heads.checkpoint import FolderLayout
+from training.heads.config import HeadJobConfig
+from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
+
+MOST_LAYERS, MOST_RANK = 16, 4096
+
+
+class BlockKind(BlockPredictions, HeadKind):
+    """A preset of the block drafters as a kind of trained head."""
+
+    config: type[HeadJobConfig] = BlockTrainConfig
+    layout: FolderLayout = LAYOUT
+
+    def __init__(
+        self, name: str, title: str, reads_tokens: bool = False, tree: bool = False
+    ) -> None:
+        """Name the preset.
+
+        title: its name and paper, for a README. reads_tokens: whether its file has a correction.
+        tree: whether it drafts trees.
+        """
+        self.name, self.title, self.reads_tokens, self.tree = name, title, reads_tokens, tree
+
+    def shape(self, config: BlockTrainConfig, target: Any) -> BlockConfig:
+        options, sizes = config.head, NativeConfig.from_dict(target.to_dict())
+        token = options.mask_token_id
+        token = highest_unused(target) if token == -1 else token
+        check_mask_token("head.mask_token_id", token, sizes.vocab_size, special_tokens(target))
+        return BlockConfig(
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
+            target_layers=sizes.num_layers,
+            taps=tuple(options.taps) or spread_taps(options.num_taps, sizes.num_layers),
+            block_size=config.loss.predict_n_tokens + (options.layout == FILL_IN),
+            mask_token_id=token,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.intermediate_size,
+            num_layers=options.num_layers,
+            layout=options.layout,
+            in_block_mask=options.in_block_mask,
+            correction=options.correction,
+            rank=0 if options.correction == NONE else options.rank,
+            gru_size=options.gru_size if options.correction == GRU else 0,
+            confidence=options.confidence,
+            norm_eps=sizes.norm_eps,
+            rope_theta=float(sizes.rope["rope_theta"]),
+            draft_vocab_size=options.draft_vocab_size,
+        )
+
+    def read_shape(self, folder: Path) -> BlockConfig:
+        return read_head_config(folder)
+
+    def load(self, folder: Path) -> BlockHead:
+        return load_head(folder)
+
+    def taps(self, shape: BlockConfig) -> Layers:
+        return shape.taps
+
+    def rules(self, config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
+        options, last = config.head, shape.target_layers - 1
+        drafts, kind = config.loss.predict_n_tokens, config.parallel.kind
+        taps_fit = all(1 <= tap <= last for tap in shape.taps)
+        return {
+            "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
+            "head.in_block_mask": (options.in_block_mask in MASKS, f"one of {', '.join(MASKS)}"),
+            "head.correction": (
+                options.correction in CORRECTIONS,
+                f"one of {', '.join(CORRECTIONS)}",
+            ),
+            "head.rank": (1 <= options.rank <= MOST_RANK, f"1 to {MOST_RANK}"),
+            "head.gru_size": (1 <= options.gru_size <= MOST_RANK, f"1 to {MOST_RANK}"),
+            "head.num_layers": (1 <= options.num_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS}"),
+            "head.num_taps": (options.num_taps >= 1, "1 or more"),
+            "head.taps": (
+                taps_fit and len(set(shape.taps)) == len(shape.taps),
+                f"different layers of the target from 1 to {last}",
+            ),
+            "head.draft_vocab_size": (
+                0 <= options.draft_vocab_size <= shape.vocab_size,
+                f"a size from 1 to {shape.vocab_size}, the target's vocabulary, or 0 for all",
+            ),
+            "head.path": (
+                shape.num_drafts == drafts and self.reads_tokens == (shape.correction != NONE),
+                f"a folder of head={self.name} whose block drafts {drafts} tokens "
+                f"(loss.predict_n_tokens), not {shape.num_drafts} with correction "
+                f"{shape.correction}",
+            ),
+            "parallel.kind": (
+                kind not in SHARDED_WEIGHTS,
+                "a kind that does not shard the target, whose output layer is the head's",
+            ),
+        }
+
+    def empty(self, shape: BlockConfig) -> BlockHead:
+        return BlockHead(shape)
+
+    def initialize(self, head: BlockHead, options: BlockOptions, lm_head_VH: Tensor) -> None:
+        """Do nothing: the layers start at random, and a correction without effect."""
+
+    def part_of(self, name: str, shape: BlockConfig) -> str:
+        parts = {"fc": "fusion", "hidden_norm": "fusion"}
+        parts |= {"correction": "correction", "confidence": "correction"}
+        return parts.get(name.partition(".")[0], "layers")
+
+    def describe(self, shape: BlockConfig) -> str:
+        corrected = "" if shape.correction == NONE else f", {shape.correction} correction"
+        return (
+            f"blocks of {shape.block_size} slots ({shape.layout}, {shape.in_block_mask}), "
+            f"{shape.num_layers} layers, target layers {', '.join(map(str, shape.taps))}, mask "
+            f"token {shape.mask_token_id}{corrected}"
+        )
+
+    def drafter(
+        self, head: BlockHead, shape: BlockConfig, config: BlockTrainConfig, sampled: bool
+    ) -> Drafter:
+        shape_drafted = "tree" if self.tree else "chain"
+        children = "sampled" if sampled else "top_k"
+        return BlockDrafter(head=head, shape=shape_drafted, children=children)
+
+    def chain_drafter(self, head: BlockHead) -> Drafter:
+        return BlockDrafter(head=head, children="top_k")
+
+    def drafting(self, config: BlockTrainConfig) -> DraftingSetup:
+        if self.tree:
+            return DraftingSetup("of a tree", "tree_block_efficiency")
+        return DraftingSetup("of a chain", "chain_block_efficiency")
+
+    def readme(self, card: dict[str, Any]) -> ReadmeParts:
+        target = shlex.quote(name_anywhere(card["target"]))
+        shape = BlockConfig(**{**card["shape"], "taps": tuple(card["shape"]["taps"])})
+        drafter = "{use: block, folder: ., shape: tree}" if self.tree else "."
+        return ReadmeParts(
+            tag=self.name,
+            title=self.title,
+            form=self.describe(shape),
+            reads=f"hidden states after {len(shape.taps)} of its layers, embedding and lm_head",
+            layout="the published layout of DFlash (config.json with dflash_config, and "
+            "model.safetensors), with the layout of the block (sample_from_anchor)",
+            launch=(f'python -m eval.run target.path={target} "drafters=[{drafter}]"',),
+            remarks="One pass drafts a whole block. `shape=tree` drafts a tree of the likeliest "
+            "tokens from it, for heads without a correction.",
+        )
+
+
+def spread_taps(count: int, num_layers: int) -> Layers:
+    """Return at most `count` layers of the target, from after its second layer to its last but two.
+
+    This is the formula of DFlash and its relatives, raised by one, as they number a layer by its
+    output. Layers of a small target that coincide are read once.
+    """
+    steps = [num_layers // 2]
+    if count > 1:
+        steps = [round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)]
+    last = max(num_layers - 1, 1)
+    return tuple(sorted({min(max(step + 1, 1), last) for step in steps}))
+
+
+def special_tokens(target: Any) -> tuple[int, ...]:
+    """Return the pad and end tokens of a target's Hugging Face configuration."""
+    found = [target.pad_token_id, target.eos_token_id]
+    flat = [each for one in found for each in (one if isinstance(one, list) else [one])]
+    return tuple(dict.fromkeys(each for each in flat if each is not None))
+
+
+def highest_unused(target: Any) -> int:
+    """Return the highest token id that is not a pad, bos or end token.
+
+    In an embedding with padding no text has it; otherwise it is a rare token.
+    """
+    used = {*special_tokens(target), target.bos_token_id}
+    return max(token for token in range(target.vocab_size) if token not in used)
+
+
+DFLASH = BlockKind("dflash", "A block drafter (DFlash, arXiv 2602.06036)")
+DSPARK = BlockKind("dspark", "A block drafter with a Markov head (DSpark, arXiv 2607.05147)", True)
+DOMINO = BlockKind("domino", "A block drafter with a GRU (Domino, arXiv 2605.29707)", True)
+JETSPEC = BlockKind("jetspec", "A causal block drafter (JetSpec, arXiv 2606.18394)", tree=True)

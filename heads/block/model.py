@@ -1,0 +1,206 @@
+"""The backbone of block drafters: one pass over a block of masks gives a state for every depth.
+
+The target's states of the text at some layers are joined and mapped to one context vector c for
+each token. A block begins with the embedding of the tip and continues with that of a mask token, at
+the positions after the text. In each decoder layer the block attends to keys and values of c, and
+to those of the block itself. The layers' keys and values of c are the only thing that depends on
+the text, so a drafter stores them and never computes them again (DFlash, arXiv 2602.06036).
+
+With the layout `fill_in` slot j predicts the token at its own position, and slot 0, the tip, none.
+With `anchor_first` every slot predicts the token after it, as a language model does. Inside a block
+attention is `bidirectional` or `causal`. Embedding and output layer are the target's, which the
+head does not hold.
+
+Shapes: B rows of text, T tokens of a text, A blocks of a row, S slots of a block, K drafted tokens,
+N = A S, H hidden size, Q query heads, G key/value heads, D head size, X channels of all taps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decoding.models.native.rope import inverse_frequencies, rope_tables
+from heads.block.confidence import Confidence
+from heads.block.corrections import Correction, make_correction
+from heads.block.shape import CAUSAL, BlockConfig
+
+Rope = tuple[Tensor, Tensor]  # cosine and sine, by position (..., D)
+KeysValues = tuple[Tensor, Tensor]  # of one layer, (B, G, T, D) each
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block to the context and to itself, with normed query and key heads."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        H, D = config.hidden_size, config.head_dim
+        self.head_dim = D
+        self.q_proj = nn.Linear(H, config.num_heads * D, bias=False)
+        self.k_proj = nn.Linear(H, config.num_kv_heads * D, bias=False)
+        self.v_proj = nn.Linear(H, config.num_kv_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * D, H, bias=False)
+        self.q_norm = nn.RMSNorm(D, config.norm_eps)
+        self.k_norm = nn.RMSNorm(D, config.norm_eps)
+
+    def keys_values(self, x_BNH: Tensor, rope: Rope) -> KeysValues:
+        """Return the keys, rotated by position, and the values."""
+        keys_BNGD = self.k_norm(self.k_proj(x_BNH).unflatten(-1, (-1, self.head_dim)))
+        values_BNGD = self.v_proj(x_BNH).unflatten(-1, (-1, self.head_dim))
+        return _rotate(keys_BNGD, rope).transpose(1, 2), values_BNGD.transpose(1, 2)
+
+    def forward(self, y_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
+        """Return the attention's output (B, N, H).
+
+        mask: bool, (B, 1, N, T + N): the context's tokens and the slots that a slot sees.
+        """
+        queries_BNQD = self.q_norm(self.q_proj(y_BNH).unflatten(-1, (-1, self.head_dim)))
+        queries_BQND = _rotate(queries_BNQD, rope).transpose(1, 2)
+        keys, values = (
+            torch.cat(pair, 2) for pair in zip(context, self.keys_values(y_BNH, rope), strict=True)
+        )
+        # the queries that share a key head become more rows of it, so no key is copied
+        shared = queries_BQND.shape[1] // keys.shape[1]
+        queries = queries_BQND.unflatten(1, (-1, shared)).flatten(2, 3)
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask.repeat(1, 1, shared, 1)
+        )
+        found_BNQD = found.unflatten(2, (shared, -1)).flatten(1, 2).transpose(1, 2)
+        output = self.o_proj(found_BNQD.flatten(2))
+        assert isinstance(output, Tensor)
+        return output
+
+
+class BlockMLP(nn.Module):
+    """The gated feed-forward layer."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        H, E = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(H, E, bias=False)
+        self.up_proj = nn.Linear(H, E, bias=False)
+        self.down_proj = nn.Linear(E, H, bias=False)
+
+    def forward(self, x_BNH: Tensor) -> Tensor:
+        found = self.down_proj(F.silu(self.gate_proj(x_BNH)) * self.up_proj(x_BNH))
+        assert isinstance(found, Tensor)
+        return found
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer over blocks. The context's keys and values come from c without a norm."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = BlockMLP(config)
+
+    def forward(self, x_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
+        x_BNH = x_BNH + self.self_attn(self.input_layernorm(x_BNH), context, mask, rope)
+        found = x_BNH + self.mlp(self.post_attention_layernorm(x_BNH))
+        assert isinstance(found, Tensor)
+        return found
+
+
+class BlockHead(nn.Module):
+    """A block drafter of a target: the backbone, and a correction of its logits if it has one."""
+
+    d2t: Tensor | None  # id of each drafted token less its index (decoding/models/draft_vocabulary)
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        H = config.hidden_size
+        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.hidden_norm = nn.RMSNorm(H, config.norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(H, config.norm_eps)
+        self.correction: Correction | None = make_correction(config)
+        self.confidence = Confidence(config) if config.confidence else None
+        offsets_V = torch.zeros(config.draft_vocab_size, dtype=torch.long)
+        self.register_buffer("d2t", offsets_V if config.draft_vocab_size else None)
+
+    @property
+    def token_ids_V(self) -> Tensor | None:
+        """Ids of the draft vocabulary, rising; None: the full vocabulary."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t)).to(self.d2t)
+
+    @token_ids_V.setter
+    def token_ids_V(self, ids_V: Tensor) -> None:
+        self.d2t = ids_V - torch.arange(len(ids_V)).to(ids_V)
+
+    @property
+    def _layers(self) -> list[BlockLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, without the target's embedding and output layer."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def rope_tables(self, longest: int) -> Rope:
+        """Return the tables (longest, D) of cosine and sine, in the head's dtype and device."""
+        theta = {"rope_theta": self.config.rope_theta, "rope_type": "default"}
+        frequencies = inverse_frequencies(theta, self.config.head_dim, 0)
+        weight = self.fc.weight
+        cos, sin = rope_tables(frequencies, longest, weight.dtype)
+        return cos.to(weight.device), sin.to(weight.device)
+
+    def context(self, taps_BTX: Tensor, rope: Rope) -> list[KeysValues]:
+        """Return the keys and values of a text for each layer."""
+        context_BTH = self.hidden_norm(self.fc(taps_BTX))
+        return [layer.self_attn.keys_values(context_BTH, rope) for layer in self._layers]
+
+    def inputs(self, tips_BAH: Tensor, mask_H: Tensor) -> Tensor:
+        """Return the inputs (B, A, S, H) of blocks.
+
+        tips_BAH: embeddings of the tips. mask_H: embedding of the mask token.
+        """
+        shape = (*tips_BAH.shape[:2], self.config.block_size - 1, len(mask_H))
+        return torch.cat((tips_BAH[:, :, None], mask_H.expand(shape)), 2)
+
+    def forward(
+        self,
+        blocks_BASH: Tensor,
+        rope: Rope,
+        context: Sequence[KeysValues],
+        visible_BAT: Tensor,
+    ) -> Tensor:
+        """Return the inputs of the output layer for every drafted token, (B, A, K, H).
+
+        rope: at the N slots of each row. visible_BAT: bool, the context's tokens that a block sees.
+        """
+        A, S = blocks_BASH.shape[1:3]
+        mask = self._mask(visible_BAT)
+        x_BNH = blocks_BASH.flatten(1, 2)
+        for layer, keys_values in zip(self._layers, context, strict=True):
+            x_BNH = layer(x_BNH, keys_values, mask, rope)
+        states_BASH = self.norm(x_BNH).unflatten(1, (A, S))
+        found = states_BASH[:, :, S - self.config.num_drafts :]
+        assert isinstance(found, Tensor)
+        return found
+
+    def _mask(self, visible_BAT: Tensor) -> Tensor:
+        """Return what each slot sees, (B, 1, N, T + N): its context and its own block's slots."""
+        B, A, T = visible_BAT.shape
+        S, device = self.config.block_size, visible_BAT.device
+        slots_N = torch.arange(A * S, device=device)
+        own_NN = slots_N[:, None] // S == slots_N // S
+        if self.config.in_block_mask == CAUSAL:
+            own_NN = own_NN & (slots_N <= slots_N[:, None])
+        text_BNT = visible_BAT[:, :, None].expand(B, A, S, T).flatten(1, 2)
+        return torch.cat((text_BNT, own_NN.expand(B, -1, -1)), 2)[:, None]
+
+
+def rope_at(tables: Rope, positions_BN: Tensor) -> Rope:
+    """Return cosine and sine (B, N, 1, D) at these positions."""
+    cos_TD, sin_TD = tables
+    return cos_TD[positions_BN][:, :, None], sin_TD[positions_BN][:, :, None]
+
+
+def _rotate(heads_BNQD: Tensor, rope: Rope) -> Tensor:
+    cos_BN1D, sin_BN1D = rope
+    return heads_BNQD * cos_BN1D + heads_BNQD.roll(heads_BNQD.shape[-1] // 2, -1) * sin_BN1D

@@ -1,0 +1,176 @@
+"""Predictions of block drafters in training (training/heads/predicting.py), without Hydra imports.
+
+The blocks of a row attend to the context of the row, which is computed once. They run in chunks, so
+the attention's scores need memory for some blocks at a time. Depth k of a draft whose tip is at
+position p predicts the token at p + 1 + k in both layouts: the layouts differ in the number of
+slots, and in which of them predicts it.
+
+Shapes: R rows, T tokens of a row, A blocks of a row, S slots, F = R T, M drafts, N predictions of
+all depths, O drafts with own tokens, P positions, K drafted tokens, H the target's hidden size, X
+channels of all taps, E features, V drafted vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from heads.block.corrections import features_of_text
+from heads.block.model import BlockHead, rope_at
+from training.data.packing import PackedBatch
+from training.features.states import TargetStates
+from training.heads.positions import Positions
+from training.heads.predicting import (
+    Choose,
+    DraftStarts,
+    PredictingHead,
+    choose_likeliest,
+    spread,
+)
+
+SLOTS_AT_ONCE = 256  # slots of a row that attend at once
+
+
+class BlockPredictions(PredictingHead):
+    """Predictions of block drafters in training."""
+
+    label, reads_context = "block", True
+
+    def outputs(self, head: BlockHead, states: TargetStates) -> Sequence[Tensor]:
+        """Return the target's output layer, followed by the correction's if there is one."""
+        weight_VH, correction = states.lm_head, head.correction
+        if head.token_ids_V is not None:
+            weight_VH = weight_VH[head.token_ids_V]
+        return [weight_VH if correction is None else torch.cat((weight_VH, correction.weight), 1)]
+
+    def features(
+        self,
+        head: BlockHead,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        """Return the inputs (N, E) of the output layer."""
+        tips_M = where.kept_P[where.drafts_M] + 1
+        tokens_MK, depths = where.tokens_MK, len(where.counts_K)
+        context_RTX = spread(batch, where.kept_P, states_PC)
+        hidden_MKH = predict(head, states, batch, context_RTX, tips_M, tokens_MK[:, 0])
+        if head.correction is None:
+            return hidden_MKH[where.draft_N, where.head_N]
+        if where.continues_own:
+            own_O = where.own_O
+            with torch.no_grad():
+                drafted_OK = self._continue(
+                    head, states, hidden_MKH[own_O], tokens_MK[own_O, 0], depths - 1
+                )
+            own_OK = torch.cat((tokens_MK[own_O, :1], drafted_OK), 1)
+            tokens_MK = tokens_MK.index_copy(0, own_O, own_OK)
+        features_MKE = features_of_text(head.correction, hidden_MKH, tokens_MK, states.embed)
+        return torch.cat((hidden_MKH[:, :depths], features_MKE), 2)[where.draft_N, where.head_N]
+
+    def chance_logits(self, head: BlockHead, features_NE: Tensor) -> Tensor | None:
+        return None if head.confidence is None else head.confidence(features_NE)
+
+    def draft(
+        self,
+        head: BlockHead,
+        states: TargetStates,
+        tips: DraftStarts,
+        count: int,
+        choose: Choose = choose_likeliest,
+    ) -> Tensor:
+        text = tips.context
+        assert text is not None, "a head with reads_context drafts from a text"
+        hidden_MKH = predict(head, states, text.batch, text.spread(), text.tips_M, tips.tokens_M)
+        return self._continue(head, states, hidden_MKH, tips.tokens_M, count, choose)
+
+    def _continue(
+        self,
+        head: BlockHead,
+        states: TargetStates,
+        hidden_MKH: Tensor,
+        tips_M: Tensor,
+        count: int,
+        choose: Choose = choose_likeliest,
+    ) -> Tensor:
+        """Return the ids [M, count] of the chains that follow from the backbone's states."""
+        (weight_VE,) = self.outputs(head, states)
+        tokens, state = tips_M, None
+        drafted = []
+        for depth in range(count):
+            features_ME = hidden_MKH[:, depth]
+            if head.correction is not None:
+                state = head.correction.advance(state, tokens, states.embed)
+                more_ME = head.correction.features(features_ME, state, depth)
+                features_ME = torch.cat((features_ME, more_ME), 1)
+            tokens = choose(features_ME, weight_VE, depth)
+            if head.token_ids_V is not None:
+                tokens = head.token_ids_V[tokens]
+            drafted.append(tokens)
+        return torch.stack(drafted, 1)
+
+
+def predict(
+    head: BlockHead,
+    states: TargetStates,
+    batch: PackedBatch,
+    context_RTX: Tensor,
+    tips_M: Tensor,
+    tokens_M: Tensor,
+) -> Tensor:
+    """Return the states (M, K, H) that predict the K tokens after each tip.
+
+    context_RTX: the target's states. tips_M: the tips' places in the flattened batch. tokens_M:
+    the tips' ids.
+    """
+    R, T = batch.ids_RT.shape
+    S, H = head.config.block_size, head.config.hidden_size
+    drafts_RA, seats_M = group_by_row(tips_M // T, R)
+    # one more draft, with which rows are padded
+    tips_M, tokens_M = (torch.cat((each_M, each_M.new_zeros(1))) for each_M in (tips_M, tokens_M))
+    tables = head.rope_tables(T + S)
+    context = head.context(context_RTX, rope_at(tables, batch.positions_RT))
+    embedded_MH = states.embed(tokens_M)
+    mask_H = states.embed(torch.full((), head.config.mask_token_id, device=tokens_M.device))
+    found = []
+    for drafts_Ra in drafts_RA.split(max(1, SLOTS_AT_ONCE // S), dim=1):
+        tips_Ra = tips_M[drafts_Ra]
+        visible_RaT = _visible(batch, tips_Ra)
+        slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + torch.arange(S).to(tips_Ra)
+        blocks_RaSH = head.inputs(embedded_MH[drafts_Ra], mask_H)
+        rope = rope_at(tables, slots_RaS.flatten(1))
+        found.append(head(blocks_RaSH, rope, context, visible_RaT))
+    return torch.cat(found, 1).view(-1, head.config.num_drafts, H)[seats_M]
+
+
+def _visible(batch: PackedBatch, tips_RA: Tensor) -> Tensor:
+    """Return which tokens of the row each block sees, (R, A, T): its document's before the tip."""
+    R, T = batch.ids_RT.shape
+    documents_RA = batch.documents_RT.flatten()[tips_RA]
+    places_R1T = torch.arange(R * T, device=batch.device).view(R, 1, T)
+    return (batch.documents_RT[:, None] == documents_RA[:, :, None]) & (
+        places_R1T < tips_RA[:, :, None]
+    )
+
+
+def group_by_row(rows_M: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the drafts of each row (R, A), padded with M, and each draft's place in them.
+
+    The places are indices [M] into the flattened (R, A). A is at least 1, so that a batch without
+    drafts still depends on the head's weights.
+    """
+    M = len(rows_M)
+    numbers_M = torch.arange(M, device=rows_M.device)
+    if rows == 1 and M:
+        return numbers_M[None], numbers_M
+    counts_R = torch.bincount(rows_M, minlength=rows)
+    (counts,) = devices.read(counts_R)
+    width = max([1, *counts])
+    order_M = rows_M.argsort(stable=True)
+    first_R = counts_R.cumsum(0) - counts_R
+    seats_M = torch.empty_like(numbers_M)
+    seats_M[order_M] = rows_M[order_M] * width + numbers_M - first_R[rows_M[order_M]]
+    padding_F = torch.full((rows * width,), M, device=rows_M.device)
+    return padding_F.index_copy(0, seats_M, numbers_M).view(rows, width), seats_M

@@ -1,0 +1,47 @@
+"""The shape of a block drafter, and the names of its switches."""
+
+from dataclasses import dataclass
+
+FILL_IN, ANCHOR_FIRST = "fill_in", "anchor_first"
+LAYOUTS = (FILL_IN, ANCHOR_FIRST)
+BIDIRECTIONAL, CAUSAL = "bidirectional", "causal"
+MASKS = (BIDIRECTIONAL, CAUSAL)
+# of the logits: heads/block/corrections.py
+NONE, MARKOV, GRU = "none", "markov", "gru"
+CORRECTIONS = (NONE, MARKOV, GRU)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Shape of a block drafter; sizes without a comment are those of its layers."""
+
+    vocab_size: int  # of the target
+    hidden_size: int  # H, the target's
+    target_layers: int  # decoder layers of the target
+    taps: tuple[int, ...]  # the layers that are read, numbered as in training/features/taps.py
+    block_size: int  # S
+    mask_token_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_layers: int = 2
+    layout: str = FILL_IN
+    in_block_mask: str = BIDIRECTIONAL
+    correction: str = NONE
+    rank: int = 0  # of the correction
+    gru_size: int = 0  # of a GRU's state
+    confidence: bool = False  # predicts each token's chance of acceptance
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    draft_vocab_size: int = 0  # tokens of the shortlist; 0: all
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of tokens that can be drafted."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def num_drafts(self) -> int:
+        """Return K, the number of tokens that a block drafts."""
+        return self.block_size - (self.layout == FILL_IN)
