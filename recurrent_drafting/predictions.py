@@ -22,7 +22,7 @@ from training.heads.predicting import Choose, DraftStarts, PredictingHead, choos
 class RecurrentPredictions(PredictingHead):
     """Predictions of recurrent heads in training."""
 
-    label, reads_context = "redrafter", False
+    label, reads_context, computes_states = "redrafter", False, False
 
     def outputs(self, head: RecurrentHead, states: TargetStates) -> tuple[Tensor]:
         return (head.output,)

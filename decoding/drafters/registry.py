@@ -84,6 +84,12 @@ DRAFTERS = {
         },
         options={"by_cost": True},
     ),
+    "early_exit": DrafterEntry(
+        "heads.early_exit.drafter.EarlyExitDrafter",
+        "folder",
+        "shallow_draft_early_exit",
+        trained="heads.early_exit.kind.KIND",
+    ),
 }
 # model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}

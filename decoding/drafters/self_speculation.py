@@ -1,11 +1,8 @@
 """Self-speculation: the target drafts with some of its attention and MLP sub-layers skipped.
 
 Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). It needs no second model, training
-or memory: the draft reads the target's committed keys and values of the remaining layers, and
-appends new ones, which the target's next forward overwrites. `python -m distill.skip_search`
-searches for the sub-layers to skip and writes them to skips.json.
-
-Shapes: B rows.
+or memory. `python -m distill.skip_search` searches for the sub-layers to skip and writes them to
+skips.json.
 """
 
 import json
@@ -13,25 +10,15 @@ from collections.abc import Sequence
 from os.path import normpath
 from pathlib import Path
 
-from torch import Tensor
-
-from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
-from decoding.interfaces import (
-    Capabilities,
-    Chooser,
-    Policies,
-    Proposal,
-    RoundCosts,
-    Target,
-    Tokens,
-)
+from decoding.interfaces import Capabilities, RoundCosts, Target
 from decoding.models.native.model import NativeTarget, Skips
 
 FILE = "skips.json"
 
 
-class SelfSpeculation(ChainDrafter):
+class SelfSpeculation(TargetViewDrafter):
     """A drafter that runs the target without some of its sub-layers.
 
     Hydra: `_target_: decoding.drafters.self_speculation.SelfSpeculation`. skips: a skips.json or
@@ -49,12 +36,8 @@ class SelfSpeculation(ChainDrafter):
         mlp: Sequence[int] = (),
         name: str = "self_speculation",
     ) -> None:
+        super().__init__(name)
         self.skips = Skips(tuple(attention), tuple(mlp)) if skips is None else read_skips(skips)
-        self.name = name
-        self.num_layers = self.num_parameters = 0
-        self._target: NativeTarget | None = None
-        # kept from batch to batch, with its recorded graphs
-        self._view: NativeTarget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target.
@@ -62,12 +45,7 @@ class SelfSpeculation(ChainDrafter):
         Raises UserError for a backend other than native, for layers that the target lacks, and for
         an empty set of sub-layers.
         """
-        if not isinstance(target, NativeTarget):
-            raise UserError(
-                f"drafter '{self.name}' runs some of the target's layers, which the "
-                f"{target.backend} backend does not support. Use target.backend=native and "
-                f"target.parallel=none."
-            )
+        super().prepare(target, costs)
         last = max([-1, *self.skips.attention, *self.skips.mlp])
         if last >= target.num_layers:
             raise UserError(
@@ -79,42 +57,11 @@ class SelfSpeculation(ChainDrafter):
                 f"drafter '{self.name}' skips nothing, expected at least one sub-layer. Set "
                 f"attention or mlp layers, or search for them with distill.skip_search."
             )
-        if target is not self._target:
-            self._target, self._view = target, None
         self.num_layers = target.num_layers - len(self.skips) // 2
 
-    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Share the cache of the target, which has read the prompts."""
-        assert self._target is not None, "prepare() comes before open()"
-        self._capacity = capacity
-        if self._view is None:
-            self._view = self._target.partial(self.skips)
-        self.model = self._view
-        self._follow()
-
-    def _follow(self) -> None:
-        """Take over the target's current lengths and cache."""
-        assert self._target is not None and self._view is not None, "open() comes first"
-        self._view.follow(self._target)
-
-    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Follow the target, which has read the new tokens."""
-        self._follow()
-
-    def propose(
-        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
-    ) -> Proposal:
-        """Draft a chain for each row after the target's committed tokens."""
-        self._follow()
-        return super().propose(sequences_B, budgets_B, stopping_B, chooser)
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Follow the target, which overwrites the drafted keys and values."""
-        self._follow()
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the target, which has selected its rows."""
-        self._follow()
+    def view_of(self, target: NativeTarget) -> NativeTarget:
+        """Return the target without the skipped sub-layers."""
+        return target.partial(self.skips)
 
 
 def read_skips(path: str | Path) -> Skips:

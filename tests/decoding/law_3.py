@@ -1,7 +1,7 @@
 """The measure of law 3: counts of the first three tokens against their exact joint distribution.
 
 Targets have 5 symbols, so at most 31 forwards give the exact distribution. Most drafters are tested
-on a table of logits indexed by the last two tokens; self-speculation and block drafters on a model
+on a table of logits indexed by the last two tokens; those that run or read its layers on a model
 with layers.
 """
 
@@ -12,17 +12,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.target_view import TargetViewDrafter
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
-from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from eval.statistics.joint_law import P_LIMIT as P_LIMIT  # the tests of the law import it
 from eval.statistics.joint_law import Triple, joint, p_value
 from heads.block.drafter import BlockDrafter
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
-from tests.support.tiny_targets import TableTarget, hf_model, native_of
+from tests.support.tiny_targets import TableTarget, five_words
 
 from .rows import COSTS, PICKED, ROWS
 
@@ -46,24 +45,10 @@ def target_table() -> TableTarget:
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
 
 
-def five_words() -> NativeTarget:
-    """Return a two-layer target of five symbols, for drafters that skip or read its layers."""
-    return native_of(
-        hf_model(
-            "llama",
-            layers=2,
-            vocab_size=5,
-            hidden_size=16,
-            intermediate_size=24,
-            num_attention_heads=2,
-        )
-    )
-
-
 def target_of(drafter: Drafter | None) -> Target:
-    """Return the 5-symbol target for a drafter: with layers if it uses them, else a table."""
+    """Return the 5-symbol target for a drafter: one with layers if it runs them, else a table."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
-    return five_words() if isinstance(inner, SelfSpeculation | BlockDrafter) else target_table()
+    return five_words() if isinstance(inner, TargetViewDrafter | BlockDrafter) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:

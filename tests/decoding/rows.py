@@ -31,16 +31,19 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.static import StaticTree
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst
 from decoding.interfaces import Drafter, RoundCosts, Target
+from decoding.models.native.model import NativeTarget
 from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.early_exit.drafter import EarlyExitDrafter
+from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.support.block_heads import LAW_3_SIZES, block_of, corrected_block, random_block
 from tests.support.oracle_drafters import Oracle, OracleTree, WrongLookahead
-from tests.support.tiny_targets import TableTarget
+from tests.support.tiny_targets import TableTarget, five_words
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,17 @@ def fitted_eagle(target: Target, texts: Sequence[Sequence[int]]) -> EagleHead:
     return head
 
 
+def empty_early_exit(target: Target, exit_layer: int = 1) -> EarlyExitHead:
+    """Return a float64 early-exit head for a native target, whose layer adds nothing."""
+    assert isinstance(target, NativeTarget)
+    shape = EarlyExitConfig(**(vars(target.config) | {"exit_layer": exit_layer}))
+    head = EarlyExitHead(shape).double().requires_grad_(False).eval()
+    head.out.weight.zero_()
+    head.down.weight.zero_()
+    head.norm.copy_(target.weights.norm_C)
+    return head
+
+
 @torch.inference_mode()
 def eagle_of(kit: Kit, **options: object) -> EagleDrafter:
     """Return a drafter with the kit's EAGLE-3 head, a fitted one or a random one."""
@@ -240,6 +254,33 @@ def eagle_of(kit: Kit, **options: object) -> EagleDrafter:
     if head is None and kit.texts:
         head = fitted_eagle(kit.target, kit.texts)
     return EagleDrafter(head=head or random_eagle(kit.target, 3.0), **options)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def early_exit_of(kit: Kit, model: Target) -> EarlyExitDrafter:
+    """Return a drafter with the kit's target up to its last layer, then the last layer of `model`.
+
+    model: a native target whose layers have the shape of the kit's target's, without biases.
+    """
+    assert isinstance(model, NativeTarget)
+    head, layer = empty_early_exit(kit.target, kit.target.num_layers - 1), model.weights.layers[-1]
+    for name in ("qkv", "out", "gate_up", "down"):
+        ours, theirs = getattr(head, name), getattr(layer, name)
+        # products with unit vectors, as packed weights cannot be read
+        units = torch.eye(ours.in_features, dtype=model.weights.dtype, device=model.device)
+        ours.weight.copy_(theirs(units).T)
+    head.attention_norm.copy_(layer.attention_norm_C)
+    head.mlp_norm.copy_(layer.mlp_norm_C)
+    head.norm.copy_(model.weights.norm_C)
+    return EarlyExitDrafter(head=head)
+
+
+def random_early_exit(target: Target) -> EarlyExitDrafter:
+    """Return a drafter with a random layer after the target's first layer."""
+    head, generator = empty_early_exit(target), torch.Generator().manual_seed(6)
+    for product in (head.qkv, head.out, head.gate_up, head.down):
+        product.weight.normal_(generator=generator).mul_(product.weight.shape[-1] ** -0.5)
+    return EarlyExitDrafter(head=head)
 
 
 def with_lookup_before(row: DrafterRow, slow: bool = True) -> DrafterRow:
@@ -455,6 +496,15 @@ ROWS = [
         ),
     ),
     DrafterRow(
+        "early_exit",
+        make=lambda kit: early_exit_of(kit, kit.draft_model),
+        rules=("greedy", "token", "block", "coupled"),
+        perfect=lambda kit: early_exit_of(kit, kit.twin),
+        # without its last layer, the target of a table has the logits of the negative table
+        adversarial=lambda kit: EarlyExitDrafter(head=empty_early_exit(kit.target)),
+        table=lambda: random_early_exit(five_words()),
+    ),
+    DrafterRow(
         "oracle",
         make=lambda kit: Oracle(kit.answers, kit.target.vocab_size),
         rules=("greedy", "coupled"),
@@ -511,6 +561,7 @@ KINDS = (
     "graph",
     "ouroboros",
     "self_speculation",
+    "early_exit",
     "recurrent",
 )
 KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost")

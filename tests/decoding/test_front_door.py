@@ -46,13 +46,13 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     shutil.copytree(tiny_target, folder / "target")
     shutil.copytree(tiny_target, folder / "model")
     model = load_causal_lm(tiny_target, torch.float32)
+    for name in TRAINED:
+        write_head(name, model.config, folder / name)
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
     model.save_pretrained(folder / "model")
     (folder / "skips").mkdir()
     (folder / "skips" / "skips.json").write_text(json.dumps({"attention": [2], "mlp": [1, 2]}))
-    for name in TRAINED:
-        write_head(name, model.config, folder / name)
     return folder
 
 

@@ -16,6 +16,9 @@ from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.kind import KIND as EAGLE
 from heads.eagle.model import EagleConfig
+from heads.early_exit.drafter import EarlyExitDrafter
+from heads.early_exit.kind import KIND as EARLY_EXIT
+from heads.early_exit.model import EarlyExitConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
@@ -115,6 +118,17 @@ def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
     )
 
 
+def early_exit(name: str, exit_layer: int, **fields: Any) -> HeadRow:
+    """Return the row of an early-exit head after `exit_layer` layers."""
+    return HeadRow(
+        name,
+        EARLY_EXIT,
+        shape=lambda target: EarlyExitConfig.of_target(target.to_dict(), exit_layer, **fields),
+        drafter=lambda head: EarlyExitDrafter(head=head),
+        load=EarlyExitDrafter,
+    )
+
+
 HEAD_ROWS = [
     recurrent("recurrent"),
     recurrent("recurrent without recurrence", rnn=False),
@@ -134,4 +148,6 @@ HEAD_ROWS = [
     block(
         "dspark with a draft vocabulary", DSPARK, correction="markov", rank=6, draft_vocab_size=20
     ),
+    early_exit("early exit", 2),
+    early_exit("early exit with a draft vocabulary", 1, draft_vocab_size=20),
 ]

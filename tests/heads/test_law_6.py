@@ -71,12 +71,12 @@ def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
         law_6.check_training_equals_drafting(row, states)
 
 
-class Leaking:
-    """A kind of head whose predictions read the token that they predict."""
+class Wrapped:
+    """A kind of head with the predictions of another."""
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
-        self.reads_context = kind.reads_context
+        self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
 
     def features(
         self,
@@ -86,17 +86,61 @@ class Leaking:
         where: Positions,
         states_PC: Tensor,
     ) -> Tensor:
-        features_NE = self.kind.features(head, states, batch, where, states_PC)
-        return features_NE + states.embed(where.labels_N).mean(dim=-1, keepdim=True)
+        features_NE: Tensor = self.kind.features(head, states, batch, where, states_PC)
+        return features_NE
 
     def draft(self, *given: Any) -> Tensor:
         return self.kind.draft(*given)
+
+
+class Leaking(Wrapped):
+    """A kind of head whose predictions read the token that they predict."""
+
+    def features(
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        features_NE = super().features(head, states, batch, where, states_PC)
+        return features_NE + states.embed(where.labels_N).mean(dim=-1, keepdim=True)
+
+
+class LeakingStates(Wrapped):
+    """A kind of head whose predictions read each state one position too late."""
+
+    def features(
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        return super().features(head, states, batch, where, states_PC.roll(-1, dims=0))
 
 
 @pytest.mark.parametrize("row", ALL)
 def test_a_leak_of_the_predicted_token_is_rejected(row: HeadRow) -> None:
     with pytest.raises(AssertionError, match=UNEQUAL):
         law_6.check_nothing_unseen_is_read(row, Leaking(row.kind))
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_a_leak_of_the_next_state_is_rejected(row: HeadRow) -> None:
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_nothing_unseen_is_read(row, LeakingStates(row.kind))
+
+
+@pytest.mark.parametrize("row", [row for row in HEAD_ROWS if row.kind.computes_states])
+def test_states_of_drafted_tokens_are_rejected_unless_computed(row: HeadRow) -> None:
+    kind = Wrapped(row.kind)
+    law_6.check_nothing_unseen_is_read(row, kind)
+    kind.computes_states = False
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_nothing_unseen_is_read(row, kind)
 
 
 @pytest.mark.parametrize("row", ALL)

@@ -106,6 +106,20 @@ def native_of(
     return NativeTarget.from_state(model.config.to_dict(), state, **options)  # type: ignore[arg-type]
 
 
+def five_words() -> NativeTarget:
+    """Return a two-layer target of five symbols, for drafters that run some of its layers."""
+    return native_of(
+        hf_model(
+            "llama",
+            layers=2,
+            vocab_size=5,
+            hidden_size=16,
+            intermediate_size=24,
+            num_attention_heads=2,
+        )
+    )
+
+
 def random_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
     """Return random prompts of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -35,7 +35,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     check_values(
         config,
         {
-            **choice_rules(config, kind.reads_tokens, kind.reads_context),
+            **choice_rules(config, kind),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",
@@ -57,13 +57,11 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
-def choice_rules(
-    config: HeadJobConfig, reads_tokens: bool, reads_context: bool
-) -> dict[str, tuple[bool, str]]:
+def choice_rules(config: HeadJobConfig, kind: HeadKind) -> dict[str, tuple[bool, str]]:
     """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
-    reads_tokens, reads_context: see `HeadKind`. All ranks run a sharded target together, so no rank
-    can skip a forward, as a store does, or continue its texts row by row.
+    All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
+    continue its texts row by row.
     """
     losses: Sequence[str] = HEAD_LOSSES
     caches: Sequence[str] = CACHES
@@ -74,10 +72,18 @@ def choice_rules(
         losses, caches = [name for name in HEAD_LOSSES if name != CONTINUATIONS], CACHES[:1]
         shared = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
         reason = shared
+    elif kind.computes_states:
+        losses = [name for name in HEAD_LOSSES if name != CONTINUATIONS]
+        shared = " with this head, which reads the target's states of the text's own tokens"
     return {
-        **on_policy_rules(config, reads_tokens),
+        **on_policy_rules(config, kind.reads_tokens),
         **head_loss_rules(
-            config.loss, losses, shared, config.data.max_length, reads_tokens, reads_context
+            config.loss,
+            losses,
+            shared,
+            config.data.max_length,
+            kind.reads_tokens,
+            kind.reads_context,
         ),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
         "states.fill": (

@@ -124,7 +124,7 @@ def print_cost(
     print(
         f"cost: {token / 1e6:,.0f} MFLOP per token: target {teacher / 1e6:,.0f}, head "
         f"{draft / 1e6:,.0f} at each of the {share} that are supervised "
-        f"({config.loss.predict_n_tokens} predictions)"
+        f"({counted.predictions} predictions)"
     )
     flops = print_plan(
         config.loop, token, config.assumed_tflops, "assumed_tokens", config.assumed_tokens
@@ -175,9 +175,7 @@ def print_memory(
     drafts = loop.micro_batch_tokens * config.assumed_supervised
     plan |= {
         "activations": drafts * counted.kept,
-        "loss": loss_bytes(
-            drafts * config.loss.predict_n_tokens, vocabulary, counted.outputs, width
-        ),
+        "loss": loss_bytes(drafts * counted.predictions, vocabulary, counted.outputs, width),
         "target's layer": loop.micro_batch_tokens
         * (2 * target.intermediate_size + 6 * target.hidden_size)
         * width,

@@ -106,6 +106,13 @@ class HeadKind(PredictingHead, Protocol):
         """
         ...
 
+    def start_from_target(self, head: Any, options: Any, target: Any) -> None:
+        """Copy into a new head the weights of the target that it starts from, if there are any.
+
+        target: a Hugging Face causal LM.
+        """
+        return
+
     def part_of(self, name: str, shape: Any) -> str:
         """Return the part of the head that a parameter belongs to, such as `output` or `blocks`."""
         ...

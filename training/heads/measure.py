@@ -16,6 +16,7 @@ from training.data.packing import Sample, collate
 from training.features.states import TargetStates
 from training.heads.kind import HeadKind
 from training.heads.positions import Positions
+from training.heads.predicting import count_depths
 from training.losses.chunked import Outputs
 
 
@@ -28,6 +29,7 @@ class HeadStatistics:
     # bytes that a step keeps per draft: tensors saved by autograd, features and their gradient
     kept: int
     outputs: int  # parameters of the trained output layers
+    predictions: int  # of one draft in training
 
     @property
     def parameters(self) -> int:
@@ -35,7 +37,8 @@ class HeadStatistics:
 
 
 def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadStatistics:
-    """Count a head's parameters, FLOPs and memory from one draft of `heads` predictions."""
+    """Count a head's parameters, FLOPs and memory from one draft of `heads` tokens."""
+    heads = count_depths(kind, heads)
     with torch.device("meta"):
         head = kind.empty(shape).to(dtype)
         embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
@@ -47,8 +50,10 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
         get_output_embeddings=lambda: embedding,
     )
     states = TargetStates(target, taps=kind.taps(shape), final=False)
-    text = Sample(np.arange(heads + 2, dtype=np.int32) % 2, np.arange(heads + 2) > 1)
-    batch = collate([text], [[0]], heads + 2, "meta")
+    # a head that predicts once at each token reads one token for each prediction
+    length = 1 if kind.computes_states else heads + 2
+    text = Sample(np.arange(length, dtype=np.int32) % 2, np.arange(length) > 1)
+    batch = collate([text], [[0]], length, "meta")
     channels = len(states.layers) * shape.hidden_size
     states_PC = torch.empty(1, channels, dtype=dtype, device="meta")
     with FlopCounterMode(display=False) as counted, _count_saved_bytes(head) as kept:
@@ -64,7 +69,8 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     flops = float(counted.get_total_flops() + last.get_total_flops())
     by_size = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    return HeadStatistics(by_size, flops, sum(kept.values()) + 2 * features_NE.nbytes, trained)
+    saved = sum(kept.values()) + 2 * features_NE.nbytes
+    return HeadStatistics(by_size, flops, saved, trained, heads)
 
 
 @contextmanager

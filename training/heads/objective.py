@@ -26,7 +26,7 @@ from training.features.states import TargetStates
 from training.heads.loss_config import D_PACE, HeadLossConfig, num_continued_tokens
 from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import Positions, positions
-from training.heads.predicting import PredictingHead
+from training.heads.predicting import PredictingHead, count_depths
 from training.losses.chunked import (
     Outputs,
     cross_entropy_rows,
@@ -66,8 +66,9 @@ class HeadObjective(StaticObjective):
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
         self.on_policy, self.step = on_policy, 0
+        self.depths = count_depths(kind, loss.predict_n_tokens)
         measured = "acceptance" if uses_teacher(loss) else "top1"
-        heads = range(loss.predict_n_tokens)
+        heads = range(self.depths)
         self.metric_names = (
             *(f"{kind.label}{i}_{measured}" for i in heads),
             *(f"{kind.label}{i}_loss" for i in heads),
@@ -95,8 +96,7 @@ class HeadObjective(StaticObjective):
     def _on_drafts(self, row: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the sums of `forward` over one row, after tokens that the head drafts."""
         assert self.on_policy is not None
-        heads = self.loss.predict_n_tokens
-        drafted = self.on_policy.draft(self.kind, self.head, self.states, row, heads)
+        drafted = self.on_policy.draft(self.kind, self.head, self.states, row, self.depths)
         return self._sums(row, drafted.where, drafted.states_PC, drafted.final_SH)
 
     def _on_text(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class HeadObjective(StaticObjective):
         several = len(self.kind.outputs(self.head, states)) > 1
         where = positions(
             batch,
-            loss.predict_n_tokens,
+            self.depths,
             uses_teacher(loss),
             loss.own_tokens,
             self.step,
@@ -135,7 +135,7 @@ class HeadObjective(StaticObjective):
         final_SH: the states of which where.targets_N are indices, where the target predicts; None
         for a loss that does not read them.
         """
-        loss, states, heads = self.loss, self.states, self.loss.predict_n_tokens
+        loss, states, heads = self.loss, self.states, self.depths
         weights = self.kind.outputs(self.head, states)
         features_NE = self.kind.features(
             self.head, states, batch, where, states.select_taps(states_PC)
@@ -179,7 +179,7 @@ class HeadObjective(StaticObjective):
         if loss.depth_weights != D_PACE:
             return decay_weights(where.head_N, loss.decay, dtype)
         assert chances_N is not None
-        drafts, heads = len(where.drafts_M), loss.predict_n_tokens
+        drafts, heads = len(where.drafts_M), self.depths
         return d_pace_weights(
             chances_N, where.draft_N, where.head_N, drafts, heads, loss.d_pace_alpha
         )

@@ -65,6 +65,10 @@ class PredictingHead(Protocol):
     label: str  # prefix of a depth's figures: `{label}0_loss`
     # predictions depend on the target's states of all earlier tokens, which training then keeps
     reads_context: bool = False
+    # the drafter computes the target's states of the tokens that it drafts, and a prediction reads
+    # those of all tokens before the predicted one. Given the text, it is then the same at every
+    # depth, so training predicts depth 0 only
+    computes_states: bool = False
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
         """Return the output layers [V, E]: a single one that all depths share, or one per depth."""
@@ -98,6 +102,13 @@ class PredictingHead(Protocol):
     ) -> Tensor:
         """Return the ids [M, K] of the head's chain of `count` = K tokens after each tip.
 
-        choose: by default the chain is greedy.
+        choose: by default the chain is greedy. A head with `computes_states` returns the chain up
+        to its first token that differs from the text, and then what it predicts after the text's
+        tokens.
         """
         ...
+
+
+def count_depths(kind: PredictingHead, drafted: int) -> int:
+    """Return the number of depths at which training predicts, for drafts of `drafted` tokens."""
+    return 1 if kind.computes_states else drafted

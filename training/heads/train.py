@@ -44,6 +44,7 @@ from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import check_predictions, count_kept
+from training.heads.predicting import count_depths
 from training.heads.real_drafting import block_efficiency
 from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
@@ -127,6 +128,8 @@ def train(job: HeadJob, run: Run) -> None:
     check_predictions(data.samples, config.loss.predict_n_tokens)
     lm_head_VH = target.get_output_embeddings().weight.detach()
     head = build_head(kind, config.head, shape, lm_head_VH, data.samples, parallel.is_main)
+    if not config.head.path:
+        kind.start_from_target(head, config.head, target)
     head = head.to(parallel.device, dtype)
     states = TargetStates(target, taps=kind.taps(shape), final=uses_teacher(config.loss))
     parallel.place_frozen(target)
@@ -225,8 +228,9 @@ def make_evaluation(
         measured = sample_evenly(samples, config.data.held_out_tokens)
     if measured:
         ranks = max(config.top_k, min(kind.ranks, job.shape.num_drafted))
+        depths = count_depths(kind, heads)
         evaluations.insert(
-            0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
+            0, HeadAccuracy(kind, head, states, measured, depths, ranks, length, parallel.device)
         )
     return combine(evaluations)
 
@@ -259,9 +263,9 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     )
     share = config.on_policy.share
     own = f", {share:.0%} of the rows after the head's own tokens" if share else ""
+    heads = "at one depth" if counted.predictions == 1 else f"{counted.predictions} heads"
     print(
-        f"plan: {describe_plan(config.loop, data)}; loss {describe_loss(config.loss)}, "
-        f"{config.loss.predict_n_tokens} heads{own}"
+        f"plan: {describe_plan(config.loop, data)}; loss {describe_loss(config.loss)}, {heads}{own}"
     )
 
 

@@ -32,8 +32,8 @@ def inside_documents(model: Any, batch: PackedBatch) -> dict[str, Any]:
     They are `document_lengths` on a CPU, `cu_seq_lens_q` and `max_length_q` (transformers' names)
     on a GPU in bfloat16 or float16, and otherwise the mask `attention_bias`.
     """
-    on_cpu = batch.device.type == "cpu"
-    if not on_cpu and model.dtype not in (torch.bfloat16, torch.float16):
+    on_cpu, half = batch.device.type == "cpu", model.dtype in (torch.bfloat16, torch.float16)
+    if not on_cpu and not (batch.device.type == "cuda" and half):
         return {"attention_bias": document_mask(batch.documents_RT, model.dtype)}
     starts_S, longest = document_starts(batch.host.documents_RT)
     if on_cpu:

@@ -90,6 +90,7 @@ class NativeTarget(CachedTarget):
         elif execution in RECORDED:
             self._static = StaticForward(weights, steps, compiled=execution == "compiled")
         self._cache_L2BHTD: Tensor | None = None
+        self._spare_layers = 0  # layers of the cache that only views use
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._kept: dict[int, Tensor] = {}  # name -> (L, 2, H, tokens, D)
@@ -147,7 +148,8 @@ class NativeTarget(CachedTarget):
                 most = math.ceil(max(slots, self.max_length) / SLOT_MULTIPLE) * SLOT_MULTIPLE
                 slots = bucket(slots, most)
             config = self.config
-            shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
+            layers = config.num_layers + self._spare_layers
+            shape = (layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # free the old one first
             with torch.inference_mode(False):
                 # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN.
@@ -361,6 +363,21 @@ class NativeTarget(CachedTarget):
         view = NativeTarget(self.weights, name, self.max_length, skips, self.execution)
         view.follow(self)
         return view
+
+    def reserve_layer(self) -> None:
+        """Give the cache one layer more than the model has, for a view that adds a layer.
+
+        Its keys and values are moved, stored and dropped with the others. An open cache is copied.
+        """
+        if self._spare_layers:
+            return
+        self._spare_layers = 1
+        if self._cache_L2BHTD is not None:
+            with torch.inference_mode(False):
+                spare = torch.zeros_like(self._cache_L2BHTD[:1])
+                self._cache_L2BHTD = torch.cat((self._cache_L2BHTD, spare))
+            self._bind()
+            self._view_rows(len(self.lengths_B))
 
     def follow(self, target: "NativeTarget") -> None:
         """Copy the lengths and rows of the viewed target, and share its cache.

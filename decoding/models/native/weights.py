@@ -1,11 +1,12 @@
 """The native target's weights: read from a Hugging Face state dict, fused, in one dtype.
 
 Shapes: B rows, N new tokens, T cache slots, V vocabulary, C hidden size, Q query heads, H key/value
-heads, G = Q / H, D head size.
+heads, G = Q / H, D head size, S tokens of a draft vocabulary.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from decoding.models.native.linear import Linear, make_linear, rms_norm
 from decoding.models.native.rope import rope_parameters
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_UNITS = 64  # unit vectors at once, which bounds the memory of reading a packed head
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,41 @@ class Weights:
             self.embedding_VC = self._take("model.embed_tokens.weight")
             self.norm_C = self._take("model.norm.weight")
             head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
-            product = make_linear(head_VC, None, packed)
-            self.head_weight_VC = None if packed else head_VC
             if config.draft_vocab_size:
                 d2t_N = self._stored(D2T)[0]
                 self.ids_N = ids_of(d2t_N, config.vocab_size, "the weights").to(device)
-            self.head = product if self.ids_N is None else lambda x_NC: self.spread(product(x_NC))
+            self._set_head(head_VC)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self._state = {}
+
+    def _set_head(self, head_VC: Tensor) -> None:
+        """Use this output layer, whose rows are the tokens in `ids_N`, if there are any."""
+        product = make_linear(head_VC, None, self.packed)
+        self.head_weight_VC = None if self.packed else head_VC
+        self.head = product if self.ids_N is None else lambda x_NC: self.spread(product(x_NC))
+
+    def with_layer(self, layer: Layer, norm_C: Tensor, ids_S: Tensor | None) -> "Weights":
+        """Return weights that share these, with one more layer and another final norm.
+
+        ids_S: the rising ids whose rows of the head are kept, as a draft vocabulary; None: all.
+        """
+        longer = copy.copy(self)
+        longer.layers, longer.norm_C = [*self.layers, layer], norm_C
+        longer.config = replace(self.config, num_layers=self.config.num_layers + 1)
+        if ids_S is not None:
+            longer.ids_N = ids_S
+            longer.config = replace(longer.config, draft_vocab_size=len(ids_S))
+            longer._set_head(self._head_rows(ids_S))
+        return longer
+
+    def _head_rows(self, ids_S: Tensor) -> Tensor:
+        """Return these rows (S, C) of the output layer."""
+        if self.head_weight_VC is not None:
+            return self.head_weight_VC[ids_S]
+        # a packed weight cannot be indexed; products with unit vectors are its columns, exactly
+        units_CC = torch.eye(self.config.hidden_size, dtype=self.dtype, device=self.device)
+        columns = [self.head(part)[:, ids_S] for part in units_CC.split(_UNITS)]
+        return torch.cat(columns).T.contiguous()
 
     def spread(self, logits: Tensor) -> Tensor:
         """Return the logits (..., V) of a head's outputs: -inf outside its draft vocabulary."""
