@@ -107,6 +107,15 @@ class HeldOutAcceptance:
         answers' tokens.
         """
         totals, chances_N = self.evaluate()
+        figures = self.first_token_figures(totals)
+        if self.prediction is None:
+            return figures | {"score": totals.acceptance}
+        chances = chances_N.split(self.lengths)
+        survival_ATK = chain_survival(chances, self.prediction.draft_tokens)
+        return figures | self.prediction.figures(survival_ATK, self.lengths)
+
+    def first_token_figures(self, totals: AcceptanceSums) -> dict[str, float]:
+        """Return the figures of the token after each position."""
         figures = {
             "acceptance": totals.acceptance,
             "greedy_acceptance": totals.greedy / totals.tokens,
@@ -116,11 +125,7 @@ class HeldOutAcceptance:
                 "coverage": totals.covered / totals.tokens,
                 "drafted_tokens": totals.drafted / totals.tokens,
             }
-        if self.prediction is None:
-            return figures | {"score": totals.acceptance}
-        chances = chances_N.split(self.lengths)
-        survival_ATK = chain_survival(chances, self.prediction.draft_tokens)
-        return figures | self.prediction.figures(survival_ATK, self.lengths)
+        return figures
 
     def totals(self) -> AcceptanceSums:
         """Return the sums over all supervised tokens for the current weights of the student."""
@@ -132,15 +137,23 @@ class HeldOutAcceptance:
         totals = torch.zeros(6, dtype=torch.float64)
         chances = []
         for number, batch in enumerate(self.batches):
-            if number == len(self._teacher_hidden):
-                self._teacher_hidden.append(batch.at_supervised(hidden_states(self.teacher, batch)))
             student_NH = batch.at_supervised(hidden_states(self.student, batch))
             sums, chances_N = self._overlap(
-                student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT)
+                student_NH, self.teacher_states(number), batch.at_supervised(batch.next_RT)
             )
             totals += sums
             chances.append(chances_N)
         return AcceptanceSums(*totals.tolist()), torch.cat(chances)
+
+    def teacher_states(self, number: int) -> Tensor:
+        """Return the teacher's states [N, G] at the supervised tokens of a batch, read once.
+
+        Batches are read in their order.
+        """
+        if number == len(self._teacher_hidden):
+            batch = self.batches[number]
+            self._teacher_hidden.append(batch.at_supervised(hidden_states(self.teacher, batch)))
+        return self._teacher_hidden[number]
 
     def _overlap(
         self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor

@@ -42,6 +42,22 @@ class OnPolicyConfig(OnPolicyOptions):
 
 
 @dataclass
+class ParallelDraftingConfig:
+    """Mask tokens with which the student drafts several tokens in one forward (PARD)."""
+
+    # tokens that the student learns to draft in one forward; 0: it drafts token by token
+    tokens: int = 0
+    # id of the token in the place of a token to draft, which no text has; null: an unused or
+    # reserved one
+    mask_token: int | None = None
+    # share of the positions that train the second token; that of each further one is this share of
+    # the share before
+    retain: float = 0.7
+    # smallest share of the positions that train a token
+    retain_min: float = 0.2
+
+
+@dataclass
 class QualityConfig(JobConfig):
     """`python -m distill.quality`: measure bits per byte and the share of valid functions."""
 
@@ -118,6 +134,7 @@ class TrainConfig(TrainingJobConfig):
     loss: StudentLossConfig = field(default_factory=StudentLossConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    parallel_drafting: ParallelDraftingConfig = field(default_factory=ParallelDraftingConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     # a checkpoint RUN/checkpoints/STEP of an earlier run, whose drafter folder is written to
     # RUN/exports/STEP without training; all other settings are then those of that run

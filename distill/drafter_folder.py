@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.models.draft_vocabulary import token_ids
 from decoding.models.folder import CARD, read_json
 from jobs.paths import name_anywhere
@@ -36,7 +37,8 @@ def write_card(
         "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
         "draft_vocabulary": vocabulary_on_card(model),
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "parallel_drafting": (parallel := parallel_on_card(model.config)),
+        "num_draft_tokens": NUM_DRAFT_TOKENS if parallel is None else parallel["tokens"],
     }
     drafter_folder.write_card(folder, origin, about, format_readme)
 
@@ -45,6 +47,27 @@ def vocabulary_on_card(model: Any) -> dict[str, Any] | None:
     """Return the size and the token ids of a model's draft vocabulary; None: all tokens."""
     ids = token_ids(model)
     return None if ids is None else {"size": len(ids), "ids": ids.tolist()}
+
+
+def parallel_on_card(config: Any) -> dict[str, int] | None:
+    """Return the draft length and the mask token of a model that drafts in parallel; else None."""
+    values = vars(config)
+    if MASK_TOKEN not in values:
+        return None
+    return {"tokens": values[TRAINED_TOKENS], "mask_token": values[MASK_TOKEN]}
+
+
+def describe_parallel(card: dict[str, Any]) -> str:
+    """Return a README paragraph about parallel drafting; "" for other drafters."""
+    parallel = card.get("parallel_drafting")
+    if not parallel:
+        return ""
+    return (
+        f"It drafts {parallel['tokens']} tokens in one forward, with token "
+        f"{parallel['mask_token']} in the place of those to draft "
+        f"([PARD](https://arxiv.org/abs/2504.18583)). Shallow Draft and vLLM do so; other engines "
+        f"draft token by token.\n\n"
+    )
 
 
 def describe_vocabulary(card: dict[str, Any]) -> str:
@@ -72,14 +95,14 @@ TESTED = {
 }
 
 
-def launch_lines(target: str, draft_tokens: int) -> dict[str, str]:
+def launch_lines(target: str, draft_tokens: int, parallel: bool = False) -> dict[str, str]:
     """Return engine -> a code block that drafts with the working folder, in Markdown.
 
     target: path or Hub name of the target, valid in any folder. draft_tokens: draft length.
+    parallel: whether vLLM drafts all tokens in one forward.
     """
-    vllm = json.dumps(
-        {"method": "draft_model", "model": ".", "num_speculative_tokens": draft_tokens}
-    )
+    speculative = {"method": "draft_model", "model": ".", "num_speculative_tokens": draft_tokens}
+    vllm = json.dumps(speculative | ({"parallel_drafting": True} if parallel else {}))
     quoted = shlex.quote(target)
     return {
         "Hugging Face": f"""```python
@@ -120,10 +143,11 @@ def describe_running(card: dict[str, Any]) -> str:
     """Return the README's section on running a drafter in other engines."""
     if card.get("draft_vocabulary"):
         return _COPY
-    target = name_anywhere(card["target"])
+    target, parallel = name_anywhere(card["target"]), bool(card.get("parallel_drafting"))
+    tested = TESTED | ({"vLLM": "by form, not run"} if parallel else {})
     blocks = "\n\n".join(
-        f"**{engine}** ({TESTED[engine]})\n\n{block}"
-        for engine, block in launch_lines(target, card["num_draft_tokens"]).items()
+        f"**{engine}** ({tested[engine]})\n\n{block}"
+        for engine, block in launch_lines(target, card["num_draft_tokens"], parallel).items()
     )
     moved = "" if target == card["target"] and not Path(target).is_absolute() else _MOVED
     return f"Run these lines in this folder, which they name `.`.{moved}\n\n{blocks}"
@@ -144,7 +168,7 @@ A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card[
 {training_on_card(card)}. Held-out: {figures_on_card(card)}.
 It only proposes tokens. The target verifies all of them, so the output is the target's.
 
-{tokenizer_on_card(card)}{describe_vocabulary(card)}## Run it
+{tokenizer_on_card(card)}{describe_vocabulary(card)}{describe_parallel(card)}## Run it
 
 {describe_running(card)}
 

@@ -15,6 +15,7 @@ import torch
 from decoding import devices
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import NUM_DRAFT_TOKENS, write_card
+from distill.parallel_drafting.setup import dry_parallel
 from distill.prune.layer_choice import count_layer_sets
 from distill.shapes import (
     describe_size_mismatch,
@@ -94,6 +95,7 @@ def dry_run(config: TrainConfig, target_folder: Path, run: Run) -> float:
             "note: the draft vocabulary is counted from the data, which a dry run does not read: "
             "the untrained student has all tokens"
         )
+    dry_parallel(complete, config.parallel_drafting, target_folder)
     _write(config, complete, target, target_folder, run)
     return flops
 

@@ -1,27 +1,30 @@
 """`python -m distill.train`: distil the frozen target into a student and write a drafter folder."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decoding.costs.prediction import Costs
-from decoding.drafters.chain import ChainDrafter
 from decoding.engine import stop_tokens
-from decoding.interfaces import Drafter, Target
 from decoding.models.draft_vocabulary import D2T, ids_of, restrict_head, token_ids
 from decoding.models.folder import hash_input
-from decoding.models.load import DTYPES
-from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
-from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import TrainConfig
 from distill.drafter_folder import NUM_DRAFT_TOKENS, read_pruning, write_card
 from distill.dry_run import dry_run
+from distill.held_out import make_held_out, make_timing
 from distill.on_policy.start import add_student_rows, report_texts
+from distill.parallel_drafting.held_out import BLOCK_EFFICIENCY
+from distill.parallel_drafting.mask_token import refuse_in_data
+from distill.parallel_drafting.objective import ParallelDistillation
+from distill.parallel_drafting.setup import (
+    describe_parallel,
+    parallel_objective,
+    parallel_rules,
+    prepare_student,
+)
 from distill.shapes import student_config
 from distill.student import build_student, check_draft_vocabulary, restrict_vocabulary
 from jobs.job import job_main
@@ -32,9 +35,9 @@ from training.bounds import Progress
 from training.cached_distillation import CachedDistillation
 from training.checkpoint import load_weights
 from training.config import check_values
-from training.data.from_config import data_files, held_out_domains, training_data
+from training.data.from_config import data_files, training_data
 from training.data.mixture import check_mixture
-from training.data.packing import PackedData, Sample
+from training.data.packing import PackedData
 from training.drafter_folder import Provenance, close_run, origin_of, write_model
 from training.export import load_checkpoint, saved_run
 from training.features.teacher_cache import teacher_cache
@@ -42,16 +45,11 @@ from training.features.teacher_config import NONE, cache_rules
 from training.held_out.answers import check_stages
 from training.held_out.costs import (
     MEASURED,
-    Timing,
     answers_and_costs,
     cost_files,
     cost_rules,
 )
-from training.held_out.speedup import (
-    LONGEST_DRAFT,
-    SpeedupPrediction,
-    describe_prediction,
-)
+from training.held_out.speedup import describe_prediction
 from training.job import TargetJob, fit_recorded
 from training.losses.config import (
     CROSS_ENTROPY,
@@ -64,7 +62,7 @@ from training.losses.config import (
 from training.models.build import check_target, dtype_of, known_config, load_causal_lm
 from training.models.frozen import load_frozen
 from training.models.layers import compile_layers
-from training.models.shapes import millions, sizes_of
+from training.models.shapes import millions
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.on_policy import schedule_rules
 from training.parallel.strategy import Parallel
@@ -110,6 +108,9 @@ class Distil(TargetJob[TrainConfig]):
         stop = stop_tokens(target_folder, tokenizer)
         special = {*tokenizer.all_special_ids, *stop}
         restrict_vocabulary(student, config.student, data.samples, special, parallel.is_main)
+        prepare_student(student.config, config.parallel_drafting, tokenizer, stop)
+        if config.parallel_drafting.tokens:
+            refuse_in_data(student.config.pard_token, data.samples)
         if parallel.is_main:
             print_overview(config, student, teacher, data)
         student.to(parallel.device)
@@ -145,6 +146,9 @@ def export(config: TrainConfig) -> Path:
     student = build_student(saved.student, teacher, dtype, job.target_folder)
     if D2T in found.model and token_ids(student) is None:
         restrict_head(student, ids_of(found.model[D2T], job.target.vocab_size, found.folder))
+    tokenizer = load_tokenizer(job.target_folder)
+    stop = stop_tokens(job.target_folder, tokenizer)
+    prepare_student(student.config, saved.parallel_drafting, tokenizer, stop)
     load_weights(student, found)
     write_folder(saved, folder, student, job.target_folder, figures, progress)
     print(f"drafter of step {progress.step}: {folder}")
@@ -178,6 +182,7 @@ def check(config: TrainConfig) -> None:
             f"less than data.max_length ({config.data.max_length})",
         ),
         **schedule_rules(own),
+        **parallel_rules(config),
         "on_policy.refresh": (own.refresh >= 1, "1 or more"),
     }
     if held_out.costs == MEASURED and config.target.backend != "native":
@@ -192,54 +197,6 @@ def check(config: TrainConfig) -> None:
         check_value(name, vars(own)[name], key=f"on_policy.{name}")
 
 
-def make_held_out(
-    config: TrainConfig,
-    student: Any,
-    teacher: Any,
-    tokenizer: Any,
-    parallel: Parallel,
-    target_texts: list[Sample],
-    costs: Costs | None,
-) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates the student on the target's answers and the domains.
-
-    target_texts: the target's answers. costs: those of a round; None predicts no speedup.
-    """
-    chosen = config.held_out
-    known = (student, teacher)
-    limits = (config.data.max_length, chosen.temperature)
-    prediction = None
-    if costs is not None:
-        prediction = SpeedupPrediction(costs, chosen.max_new_tokens, LONGEST_DRAFT)
-    answers = HeldOutAcceptance(*known, target_texts, *limits, prediction)
-    domains = held_out_domains(tokenizer, config.data, parallel.is_main)
-    if not domains:
-        return answers
-    scorers = {name: HeldOutAcceptance(*known, texts, *limits) for name, texts in domains.items()}
-    return partial(score_mixture, answers, scorers)
-
-
-def make_timing(config: TrainConfig, student: Any, target: Any) -> Timing:
-    """Return what is timed for held-out predictions: the student, as eval.run would load it.
-
-    target: the target's Hugging Face configuration.
-    """
-
-    def make_drafter(target: Target) -> Drafter:
-        model = NativeTarget.from_state(
-            student.config.to_dict(),
-            student.state_dict(),
-            dtype=DTYPES[config.target.dtype],
-            device=str(target.device),
-            execution=target.execution if isinstance(target, NativeTarget) else "eager",
-        )
-        return ChainDrafter(model=model)
-
-    ids = token_ids(student)
-    drafter = sizes_of(student.config) | {"draft_vocab_size": 0 if ids is None else len(ids)}
-    return Timing(make_drafter, sizes_of(target), drafter, LONGEST_DRAFT)
-
-
 def make_objective(
     config: TrainConfig,
     student: Any,
@@ -247,11 +204,13 @@ def make_objective(
     data: PackedData,
     target_folder: Path,
     parallel: Parallel,
-) -> Distillation | LanguageModelling | CachedDistillation:
+) -> Distillation | LanguageModelling | CachedDistillation | ParallelDistillation:
     """Return the training objective for the loss; a cache of the teacher is written first.
 
     data: the training data without the rows that the student writes.
     """
+    if config.parallel_drafting.tokens:
+        return parallel_objective(config, student, teacher_states(config, teacher, data))
     if not uses_teacher(config.loss):
         return LanguageModelling(student)
     if config.teacher.cache != NONE:
@@ -259,8 +218,12 @@ def make_objective(
         settings = (teacher_temperature(config.loss), token_ids(student), config.seed)
         cache = teacher_cache(*known, *settings, parallel)
         return CachedDistillation(student, config.loss, cache)
-    states = TeacherStates(teacher, config.loss.cache_mb * 10**6, len(data.samples))
-    return Distillation(student, teacher, config.loss, states)
+    return Distillation(student, teacher, config.loss, teacher_states(config, teacher, data))
+
+
+def teacher_states(config: TrainConfig, teacher: Any, data: PackedData) -> TeacherStates:
+    """Return the target's states, with a cache for the rows that recur."""
+    return TeacherStates(teacher, config.loss.cache_mb * 10**6, len(data.samples))
 
 
 def print_overview(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
@@ -282,6 +245,8 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
     loss = describe_loss(config.loss)
     print(f"plan: {describe_plan(config.loop, data)}; loss {loss}{slow_first}")
+    if config.parallel_drafting.tokens:
+        print(describe_parallel(student, config.parallel_drafting))
 
 
 def write_folder(
@@ -298,8 +263,9 @@ def write_folder(
     """
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
+    selected_by = BLOCK_EFFICIENCY if config.parallel_drafting.tokens else "acceptance"
     origin = origin_of(
-        config, config.student.name, target_folder, figures, progress, selected_by="acceptance"
+        config, config.student.name, target_folder, figures, progress, selected_by=selected_by
     )
     from_folder = config.student.init == "folder"
     pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
@@ -322,9 +288,11 @@ def finish(
     folder, best = run.artefact, progress.best
     origin = write_folder(config, folder, student, target_folder, best, progress)
     close_run(run, origin, progress, {"texts": texts})
+    chain = f"block efficiency {best[BLOCK_EFFICIENCY]:.2f}" if BLOCK_EFFICIENCY in best else ""
     figures = [
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
         f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy",
+        chain,
         describe_prediction(best),
         f"after {progress.seconds:.0f} s of training; drafter: {folder}",
     ]

@@ -26,7 +26,7 @@ from decoding.drafters.build import (
     with_target_settings,
 )
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.registry import DRAFTERS, TRAINED, head_of, imported
+from decoding.drafters.registry import DRAFTERS, TRAINED, drafter_of, head_of, imported
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
@@ -160,7 +160,7 @@ def check_entries(entries: Sequence[Any]) -> None:
         elif use in _known_names():
             mappings = [_class_and_options(use)]
         else:  # a folder: of a model, or of a head
-            known = [head_of(use) or "chain"] if Path(use).exists() else ["chain", *TRAINED]
+            known = [drafter_of(use)] if Path(use).exists() else ["chain", *TRAINED]
             mappings = [_class_and_options(kind) for kind in known]
         kinds = [_find_class(name, mapping) for mapping in mappings]
         _check_keys(name, [key for key in entry if key != "use"], kinds)
@@ -284,9 +284,9 @@ def _build_mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         name = use
     else:
         folder = str(find_drafter_folder("drafters:", use, _known_names()))
-        head = head_of(folder)
-        name = head or "chain"
-        given = {"folder": folder, **({"name": _folder_name(folder)} if head else {}), **given}
+        name = drafter_of(folder)
+        named = {"name": _folder_name(folder)} if head_of(folder) else {}
+        given = {"folder": folder, **named, **given}
     mapping = {**_class_and_options(name), **given}
     missing = [key for key, value in mapping.items() if value == MISSING]
     if missing:

@@ -15,6 +15,7 @@ from decoding.drafters.registry import (
     AUTO,
     DRAFTERS,
     check_fits,
+    drafter_of,
     head_of,
     imported,
     unknown_drafter,
@@ -125,7 +126,7 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     name = str(use)
     if use not in DRAFTERS:
         folder = find_drafter_folder("drafter", use, sorted(DRAFTERS))
-        name, given = head_of(folder) or "chain", {"folder": folder, **given}
+        name, given = drafter_of(folder), {"folder": folder, **given}
     entry = DRAFTERS[name]
     kind: type = imported(entry.kind)
     options = {**entry.options, **given}

@@ -25,6 +25,7 @@ class DrafterEntry:
     model_type: str = ""  # of the heads that it loads, in config.json
     mark: str = ""  # a key of config.json that identifies heads without a model_type
     architectures: tuple[str, ...] = ()  # that identify heads with a language model's model_type
+    model_mark: str = ""  # a key of config.json that language models have for this drafter
     trained: str = ""  # dotted name of the HeadKind that trains such a head
     # further names of `heads.train head=` -> dotted names of their HeadKinds
     presets: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +34,9 @@ class DrafterEntry:
 
 DRAFTERS = {
     "chain": DrafterEntry("decoding.drafters.chain.ChainDrafter", "folder"),
+    "parallel": DrafterEntry(
+        "decoding.drafters.parallel.ParallelChain", "folder", model_mark="pard_token"
+    ),
     "prompt_lookup": DrafterEntry("decoding.drafters.prompt_lookup.PromptLookup"),
     "suffix_lookup": DrafterEntry("decoding.drafters.prompt_lookup.SuffixLookup"),
     "lookahead": DrafterEntry("decoding.drafters.lookahead.Lookahead"),
@@ -120,6 +124,15 @@ def head_of(folder: str | Path) -> str:
         if entry.mark in values or architectures & {*entry.architectures}
     )
     return HEADS.get(str(values.get("model_type")), "") or next(marked, "")
+
+
+def drafter_of(folder: str | Path) -> str:
+    """Return the name of the drafter that a folder selects: of a head, or of a language model."""
+    if head := head_of(folder):
+        return head
+    file = Path(folder) / "config.json"
+    values = read_json(file) if file.is_file() else {}
+    return next((name for name, entry in DRAFTERS.items() if entry.model_mark in values), "chain")
 
 
 def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:

@@ -17,12 +17,14 @@ scripts/bench/gpu_rows.py reads the table without pytest.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Lookahead
 from decoding.drafters.ouroboros import Ouroboros
+from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.drafters.trees.graph import GraphDrafter
@@ -42,7 +44,7 @@ from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.support.block_heads import LAW_3_SIZES, block_of, corrected_block, random_block
-from tests.support.oracle_drafters import Oracle, OracleTree, WrongLookahead
+from tests.support.oracle_drafters import Foresight, Oracle, OracleTree, WrongLookahead
 from tests.support.tiny_targets import TableTarget, five_words
 
 
@@ -283,6 +285,12 @@ def random_early_exit(target: Target) -> EarlyExitDrafter:
     return EarlyExitDrafter(head=head)
 
 
+def parallel_of(model: Target) -> ParallelChain:
+    """Return a parallel chain of a model that is trained for it as well as a model can be."""
+    foresight: Any = Foresight(model)
+    return ParallelChain(model=foresight, tokens=8, mask_token=foresight.mask_token)
+
+
 def with_lookup_before(row: DrafterRow, slow: bool = True) -> DrafterRow:
     """Return a row that tries suffix lookup before the given row's drafter."""
     adversarial, table = row.adversarial, row.table
@@ -310,6 +318,15 @@ ROWS = [
         rules=("greedy", "token", "block", "coupled"),
         perfect=lambda kit: ChainDrafter(model=kit.twin),
         table=lambda: ChainDrafter(model=draft_table()),
+    ),
+    DrafterRow(
+        "parallel",
+        make=lambda kit: parallel_of(kit.draft_model),
+        rules=("greedy", "token", "block", "coupled"),
+        perfect=lambda kit: parallel_of(kit.twin),
+        # sampled tokens are not those that its deeper distributions assume
+        perfect_rules=("greedy",),
+        table=lambda: ParallelChain(model=draft_table(), tokens=8, mask_token=0),
     ),
     DrafterRow(
         "multi_candidate",

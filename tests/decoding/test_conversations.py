@@ -17,7 +17,7 @@ from tests.support.tiny_targets import hf_model, random_prompts
 from .rows import ROWS, DrafterRow
 from .test_session import kit_of, settings_of
 
-BATCHED = ("chain", "self_speculation", "recurrent", "prompt_lookup")
+BATCHED = ("chain", "parallel", "self_speculation", "recurrent", "prompt_lookup")
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 
 from decoding import Engine, UserError, generate, load
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.registry import DRAFTERS, TRAINED, head_of, imported
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -53,6 +54,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     model.save_pretrained(folder / "model")
     (folder / "skips").mkdir()
     (folder / "skips" / "skips.json").write_text(json.dumps({"attention": [2], "mlp": [1, 2]}))
+    shutil.copytree(folder / "model", folder / "parallel")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"pard_token": 6, "num_parallel_tokens": 4}
+    (folder / "parallel" / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -62,7 +67,7 @@ def asked(name: str, home: Path) -> dict[str, Any]:
     folders = {
         "": {},
         "skips": {"skips": str(home / "skips")},
-        "folder": {"folder": str(home / (name if entry.trained else "model"))},
+        "folder": {"folder": str(home / (name if (home / name).exists() else "model"))},
     }
     return {"use": name, **folders[entry.needs]}
 
@@ -106,6 +111,13 @@ def test_a_drafter_without_a_folder_is_loaded_by_name(name: str, home: Path) -> 
 
 def test_a_folder_selects_the_drafter_of_its_model(home: Path, plain: list[int]) -> None:
     assert type(load(home / "target", home / "model").drafter) is ChainDrafter
+    parallel: Any = load(home / "target", home / "parallel", dtype="float64").drafter
+    assert type(parallel) is ParallelChain
+    assert (parallel.tokens, parallel.mask_token) == (4, 6)
+    shorter: Any = {"use": str(home / "parallel"), "tokens": 2}
+    assert load(home / "target", shorter).drafter.width(9) == 2  # type: ignore[union-attr]
+    as_chain = {"use": "chain", "folder": str(home / "parallel")}
+    assert type(load(home / "target", as_chain).drafter) is ChainDrafter
     for name in TRAINED:
         found, entry = json.loads((home / name / "config.json").read_text()), DRAFTERS[name]
         assert found["model_type"] == entry.model_type or {*found["architectures"]} <= {
@@ -159,6 +171,18 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
         ({"use": "prompt_lookup", "max_ngram": 0}, "expected 1 <= min_ngram <= max_ngram"),
         ({"use": "prompt_lookup", "max_ngram": "x"}, "PromptLookup rejects the options"),
         ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "1 or more each"),
+        ({"use": "parallel", "folder": "{home}/model"}, "has no pard_token, .* 'chain'"),
+        ({"use": "{home}/parallel", "tokens": 5}, "tokens is 5, expected 1 to 4"),
+        ({"use": "{home}/parallel", "tokens": 0}, "tokens is 0, expected 1 to 4"),
+        ({"use": "{home}/parallel", "mask_token": 7}, "is 7, expected the stored pard_token 6"),
+        (
+            {"use": "parallel", "folder": "{home}/model", "mask_token": 6},
+            "has no num_parallel_tokens, .* tokens=8",
+        ),
+        (
+            {"use": "parallel", "folder": "{home}/model", "mask_token": 2048, "tokens": 4},
+            "mask token is 2048, expected an id below .* 2048",
+        ),
         ({"use": "recurrent", "folder": "{home}/model"}, "model_type is 'llama', expected"),
         ({"use": "chain", "folder": "{home}/recurrent"}, "recurrent"),
         ("{home}/wide", "hidden_size is 32 in the target and 48 in the head"),

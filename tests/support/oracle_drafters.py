@@ -1,6 +1,7 @@
 """Drafters that know the target's answer: right and wrong chains and trees, and wrong phrases."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,3 +140,28 @@ class WrongLookahead(Lookahead):
             WrongPool([*prompt, *answer], self.vocab_size, self.ngram - 1)
             for prompt, answer in zip(prompts_B, self.answers, strict=True)
         ]
+
+
+class Foresight:
+    """A draft model whose mask tokens predict as if they were the likeliest tokens.
+
+    It is what training for parallel drafting aims at. The mask token is an additional id. The other
+    methods are those of the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.mask_token = model, model.vocab_size
+        self.vocab_size = model.vocab_size + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
+        tokens_BN = tokens_BN.clone()
+        for n in range(1, tokens_BN.shape[1]):
+            masked_B = tokens_BN[:, n] == self.mask_token
+            if masked_B.any():
+                best_B = self._model.forward(tokens_BN[:, :n])[0][:, -1].argmax(-1)
+                tokens_BN[:, n] = torch.where(masked_B, best_B, tokens_BN[:, n])
+        found: tuple[Tensor, Tensor] = self._model.forward(tokens_BN)
+        return found

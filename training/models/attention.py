@@ -10,6 +10,7 @@ Shapes: R rows, T tokens, Q query heads, K key/value heads, D head width, N toke
 rows, S starts of documents.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from decoding import devices
 from training.data.packing import PackedBatch
 
 PACKED = "packed"
+# (queries, keys and values [N, Q, D], factor of the scores) -> attention [N, Q, D]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 _CAUSAL = (-1, 0)  # window of a token: everything before it, nothing behind it
 
 
@@ -97,13 +100,15 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     document_lengths: list[int] | None = None,
+    attend: Attend | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Return attention [R, T, Q, D] in the form of transformers' attention interface.
 
     query: [R, Q, T, D]. key, value: [R, K, T, D]. attention_bias, cu_seq_lens_q, max_length_q,
-    document_lengths: the arguments of `inside_documents`. scaling: factor of the scores, by
-    default D^-0.5. Raises ValueError without one of them.
+    document_lengths: the arguments of `inside_documents`. attend: computes the attention in their
+    place, on keys and values of Q heads. scaling: factor of the scores, by default D^-0.5. Raises
+    ValueError without one of them.
     """
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
@@ -116,7 +121,9 @@ def packed_attention(
         return mixed.transpose(1, 2).contiguous(), None
     q_NQD, k_NQD, v_NQD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     mixed_NQD: Any
-    if document_lengths is not None:
+    if attend is not None:
+        mixed_NQD = attend(q_NQD, k_NQD, v_NQD, scaling)
+    elif document_lengths is not None:
         mixed_NQD = attend_by_document(q_NQD, k_NQD, v_NQD, document_lengths, scaling)
     elif cu_seq_lens_q is not None:
         ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)

@@ -1,0 +1,1 @@
+"""Parallel drafting: mask tokens with which a student drafts a chain in one forward (PARD)."""

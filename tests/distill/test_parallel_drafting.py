@@ -1,0 +1,488 @@
+"""Test parallel drafting: its layout, law 6, its loss, its mask token, its folder and its resume.
+
+Law 6: what a mask token predicts in training is what the drafter's one forward predicts.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decoding import load
+from decoding.drafters.parallel import ParallelChain
+from decoding.errors import UserError
+from decoding.interfaces import Proposal
+from decoding.loop import decode
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
+from distill.parallel_drafting.held_out import HeldOutParallel
+from distill.parallel_drafting.layout import ALL, Document, Layout, Retention, lay_out
+from distill.parallel_drafting.mask_token import choose_mask_token
+from distill.parallel_drafting.objective import ParallelDistillation
+from distill.train import run
+from tests.distill.test_train import command, configured
+from tests.support.forks import Fork
+from tests.support.tiny_folders import tokenizer
+from training.bounds import START, Bounds, Place
+from training.config import StudentConfig
+from training.data.packing import PackedBatch, Sample, best_fit, collate
+from training.losses.config import LossConfig
+from training.models.build import build_llama
+from training.objectives import (
+    Distillation,
+    LanguageModelling,
+    TeacherStates,
+    freeze,
+    hidden_states,
+)
+
+VOCABULARY, ROW, TOKENS, MASK = 40, 48, 4, 39
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+UNEQUAL = "Tensor-likes are not close"
+LOSSES = [LossConfig(), LossConfig("tv", temperature=0.8), LossConfig("cross_entropy")]
+
+
+def model(seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a tiny LLaMA with weights large enough that its attention matters."""
+    torch.manual_seed(seed)
+    shape = StudentConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+    )
+    fields = {"initializer_range": 0.3, "max_position_embeddings": 128}
+    return build_llama(shape, dtype, vocab_size=VOCABULARY, **fields)
+
+
+def samples(lengths: tuple[int, ...] = (20, 9, 13, 30), prompt: int = 4) -> list[Sample]:
+    random = np.random.default_rng(1)
+    return [
+        Sample(random.integers(0, MASK, n).astype(np.int32), np.arange(n) >= prompt)
+        for n in lengths
+    ]
+
+
+def batch() -> PackedBatch:
+    """Return two rows with two documents each; one has two supervised spans."""
+    texts = samples()
+    texts[3].mask[10:15] = False
+    return collate(texts, [[0, 1], [2, 3]], ROW)
+
+
+def objective(student: Any, retention: Retention = ALL, **given: Any) -> ParallelDistillation:
+    teacher = freeze(model(1, student.dtype))
+    loss = given.pop("loss", LossConfig())
+    given = {"tokens": TOKENS, "seed": 3} | given
+    return ParallelDistillation(
+        student,
+        mask_token=MASK,
+        retention=retention,
+        loss=loss,
+        states=TeacherStates(teacher, 0),
+        **given,
+    )
+
+
+def at_step(target: ParallelDistillation, step: int) -> ParallelDistillation:
+    target.begin(step, Place(START, Bounds()), [])
+    return target
+
+
+# the layout
+
+
+def test_anchors_are_nested_and_kept_by_their_shares() -> None:
+    retention, texts = Retention(0.7, 0.3), samples((400,) * 4, prompt=100)
+    rows = [[index] for index in range(4)]
+    layout = lay_out(collate(texts, rows, 400), 6, MASK, retention, (0, 0))
+    anchors = layout.tokens_M - layout.depths_M
+    before = set(range(4 * 300))
+    for depth in range(6):
+        found = anchors[layout.depths_M == depth].tolist()
+        possible = 4 * (300 - depth)
+        assert len(found) == len(set(found)) and before >= {*found}
+        assert len(found) == pytest.approx(retention.share(depth) * possible, abs=4)
+        before = {*found}
+    weights = [float(layout.weights_M[layout.depths_M == depth].sum()) for depth in range(6)]
+    assert weights == pytest.approx([4 * 300 / 6] * 6), "each depth has the same weight"
+
+
+def test_a_depth_needs_supervised_tokens_up_to_its_own() -> None:
+    """Check that no prediction crosses the end of an answer or a document."""
+    texts = batch()
+    layout = lay_out(texts, TOKENS, MASK)
+    places = np.flatnonzero(texts.host.supervised_RT)
+    for token, depth in zip(layout.tokens.tolist(), layout.depths_M.tolist()):
+        assert places[token] - places[token - depth] == depth
+    counts = torch.bincount(layout.depths_M).tolist()
+    spans = [16, 5, 9, 6, 15]
+    assert counts == [sum(max(0, span - depth) for span in spans) for depth in range(TOKENS)]
+
+
+def test_anchors_depend_on_seed_step_and_row_alone() -> None:
+    half = Retention(0.5, 0.5)
+
+    def anchors(rows: list[list[int]], key: tuple[int, ...]) -> list[Any]:
+        found = [lay_out(collate(samples(), [row], ROW), 3, MASK, half, key) for row in rows]
+        return [(one.positions_S.tolist(), one.tokens.tolist()) for one in found]
+
+    first, second = anchors([[0, 1], [2, 3]], (0, 5))
+    assert anchors([[2, 3]], (0, 5)) == [second]
+    assert anchors([[0, 1]], (0, 6)) != [first] != anchors([[0, 1]], (1, 5))
+    together = lay_out(collate(samples(), [[0, 1], [2, 3]], ROW), 3, MASK, half, (0, 5))
+    assert together.positions_S.tolist() == first[0] + second[0]
+
+
+def test_the_text_is_not_changed_by_its_mask_tokens() -> None:
+    """Check that depth 0 predicts what an ordinary forward predicts."""
+    student, texts = model(0), batch()
+    layout = lay_out(texts, TOKENS, MASK)
+    plain_NH = texts.at_supervised(hidden_states(student, texts))
+    torch.testing.assert_close(layout.states(student)[layout.depths_M == 0], plain_NH, **CLOSE)
+
+
+# law 6
+
+
+def check_training_equals_drafting(change: Callable[[Layout], Layout] = lambda one: one) -> None:
+    """Assert that mask tokens predict in training what the drafter samples from.
+
+    change: replaces the layout, in controls.
+    """
+    student, target = freeze(model(0)), freeze(model(1))
+    models = [
+        NativeTarget.from_state(one.config.to_dict(), one.state_dict(), dtype=torch.float32)
+        for one in (target, student)
+    ]
+    drafter = ParallelChain(model=models[1], tokens=TOKENS, mask_token=MASK)
+    drafts: list[tuple[list[int], list[int], torch.Tensor]] = []
+    propose = drafter.propose
+
+    def watched(sequences_B: Any, *given: Any) -> Proposal:
+        proposal = propose(sequences_B, *given)
+        for row, count in enumerate(proposal.counts_B):
+            if count:
+                assert proposal.q_BNV is not None
+                tokens = proposal.tokens_BN[row, :count].tolist()
+                drafts.append(([*sequences_B[row]], tokens, proposal.q_BNV[row, :count].clone()))
+        return proposal
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    prompts = [[3, 5, 7, 9], [11], [2, 2, 30, 4, 8, 1]]
+    sampled = Settings(14, temperature=1.0, num_draft_tokens=TOKENS, verify="token", seed=3)
+    decode(models[0], drafter, prompts, sampled)
+    assert len(drafts) > 2 * len(prompts), "the law needs rounds after the first"
+    texts = []
+    for text, tokens, _ in drafts:
+        ids = np.asarray([*text, *tokens], dtype=np.int32)
+        texts.append(Sample(ids, np.arange(len(ids)) >= len(text)))
+    rows = best_fit([len(text.ids) for text in texts], ROW)
+    assert len(rows) < len(texts), "the law needs texts that share a row"
+    layout = change(lay_out(collate(texts, rows, ROW), TOKENS, MASK))
+    with torch.no_grad():
+        q_MV = torch.softmax(student.lm_head(layout.states(student)), -1)
+    lengths = [len(drafts[index][1]) for row in rows for index in row]
+    tips = np.cumsum([0, *lengths[:-1]])
+    for tip, index in zip(tips.tolist(), (index for row in rows for index in row)):
+        at = (layout.tokens_M - layout.depths_M == tip).nonzero()[:, 0]
+        torch.testing.assert_close(q_MV[at], drafts[index][2], **CLOSE)
+
+
+def test_law_6_training_equals_drafting() -> None:
+    check_training_equals_drafting()
+
+
+def test_control_a_shifted_position_is_found_out() -> None:
+    def shifted(layout: Layout) -> Layout:
+        late = (layout.ids_S == MASK).long()
+        return replace(layout, positions_S=layout.positions_S + late)
+
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        check_training_equals_drafting(shifted)
+
+
+def test_control_mask_tokens_that_see_others_are_found_out() -> None:
+    def leaking(layout: Layout) -> Layout:
+        def open_masks(one: Document) -> Document:
+            visible_ES = one.visible_ES.clone()
+            visible_ES[:, one.length :] = True
+            return Document(one.length, visible_ES)
+
+        return replace(layout, documents=[*map(open_masks, layout.documents)])
+
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        check_training_equals_drafting(leaking)
+
+
+def test_control_a_mask_token_that_sees_the_next_token_is_found_out() -> None:
+    def ahead(layout: Layout) -> Layout:
+        def with_next(one: Document) -> Document:
+            visible_ES = one.visible_ES.clone()
+            visible_ES[:, 1 : one.length] |= one.visible_ES[:, : one.length - 1]
+            return Document(one.length, visible_ES)
+
+        return replace(layout, documents=[*map(with_next, layout.documents)])
+
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        check_training_equals_drafting(ahead)
+
+
+# the loss
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_the_loss_is_the_mean_over_depths_of_mean_losses(loss: LossConfig) -> None:
+    """Compare value and gradient with the loss of each depth, computed from separate forwards.
+
+    A forward of one text and the mask tokens of one anchor is an ordinary causal one.
+    """
+    student, texts = model(0, torch.float64), batch()
+    total, metrics = objective(student, loss=loss)(texts)
+    total.backward()
+    found = student.lm_head.weight.grad.clone(), student.model.embed_tokens.weight.grad.clone()
+    student.zero_grad()
+    plain = LanguageModelling if loss.name == "cross_entropy" else Distillation
+    teacher = freeze(model(1, torch.float64))
+    separate = (student,) if plain is LanguageModelling else (student, teacher, loss)
+    supervised, expected, chances = 0, [], []
+    for row in texts.rows:
+        sums = torch.zeros(TOKENS, 3, dtype=torch.float64)
+        for index in row:
+            text = samples()[index]
+            if index == 3:
+                text.mask[10:15] = False
+            for depth in range(TOKENS):
+                for anchor in np.flatnonzero(text.mask[1:]):
+                    if text.mask[anchor + 1 : anchor + depth + 2].sum() < depth + 1:
+                        continue
+                    masked = text.ids[: anchor + depth + 2].copy()
+                    masked[anchor + 1 : anchor + 1 + depth] = MASK
+                    value, chance = _one(plain, separate, text, masked, anchor + depth)
+                    sums[depth] += torch.stack((value, chance.detach()[0], torch.ones(())))
+        count = sums[0, 2]
+        expected.append((sums[:, 0] / sums[:, 2]).mean() * count)
+        chances.append(sums[:, 1].detach() / sums[:, 2].detach() * count)
+        supervised += int(count)
+    assert supervised == texts.supervised
+    torch.testing.assert_close(total, sum(expected), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(metrics.double(), sum(chances), rtol=1e-6, atol=1e-6)
+    sum(expected).backward()  # type: ignore[union-attr]
+    for gradient, weight in zip(found, (student.lm_head, student.model.embed_tokens)):
+        # transformers computes norms in float32
+        torch.testing.assert_close(gradient, weight.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def _one(
+    kind: Any, given: tuple[Any, ...], text: Sample, masked: np.ndarray, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and metric of the last prediction of a text with mask tokens.
+
+    The teacher reads the text without mask tokens.
+    """
+    only = np.arange(len(masked)) == place + 1
+    student = collate([Sample(masked, only)], [[0]], len(masked))
+    if kind is LanguageModelling:
+        value, metric = kind(*given)(student)
+        return value, metric.double()
+    whole = collate([Sample(text.ids[: len(masked)], only)], [[0]], len(masked))
+
+    class Fixed(TeacherStates):
+        def __call__(self, _: PackedBatch) -> torch.Tensor:
+            return self._read(whole)
+
+    value, metric = kind(*given, Fixed(given[1], 0))(student)
+    return value, metric.double()
+
+
+def test_a_batch_equals_its_rows_and_an_empty_one_has_no_loss() -> None:
+    target = at_step(objective(model(0, torch.float64), Retention(0.5, 0.3)), 2)
+    texts = batch()
+    parts = [target(texts.row(index)) for index in range(2)]
+    for whole, one, other in zip(target(texts), *parts):
+        torch.testing.assert_close(whole, one + other, rtol=1e-10, atol=1e-10)
+    loss, metrics = target(collate(samples(), [[]], ROW))
+    loss.backward()
+    assert loss.item() == 0 and metrics.tolist() == [0] * TOKENS
+    assert len(target.metric_names) == TOKENS
+
+
+# held-out figures
+
+
+def test_held_out_rounds_are_those_of_greedy_decoding() -> None:
+    """Check the counts of a student that is right at times; one that is never right as control."""
+    target, student = freeze(model(1)), model(1)
+    prompts = [[3, 5, 7, 9], [11], [2, 2, 30, 4, 8, 1]]
+    native = NativeTarget.from_state(target.config.to_dict(), target.state_dict())
+    plain = decode(native, None, prompts, Settings(24))
+    answers = []
+    for prompt, done in zip(prompts, plain, strict=True):
+        ids = np.asarray([*prompt, *done.tokens], dtype=np.int32)
+        answers.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
+    learner = objective(student)
+    optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
+    texts = collate(answers, [[0], [1], [2]], ROW)
+    for _ in range(30):
+        optimizer.zero_grad()
+        learner(texts)[0].backward()
+        optimizer.step()
+    state = NativeTarget.from_state(student.config.to_dict(), student.state_dict())
+    drafter = ParallelChain(model=state, tokens=TOKENS, mask_token=MASK)
+    done = decode(native, drafter, prompts, Settings(24, num_draft_tokens=TOKENS))
+    assert [one.tokens for one in done] == [one.tokens for one in plain]
+    options = {"tokens": TOKENS, "mask_token": MASK, "max_new_tokens": 24}
+    held_out = HeldOutParallel(student, target, answers, ROW, 0.0, **options)
+    _, survival_ATK = held_out.evaluate_chain()
+    rounds = held_out.walk(survival_ATK)
+    order = [index for one in held_out.batches for row in one.rows for index in row]
+    assert rounds.rounds_A.tolist() == [done[index].rounds for index in order]
+    accepted = np.zeros(TOKENS)
+    for one in done:
+        accepted[: len(one.accepted_by_depth)] += one.accepted_by_depth
+    assert rounds.accepted_AK.sum(0).tolist() == accepted.tolist()
+    assert accepted[1:].sum() > 0, "mask tokens must be right at times"
+    figures = held_out()
+    assert (
+        figures["score"]
+        == figures["block_efficiency"]
+        == pytest.approx(sum(len(one.tokens) for one in done) / sum(one.rounds for one in done))
+    )
+    wrong = HeldOutParallel(freeze(model(7)), target, answers, ROW, 0.0, **options)()
+    assert wrong["block_efficiency"] < figures["block_efficiency"]
+
+
+# the mask token
+
+
+def test_the_mask_token_is_one_that_no_text_has() -> None:
+    words = tokenizer()
+    size = len(words)
+    assert choose_mask_token(None, words, size + 8, ()) == size
+    assert choose_mask_token(50, words, size, ()) == 50
+    with pytest.raises(UserError, match="has no unused or reserved token"):
+        choose_mask_token(None, words, size, ())
+    words.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>", "<|reserved_1|>"]})
+    assert choose_mask_token(None, words, size + 2, ()) == size + 1
+    assert choose_mask_token(None, words, size + 2, (size + 1,)) == size
+
+
+@pytest.mark.parametrize("asked", [-1, 1, 2, 3, 102])
+def test_ids_with_a_role_are_refused(asked: int) -> None:
+    with pytest.raises(UserError, match=rf"mask_token is {asked}, expected an id from 0 to 100"):
+        choose_mask_token(asked, tokenizer(), 101, (3,))
+
+
+# the job
+
+SMALL = ("parallel_drafting.tokens=3", "threads=1")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    run(configured(tiny_target, folder, *SMALL))
+    return folder
+
+
+def test_the_folder_drafts_in_parallel(finished: Path, tiny_target: Path) -> None:
+    config = json.loads((finished / "drafter" / "config.json").read_text())
+    assert (config["pard_token"], config["num_parallel_tokens"]) == (6, 3)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    card = json.loads((finished / "drafter" / "drafter_card.json").read_text())
+    assert card["parallel_drafting"] == {"tokens": 3, "mask_token": 6}
+    assert card["acceptance"]["selected_by"] == "block_efficiency"
+    readme = (finished / "drafter" / "README.md").read_text()
+    assert '"num_speculative_tokens": 3, "parallel_drafting": true' in readme
+    assert "It drafts 3 tokens in one forward" in readme
+    drafter: Any = load(tiny_target, finished / "drafter").drafter
+    assert (type(drafter), drafter.tokens, drafter.mask_token) == (ParallelChain, 3, 6)
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
+    assert {"acceptance", "depth1_acceptance", "depth2_acceptance"} <= records[0].keys()
+    (held_out, *_) = [record for record in records if "held_out_block_efficiency" in record]
+    assert 1 <= held_out["held_out_block_efficiency"] <= 4
+
+
+def test_a_killed_run_resumes_to_the_same_drafter(
+    finished: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    process = Fork(*command(tiny_target, tmp_path, *SMALL))
+    deadline = time.monotonic() + 120
+    while (
+        not list((tmp_path / "checkpoints").glob("step_*"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before the kill"
+    run(configured(tiny_target, tmp_path, *SMALL))
+    ours, straight = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished)
+    )
+    assert all(torch.equal(ours[name], straight[name]) for name in straight)
+
+
+def test_an_export_has_the_mask_token(finished: Path, tiny_target: Path) -> None:
+    (newest, *_) = sorted((finished / "checkpoints").glob("step_*"), reverse=True)
+    folder = run(configured(tiny_target, finished, f"checkpoint={newest}"))
+    assert json.loads((folder / "config.json").read_text())["pard_token"] == 6
+
+
+def test_a_plain_training_removes_the_mask_token(
+    finished: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    start = f"student.path={finished / 'drafter'}"
+    run(configured(tiny_target, tmp_path, "student.init=folder", start, "loop.max_steps=1"))
+    assert "pard_token" not in json.loads((tmp_path / "drafter" / "config.json").read_text())
+
+
+def test_costs_are_those_of_one_forward(tiny_target: Path, tmp_path: Path) -> None:
+    measured = ("held_out.costs=measured", "held_out.cost_seconds=1", "loop.max_steps=1")
+    run(configured(tiny_target, tmp_path, *SMALL, *measured))
+    facts = json.loads((tmp_path / "held_out_costs.json").read_text())["measured_for"]
+    assert (facts["draft_tokens"], facts["drafter"]["parallel_tokens"]) == (3, 3)
+    card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
+    assert card["acceptance"]["selected_by"] == "predicted_speedup"
+
+
+def test_a_dry_run_records_the_mask_token(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(configured(tiny_target, tmp_path, *SMALL, "dry_run=true"))
+    assert "adds up to 1.2 mask tokens for each supervised token" in capsys.readouterr().out
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert (config["pard_token"], config["num_parallel_tokens"]) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel_drafting.tokens=1"], "tokens is 1, expected 0 for drafts token by token, or 2"),
+        (["parallel_drafting.tokens=256"], r"or 2 to 255 \(data.max_length - 1\)"),
+        (
+            ["parallel_drafting.tokens=3", "teacher.cache=sampled"],
+            "tokens is 3, expected 0 with teacher.cache=sampled",
+        ),
+        (["parallel_drafting.retain=0"], "retain is 0.0, expected more than 0, at most 1"),
+        (["parallel_drafting.retain_min=2"], "retain_min is 2.0, expected more than 0, at most 1"),
+        ([*SMALL, "parallel_drafting.mask_token=2"], "mask_token is 2, expected an id from 0 to"),
+        ([*SMALL, "parallel_drafting.mask_token=3000"], "mask_token is 3000, expected an id"),
+        ([*SMALL, "parallel_drafting.mask_token=4"], "mask_token is 4, but sample 0 .* data has"),
+    ],
+    ids=str,
+)
+def test_invalid_settings_are_refused(
+    overrides: list[str], words: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run(configured(tiny_target, tmp_path, *overrides))
