@@ -17,7 +17,7 @@ import torch
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import check_tokens
 from decoding.models.folder import WEIGHTS, load_state, read_json
-from decoding.models.native.rope import rope_parameters
+from decoding.models.native.rope import inverse_frequencies, rope_parameters
 from decoding.models.native.weights import FAMILIES
 from decoding.values import is_int, is_number, quote
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
@@ -126,11 +126,17 @@ def differences(head: EarlyExitConfig, target: Any) -> list[str]:
 
     target: its `NativeConfig`.
     """
-    # the head reads neither: whether the embedding is tied, and which tokens the head drafts
-    compared = [name for name in vars(target) if name not in ("tied", "draft_vocab_size")]
+
+    def angles(config: Any) -> list[float]:
+        """Return the rotations per position, which rope fields of several forms may describe."""
+        return inverse_frequencies(config.rope, config.head_dim, config.max_positions).tolist()
+
+    # the head depends neither on a tied embedding nor on the drafted tokens of another model
+    compared = [name for name in vars(target) if name not in ("tied", "draft_vocab_size", "rope")]
+    wrong = [name for name in compared if getattr(head, name) != getattr(target, name)]
+    wrong += ["rope"] if angles(head) != angles(target) else []
     return [
         f"{name} is {quote(getattr(head, name))} for the head and {quote(getattr(target, name))} "
         f"in the target"
-        for name in compared
-        if getattr(head, name) != getattr(target, name)
+        for name in wrong
     ]

@@ -15,8 +15,7 @@ class EarlyExitOptions(HeadOptions):
     exit_layer: int = 2
     # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
     draft_vocab_size: int = 0
-    # initial layer: last (the target's last layer) | next (the first layer that is left out) |
-    # random. The norm starts as the target's in any case.
+    # initial layer: last (the target's last layer) | random. The norm starts as the target's
     start: str = "last"
 
 

@@ -37,7 +37,7 @@ from training.heads.positions import Positions
 from training.heads.predicting import Choose, DraftStarts, choose_likeliest, spread
 from training.models.attention import inside_documents, packed_attention
 
-LAST, NEXT, RANDOM = "last", "next", "random"
+LAST, RANDOM = "last", "random"
 
 
 class EarlyExitKind(HeadKind):
@@ -111,8 +111,8 @@ class EarlyExitKind(HeadKind):
                 f"1 to {deepest}, fewer than the target's {shape.num_layers} layers",
             ),
             "head.start": (
-                options.start in (LAST, NEXT, RANDOM),
-                f"one of {LAST}, {NEXT}, {RANDOM}",
+                options.start in (LAST, RANDOM),
+                f"one of {LAST}, {RANDOM}",
             ),
             "head.draft_vocab_size": (
                 0 <= options.draft_vocab_size <= most,
@@ -137,12 +137,10 @@ class EarlyExitKind(HeadKind):
     def start_from_target(
         self, head: EarlyExitHead, options: EarlyExitOptions, target: Any
     ) -> None:
-        layers, norm_C = target.model.layers, target.model.norm.weight
-        if options.start == RANDOM:
-            with torch.no_grad():
-                head.norm.copy_(norm_C)
-            return
-        head.start_from(layers[-1 if options.start == LAST else head.config.exit_layer], norm_C)
+        if options.start == LAST:
+            head.copy_layer(target.model.layers[-1])
+        with torch.no_grad():
+            head.norm.copy_(target.model.norm.weight)
 
     def part_of(self, name: str, shape: EarlyExitConfig) -> str:
         return "norm" if name == "norm" else "layer"

@@ -114,8 +114,8 @@ class EarlyExitHead(nn.Module):
         return replace(head.layer(), **products), head.norm  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def start_from(self, layer: Any, norm_C: Tensor) -> None:
-        """Copy a layer of the target, a Hugging Face decoder layer, and the target's final norm."""
+    def copy_layer(self, layer: Any) -> None:
+        """Copy the weights of a layer of the target, a Hugging Face decoder layer."""
         attention, mlp = layer.self_attn, layer.mlp
         sources = (
             (self.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
@@ -132,4 +132,3 @@ class EarlyExitHead(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.copy_(attention.q_norm.weight)
             self.key_norm.copy_(attention.k_norm.weight)
-        self.norm.copy_(norm_C)

@@ -106,14 +106,14 @@ def test_a_draft_vocabulary_keeps_rows_of_the_lm_head(packed: bool) -> None:
     assert torch.isinf(some[..., :3]).all() and torch.isinf(some[..., 13:]).all()
 
 
-@pytest.mark.parametrize(("start", "rounds"), [("last", 4), ("next", 4), ("random", 20)])
-def test_a_head_after_all_layers_but_one_starts_as_the_target(start: str, rounds: int) -> None:
-    """Check that every token of five drafts is accepted; with a random layer, few are."""
+@pytest.mark.parametrize("start", ["last", "random"])
+def test_a_head_after_all_layers_but_one_starts_as_the_target(start: str) -> None:
+    """Check that all tokens of four drafts are accepted; with a random layer, not all are."""
     model = hf_model("llama", layers=2)
     drafter = EarlyExitDrafter(head=head_from(model, start, exit_layer=1))
     settings = Settings(20, num_draft_tokens=4)
     for done in decode(native_of(model), drafter, random_prompts(4), settings):
-        assert done.rounds == rounds or (start == "random" and done.rounds > 4)
+        assert done.rounds == 4 if start == "last" else done.rounds > 4
 
 
 def test_a_cache_that_is_open_keeps_its_content() -> None:
@@ -138,6 +138,9 @@ def test_another_target_is_refused_with_all_differences() -> None:
     words = r"num_layers is 4 for the head and 5 in the target; num_kv_heads is 2 for .* and 4"
     with pytest.raises(UserError, match=words):
         drafter.prepare(other, None)
+    turned = hf_model("llama", layers=LAYERS, rope_parameters={"rope_type": "default"})
+    with pytest.raises(UserError, match="than 'in-memory': rope is {.*llama3.* for the head and"):
+        drafter.prepare(native_of(turned), None)
     with pytest.raises(UserError, match="hf backend does not support. Use target.backend=native"):
         drafter.prepare(HFTarget(model, "tiny"), None)
     drafter.prepare(native_of(model), None)
@@ -285,7 +288,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
     [
         ("head.exit_layer=4", "head.exit_layer is 4, expected 1 to 3"),
         ("head.exit_layer=5", "reads layer 5 of the target, expected a layer from 0"),
-        ("head.start=first", "head.start is first, expected one of last, next, random"),
+        ("head.start=first", "head.start is first, expected one of last, random"),
         ("head.draft_vocab_size=2049", "expected a size from 1 to 2048"),
         (
             "loss.decay=0.8",
