@@ -12,11 +12,12 @@ from torch import Tensor
 
 from decoding.interfaces import Drafter
 from decoding.models.native.weights import NativeConfig
-from heads.block.checkpoint import LAYOUT, check_mask_token, load_head, read_head_config
+from heads.block.checkpoint import LAYOUT, load_head
 from heads.block.config import BlockOptions, BlockTrainConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
+from heads.block.read_config import check_mask_token, read_head_config
 from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, BlockConfig
 from jobs.paths import name_anywhere
 from jobs.ranks import SHARDED_WEIGHTS

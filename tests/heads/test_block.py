@@ -335,6 +335,8 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     schema = schema_of(name)
     given = [f"head={name}", f"target.path={tiny_target}", "head.rank=8", "head.num_layers=1"]
     given += ["head.gru_size=8", "head.confidence=true"]
+    if name == "dspark":
+        given += ["loss=forward_kl", "loss.own_tokens=0.5", "on_policy.share=0.5"]
     folder = heads.train.run(
         configured("heads.train", schema, *given, f"output_dir={tmp_path / 'run'}")
     )

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
-from heads.block.checkpoint import LAYOUT, check_mask_token, load_head
+from heads.block.checkpoint import LAYOUT, load_head
 from heads.block.drafter import BlockDrafter
 from heads.block.kind import highest_unused, special_tokens
 from heads.block.model import BlockHead
+from heads.block.read_config import check_mask_token
 from heads.registry import kind_in
 from tests.support.block_heads import random_block
 from training.heads import checkpoint
@@ -119,6 +120,10 @@ def test_a_folder_of_domino_has_the_published_names(tmp_path: Path):
         ({}, {"projector_type": "other"}, "projector_type is 'other', expected one of dflash"),
         ({}, {"projector_type": "dspark", "markov_rank": 2}, "markov_w1.weight is missing"),
         ({}, {"use_swa": True}, "use_swa is True, which this project does not read"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', which this project does not read"),
+        ({"rope_scaling": {"factor": 2}}, {}, "rope_scaling is .*, which this project does not"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type is 'yarn', which this"),
+        ({"layer_types": ["sliding_attention"]}, {}, "layer_types is .*, which this project"),
         ({}, {"enable_confidence_head": True}, r"confidence_head\.proj\.bias is missing"),
         (
             {},
