@@ -37,6 +37,7 @@ from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.model import BlockHead, rope_at
+from heads.block.plans import ChainPlans
 from heads.block.tree import TreePlanner
 from training.heads.drafter import accepted_states, check_target, load_to_draft
 
@@ -51,10 +52,10 @@ class BlockDrafter:
     above 0, `sampled`, or `top_k` for the likeliest tokens as point masses; a tree's children are
     always the likeliest. max_nodes: maximum size of a tree. stop_below: a chain of a head with a
     confidence ends before the first token whose chance, with all before it, is smaller. by_cost:
-    choose each tree's size, or the end of a chain from the head's confidence, by the measured costs
-    of a round. layout: that of a folder that does not name its own (heads/block/checkpoint.py).
-    execution: `fused` runs the products of a loaded head like those of a fused target. Raises
-    UserError for an invalid folder or argument.
+    choose by the measured costs of a round whether to draft, each tree's size, and the length of
+    each chain, which the head's confidence may shorten. layout: that of a folder that does not name
+    its own (heads/block/checkpoint.py). execution: `fused` runs the products of a loaded head like
+    those of a fused target. Raises UserError for an invalid folder or argument.
     """
 
     def __init__(
@@ -95,12 +96,13 @@ class BlockDrafter:
             has_q=shape == "chain" and children == "sampled",
             needs_hidden=True,
             taps=self.config.taps,
-            needs_costs=by_cost and (shape == "tree" or head.confidence is not None),
+            needs_costs=by_cost,
             steps="round",
             stops_by_token=False,
         )
         self._target: Target | None = None
         self._context: StoredContext | None = None
+        self._plans: ChainPlans | None = None  # of chains, with costs
         self._mask_H = torch.empty(0)
         self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
 
@@ -137,6 +139,7 @@ class BlockDrafter:
     ) -> None:
         """Store the keys and values of each prompt without its tip."""
         self._context = StoredContext(self.head, len(prompts_B), capacity)
+        self._reset_plans(len(prompts_B))
         if prefill_hidden_BNC is not None:
             counts_B = [len(prompt) - 1 for prompt in prompts_B]
             self._context.append(self._convert(prefill_hidden_BNC), counts_B)
@@ -144,10 +147,16 @@ class BlockDrafter:
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the tokens before those that the target has just read, and add these."""
         context = self._stored
+        self._reset_plans(1)
         new = 0 if hidden_NC is None else len(hidden_NC)
         context.truncate([len(prompt) - 1 - new])
         if hidden_NC is not None:
             context.append(self._convert(hidden_NC[None]), [new])
+
+    def _reset_plans(self, rows: int) -> None:
+        self._plans = None
+        if self._costs is not None and self._trees is None:
+            self._plans = ChainPlans(self._costs, rows)
 
     @property
     def _stored(self) -> StoredContext:
@@ -163,6 +172,8 @@ class BlockDrafter:
     ) -> Proposal:
         """Draft each row's chain or tree, at most as deep as its budget."""
         depths_B = [min(budget, self.config.num_drafts) for budget in budgets_B]
+        if self._plans is not None:
+            depths_B = self._plans.lengths(depths_B)
         depth = max(depths_B)
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
@@ -186,6 +197,8 @@ class BlockDrafter:
             (chances,) = devices.read(logits_BK.sigmoid())
             kept_B = [count_kept(row, self._stop_below, self._costs) for row in chances]
             depths_B = [min(pair) for pair in zip(depths_B, kept_B, strict=True)]
+        if self._plans is not None:
+            self._plans.draft(depths_B)
         q_BKV = torch.stack(q, 1) if q else None
         return Proposal(tokens_BK, depths_B, None, q_BKV, 1)
 
@@ -252,6 +265,8 @@ class BlockDrafter:
         """Add the tip and the accepted tokens of each row to its context."""
         states_BNX, counts_B = accepted_states(observation)
         self._stored.append(self._convert(states_BNX), counts_B)
+        if self._plans is not None:
+            self._plans.learn(observation.outcome.accepted_B)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Drop tokens past these lengths."""
@@ -260,6 +275,8 @@ class BlockDrafter:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._stored.select(rows)
+        if self._plans is not None:
+            self._plans.select(rows)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the pass of one block, with its correction, and choose the likeliest tokens."""

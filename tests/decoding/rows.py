@@ -489,6 +489,18 @@ ROWS = [
         ),
     ),
     DrafterRow(
+        "dspark_by_cost",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model, confidence=True), by_cost=True
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
+            by_cost=True,
+        ),
+        slow=True,
+    ),
+    DrafterRow(
         "dspark_confident",
         make=lambda kit: BlockDrafter(
             head=corrected_block(kit.target, kit.draft_model, confidence=True), stop_below=0.5
