@@ -114,7 +114,7 @@ class ParallelChain(ChainDrafter):
         return logits_BKV[rows_B1, nodes_BN]
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run the forward of a round that follows one accepted token, without committing it."""
+        """Run the forward of the longest draft after an accepted token, without committing it."""
         self._time_forward(self.tokens + 1)
 
 

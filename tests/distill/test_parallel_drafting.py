@@ -316,6 +316,39 @@ def test_a_batch_equals_its_rows_and_an_empty_one_has_no_loss() -> None:
     assert len(target.metric_names) == TOKENS
 
 
+@pytest.mark.long
+def test_mask_tokens_learn_what_can_be_known() -> None:
+    """Train on a chain whose next token is known with probability 0.9.
+
+    The token that is d + 1 places ahead is then known with probability 0.9^(d + 1).
+    """
+    torch.manual_seed(0)
+    shape = StudentConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=128
+    )
+    student = build_llama(shape, torch.float32, vocab_size=MASK + 1)
+    learner = objective(student, Retention(0.7, 0.2), loss=LossConfig("cross_entropy"))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    random = np.random.default_rng(0)
+    following = random.permutation(MASK)
+    found = []
+    for step in range(150):
+        ids = random.integers(0, MASK, (16, 64)).astype(np.int32)
+        known = random.random(ids.shape) < 0.9
+        for place in range(1, 64):
+            after = following[ids[:, place - 1]]
+            ids[:, place] = np.where(known[:, place], after, ids[:, place])
+        texts = [Sample(row, np.arange(64) >= 1) for row in ids]
+        packed = collate(texts, [[index] for index in range(16)], 64)
+        optimizer.zero_grad()
+        loss, metrics = at_step(learner, step)(packed)
+        (loss / packed.supervised).backward()
+        optimizer.step()
+        found.append((metrics / packed.supervised).tolist())
+    # a token of the rest is right by chance with probability 1 / 39
+    assert np.mean(found[-30:], axis=0) == pytest.approx([0.9, 0.81, 0.73, 0.66], abs=0.06)
+
+
 # held-out figures
 
 

@@ -159,9 +159,8 @@ class Foresight:
     def forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
         tokens_BN = tokens_BN.clone()
         for n in range(1, tokens_BN.shape[1]):
-            masked_B = tokens_BN[:, n] == self.mask_token
-            if masked_B.any():
-                best_B = self._model.forward(tokens_BN[:, :n])[0][:, -1].argmax(-1)
-                tokens_BN[:, n] = torch.where(masked_B, best_B, tokens_BN[:, n])
+            best_B = self._model.forward(tokens_BN[:, :n])[0][:, -1].argmax(-1)
+            masked_B = tokens_BN[:, n] == self.mask_token  # no branch, as the host must not wait
+            tokens_BN[:, n] = torch.where(masked_B, best_B, tokens_BN[:, n])
         found: tuple[Tensor, Tensor] = self._model.forward(tokens_BN)
         return found
