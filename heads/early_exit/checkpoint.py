@@ -1,10 +1,11 @@
 """Folders of early-exit heads: this project's own layout, as no server reads such heads.
 
 config.json has `model_type: shallow_draft_early_exit`, `exit_layer`, `draft_vocab_size`, and the
-shape of the target, to whose layers the head is bound. model.safetensors has the head's layer and
-norm with fused products: `qkv`, `out`, `gate_up` and `down`, each with `.weight` and, where
-config.json has it, `.bias`; `attention_norm`, `mlp_norm` and `norm`; for Qwen3 `query_norm` and
-`key_norm`; and `token_ids`, the ids of a draft vocabulary. The target's lm_head is not stored.
+shape of the target (`target_layers`, ...), to whose layers the head is bound. model.safetensors has
+the head's layer and norm with fused products: `qkv`, `out`, `gate_up` and `down`, each with
+`.weight` and, where config.json has it, `.bias`; `attention_norm`, `mlp_norm` and `norm`; for Qwen3
+`query_norm` and `key_norm`; and `token_ids`, the ids of a draft vocabulary. The target's lm_head is
+not stored.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from training.heads import checkpoint
 
 MODEL_TYPE = "shallow_draft_early_exit"
 _TOKENS = "token_ids"
+# field of the shape -> its key, if that differs: the head has one layer, not the target's number
+_KEYS = {"num_layers": "target_layers"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_positions")
 
 
@@ -33,7 +36,8 @@ class EarlyExitLayout:
 
     def config(self, shape: EarlyExitConfig, dtype: torch.dtype) -> dict[str, Any]:
         stored = str(dtype).removeprefix("torch.")
-        return {"model_type": MODEL_TYPE, "torch_dtype": stored, **asdict(shape)}
+        values = {_KEYS.get(name, name): value for name, value in asdict(shape).items()}
+        return {"model_type": MODEL_TYPE, "torch_dtype": stored, **values}
 
     def stored_name(self, name: str) -> str:
         return _TOKENS if name == "token_ids_V" else name
@@ -85,7 +89,8 @@ def read_head_config(folder: Path) -> EarlyExitConfig:
         raise UserError(
             f"{file}: {'; '.join(wrong)}. Use the config.json that was written with these weights."
         )
-    config = EarlyExitConfig(**{one.name: values[one.name] for one in fields(EarlyExitConfig)})
+    names = [one.name for one in fields(EarlyExitConfig)]
+    config = EarlyExitConfig(**{name: values[_KEYS.get(name, name)] for name in names})
     rope_parameters({"rope_parameters": config.rope})
     return config
 
@@ -103,10 +108,10 @@ def _rules(values: dict[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str
 
     truth = (lambda value: isinstance(value, bool)), "true or false"
     heads: Any = values.get("num_heads")
-    layers: Any = values.get("num_layers")
+    layers: Any = values.get("target_layers")
     return {
         **dict.fromkeys(_SIZES, whole(1)),
-        "num_layers": whole(2),
+        "target_layers": whole(2),
         "exit_layer": whole(1, layers - 1 if is_int(layers) else None),
         "num_heads": whole(1),
         "num_kv_heads": (

@@ -14,6 +14,7 @@ from decoding import generate, load
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.hf import HFTarget
+from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
@@ -158,7 +159,10 @@ def test_a_saved_folder_loads_equal(family: str, tmp_path: Path) -> None:
     assert back.state_dict().keys() == made.state_dict().keys()
     assert all(torch.equal(back.state_dict()[name], t) for name, t in made.state_dict().items())
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert (config["model_type"], config["exit_layer"]) == ("shallow_draft_early_exit", EXIT)
+    assert config["model_type"] == "shallow_draft_early_exit"
+    assert (config["exit_layer"], config["target_layers"]) == (EXIT, LAYERS)
+    with pytest.raises(UserError, match="model_type 'shallow_draft_early_exit' is not one of"):
+        load_target(tmp_path / "head")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,10 @@ def test_a_saved_folder_loads_equal(family: str, tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, "model_type is 'llama', expected 'shallow_draft_early_exit'"),
         ({"exit_layer": 4}, "exit_layer is 4, expected a whole number from 1 to 3"),
+        (
+            {"target_layers": 1},
+            "target_layers is 1, expected a whole number from 2; exit_layer is 2, .* from 1 to 0",
+        ),
         (
             {"hidden_size": "x", "num_kv_heads": 3, "tied": None},
             r"hidden_size is 'x', .* from 1; num_kv_heads is 3, expected a divisor of num_heads "
