@@ -20,7 +20,7 @@ from distill.parallel_drafting.held_out import BLOCK_EFFICIENCY
 from distill.parallel_drafting.mask_token import refuse_in_data
 from distill.parallel_drafting.objective import ParallelDistillation
 from distill.parallel_drafting.setup import (
-    describe_parallel,
+    describe_mask_tokens,
     parallel_objective,
     parallel_rules,
     prepare_student,
@@ -246,7 +246,7 @@ def print_overview(config: TrainConfig, student: Any, teacher: Any, data: Packed
     loss = describe_loss(config.loss)
     print(f"plan: {describe_plan(config.loop, data)}; loss {loss}{slow_first}")
     if config.parallel_drafting.tokens:
-        print(describe_parallel(student, config.parallel_drafting))
+        print(describe_mask_tokens(student, config.parallel_drafting))
 
 
 def write_folder(

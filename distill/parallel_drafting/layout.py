@@ -110,46 +110,56 @@ def lay_out(
     samples in the row alone.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
-    starts, lengths = _documents(documents_RT)
-    supervised = np.flatnonzero(supervised_RT)
-    anchors, depths = _sample_elements(batch, tokens, retention, key)
-    # mask tokens of each document, and its place in the sequence
-    firsts = np.searchsorted(anchors, np.append(starts, documents_RT.size))
-    counts = np.diff(firsts)
-    offsets = np.cumsum(np.append(0, lengths + counts))
-    of_text = np.repeat(offsets[:-1] - starts, lengths)
-    text = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths)])
-    places = np.full(documents_RT.size, -1)
-    places[text] = text + of_text
-    document = np.repeat(np.arange(len(starts)), counts)
-    ahead = np.arange(len(anchors)) - firsts[document] + (offsets[:-1] + lengths)[document]
-    source, positions = np.full((2, offsets[-1]), -1)
-    source[places[text]] = text
-    positions[places[text]] = text - np.repeat(starts, lengths)
-    positions[ahead] = anchors - starts[document] + depths
+    starts_D, lengths_D = _documents(documents_RT)
+    anchors_E, depths_E = _sample_elements(batch, tokens, retention, key)
+    firsts = np.searchsorted(anchors_E, np.append(starts_D, documents_RT.size))
+    counts_D = np.diff(firsts)  # mask tokens of each document
+    local_E = anchors_E - np.repeat(starts_D, counts_D)
+    sources_S, places_F, places_E = _arrange(starts_D, lengths_D, counts_D, documents_RT.size)
+    positions_S = np.zeros_like(sources_S)
+    positions_S[places_E] = local_E + depths_E
+    text_S = sources_S >= 0
+    positions_S[text_S] = sources_S[text_S] - np.repeat(starts_D, lengths_D)
     # supervised tokens from an anchor on follow each other, so depth d predicts the d-th after it
-    predicted = np.append(np.arange(len(supervised)), np.searchsorted(supervised, anchors) + depths)
-    at = np.append(places[supervised], ahead)
-    depth = np.append(np.zeros(len(supervised), dtype=np.int64), depths)
-    weights = _weigh(np.append(supervised, anchors) // documents_RT.shape[1], depth, tokens)
-    order = np.lexsort((depth, predicted))
-    indices = (source, positions, at[order], predicted[order], depth[order])
-    local = (anchors - starts[document], depths)
-    source_S, positions_S, places_M, tokens_M, depths_M, anchors_E, depths_E = (
-        devices.copy_arrays_to_device((*indices, *local), batch.device)
+    supervised_N = np.flatnonzero(supervised_RT)
+    ahead_E = np.searchsorted(supervised_N, anchors_E) + depths_E
+    tokens_M = np.append(np.arange(len(supervised_N)), ahead_E)
+    depths_M = np.append(np.zeros_like(supervised_N), depths_E)
+    rows_M = np.append(supervised_N, anchors_E) // documents_RT.shape[1]
+    order = np.lexsort((depths_M, tokens_M))
+    places_M = np.append(places_F[supervised_N], places_E)[order]
+    weights_M = _weigh(rows_M, depths_M, tokens)[order]
+    tokens_M, depths_M = tokens_M[order], depths_M[order]
+    on_device = devices.copy_arrays_to_device(
+        (sources_S, positions_S, places_M, tokens_M, depths_M, local_E, depths_E), batch.device
     )
-    ids_S = batch.ids_RT.flatten()[source_S.clamp_min(0)].where(source_S >= 0, mask_token)
-    parts = zip(lengths.tolist(), anchors_E.split(counts.tolist()), depths_E.split(counts.tolist()))
-    return Layout(
-        ids_S,
-        positions_S,
-        [Document(length, _visible(length, *pair)) for length, *pair in parts],
-        places_M,
-        tokens_M,
-        predicted[order],
-        depths_M,
-        devices.copy_to_device(torch.from_numpy(weights[order]), batch.device),
-    )
+    sources, positions, places, predicted, depths, anchors, own_depths = on_device
+    ids = batch.ids_RT.flatten()[sources.clamp_min(0)].where(sources >= 0, mask_token)
+    by_document = (each.split(counts_D.tolist()) for each in (anchors, own_depths))
+    documents = [
+        Document(length, _visible(length, *masks))
+        for length, *masks in zip(lengths_D.tolist(), *by_document, strict=True)
+    ]
+    weights = devices.copy_to_device(torch.from_numpy(weights_M), batch.device)
+    return Layout(ids, positions, documents, places, predicted, tokens_M, depths, weights)
+
+
+def _arrange(
+    starts_D: np.ndarray, lengths_D: np.ndarray, counts_D: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the order of the sequence, in which mask tokens follow the text of their document.
+
+    counts_D: mask tokens of each document. size: positions of the flattened rows. Returns the
+    position in the rows of each place of the sequence, -1 for mask tokens, and the places of the
+    rows' positions and of the mask tokens.
+    """
+    ends_D = np.cumsum(lengths_D + counts_D)
+    firsts_D = ends_D - lengths_D - counts_D
+    places_F, sources_S = np.full(size, -1), np.full(ends_D[-1], -1)
+    for start, length, first in zip(starts_D, lengths_D, firsts_D, strict=True):
+        places_F[start : start + length] = first + np.arange(length)
+        sources_S[first : first + length] = start + np.arange(length)
+    return sources_S, places_F, np.flatnonzero(sources_S < 0)
 
 
 def _documents(documents_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

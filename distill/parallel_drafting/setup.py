@@ -76,7 +76,7 @@ def settings_of(student: Any) -> tuple[int, int]:
     return values[TRAINED_TOKENS], values[MASK_TOKEN]
 
 
-def describe_parallel(student: Any, chosen: ParallelDraftingConfig) -> str:
+def describe_mask_tokens(student: Any, chosen: ParallelDraftingConfig) -> str:
     """Return a line on what a prepared student learns."""
     tokens, mask_token = settings_of(student)
     return (
