@@ -97,7 +97,8 @@ DRAFTERS = {
 }
 # model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
-TRAINED = tuple(name for name, entry in DRAFTERS.items() if entry.trained)  # drafters with heads
+# drafters with heads
+TRAINED = tuple(name for name, entry in DRAFTERS.items() if entry.trained or entry.presets)
 
 
 def imported(dotted: str) -> Any:

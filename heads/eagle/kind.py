@@ -1,16 +1,10 @@
-"""EAGLE-3 as a kind of trained head (training/heads/kind.py).
-
-Shapes: M drafts, N predictions of all steps, O drafts with own tokens, P positions, H the target's
-hidden size.
-"""
+"""EAGLE-3 as a kind of trained head (training/heads/kind.py)."""
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from decoding.errors import UserError
@@ -19,71 +13,24 @@ from decoding.models.native.rope import rope_parameters
 from heads.eagle.checkpoint import LAYOUT, load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.drafts import Drafts
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.eagle.predictions import EaglePredictions
 from jobs.paths import name_anywhere
-from training.data.packing import PackedBatch
-from training.features.states import TargetStates
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
-from training.heads.positions import Positions
-from training.heads.predicting import Choose, DraftStarts, choose_likeliest, spread
 from training.models.shapes import target_widths
 
 STARTS = ("lm_head", "random")
 
 
-class EagleKind(HeadKind):
+class EagleKind(EaglePredictions, HeadKind):
     """EAGLE-3 heads as a kind of trained head."""
 
-    name, label, reads_tokens, reads_context = "eagle3", "eagle", True, True
+    name, reads_tokens = "eagle3", True
     config: type[HeadJobConfig] = EagleTrainConfig
     layout: FolderLayout = LAYOUT
-
-    def outputs(self, head: EagleHead, states: TargetStates) -> Sequence[Tensor]:
-        return (head.lm_head.weight,)
-
-    def features(
-        self,
-        head: EagleHead,
-        states: TargetStates,
-        batch: PackedBatch,
-        where: Positions,
-        states_PC: Tensor,
-    ) -> Tensor:
-        """Return the inputs (N, H) of the lm_head for all steps of the training-time test."""
-        steps, tips_M = len(where.counts_K), where.kept_P[where.drafts_M] + 1
-        drafts = _begin(head, states, batch, where.kept_P, states_PC, tips_M, steps)
-        reached: list[Tensor] = []
-        for step in range(steps):
-            tokens_M = where.tokens_MK[:, step]
-            if step and where.continues_own:
-                own_OH = reached[-1].detach().index_select(0, where.own_O)
-                own_O = _ids(head, choose_likeliest(own_OH, head.lm_head.weight, step - 1))
-                tokens_M = tokens_M.index_copy(0, where.own_O, own_O)
-            reached.append(drafts.advance(states.embed(tokens_M)))
-        return torch.cat(reached).index_select(0, where.head_N * len(tips_M) + where.draft_N)
-
-    @torch.no_grad()
-    def draft(
-        self,
-        head: EagleHead,
-        states: TargetStates,
-        tips: DraftStarts,
-        count: int,
-        choose: Choose = choose_likeliest,
-    ) -> Tensor:
-        text = tips.context
-        assert text is not None
-        drafts = _begin(head, states, text.batch, text.kept_P, text.states_PC, text.tips_M, count)
-        drafted, tokens_M = [], tips.tokens_M
-        for depth in range(count):
-            features_MH = drafts.advance(states.embed(tokens_M))
-            tokens_M = _ids(head, choose(features_MH, head.lm_head.weight, depth))
-            drafted.append(tokens_M)
-        return torch.stack(drafted, dim=1)
 
     def shape(self, config: EagleTrainConfig, target: Any) -> EagleConfig:
         options, widths = config.head, target_widths(target)
@@ -180,26 +127,6 @@ class EagleKind(HeadKind):
             "config.json numbers layers as Hugging Face's hidden_states, as does vLLM's key at the "
             "top level; that of SGLang, in `eagle_config`, has the same layers by their outputs.",
         )
-
-
-def _begin(
-    head: EagleHead,
-    states: TargetStates,
-    batch: PackedBatch,
-    kept_P: Tensor,
-    states_PC: Tensor,
-    tips_M: Tensor,
-    depth: int,
-) -> Drafts:
-    """Return drafts of at most `depth` steps from these tips of a batch."""
-    embedded_RTH, states_RTC = states.embed(batch.ids_RT), spread(batch, kept_P, states_PC)
-    return Drafts(head, batch, embedded_RTH, states_RTC, tips_M, depth)
-
-
-def _ids(head: EagleHead, indices: Tensor) -> Tensor:
-    """Return the target's ids of indices into the draft vocabulary."""
-    ids_V = head.token_ids_V
-    return indices if ids_V is None else ids_V[indices]
 
 
 KIND = EagleKind()

@@ -2,7 +2,8 @@
 
 Parts: `exact` (equality of the tokens), `decode` (speed against the bandwidth of the card), `train`
 (distillation against Hugging Face's Trainer), `recurrent` (training and rounds of a recurrent head
-of a 7B target) and `losses` (memory and time of each loss).
+of a 7B target), `losses` (memory and time of each loss) and `heads` (training and rounds of
+EAGLE-3, DFlash and DSpark of an 8B target).
 
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
@@ -12,6 +13,7 @@ nothing outside the repository. Every figure is written when it is measured, so 
 loses none. `scripts/bench/gpu.sh` calls this script.
 """
 
+import importlib
 import inspect
 import json
 import re
@@ -29,13 +31,13 @@ from decoding import devices
 from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("exact", "decode", "train", "recurrent", "losses")
+PARTS = ("exact", "decode", "train", "recurrent", "losses", "heads")
 EXECUTIONS = ("graph", "eager", "compiled")
 
 
 @dataclass
 class Options:
-    part: str = "exact"  # exact | decode | train | recurrent | losses
+    part: str = "exact"  # exact | decode | train | recurrent | losses | heads
     device: str = "cuda"  # cpu | cuda | cuda:N
     toy: bool = False  # small shapes, to test the script
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
@@ -138,15 +140,12 @@ def main(words: list[str]) -> int:
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0
-    from scripts.bench import gpu_decode, gpu_exact, gpu_losses, gpu_recurrent, gpu_train
-
-    every = (gpu_exact, gpu_decode, gpu_train, gpu_recurrent, gpu_losses)
-    modules = dict(zip(PARTS, every, strict=True))
     options = parse(words)
     figures = Figures(options)
     with torch.inference_mode():
         chosen = {"executions": options.executions.split(",")} if options.part == "decode" else {}
-        modules[options.part].run(options.device, options.toy, figures, **chosen)
+        module = importlib.import_module(f"scripts.bench.gpu_{options.part}")
+        module.run(options.device, options.toy, figures, **chosen)
     figures.add("done", not figures.failed)
     for name in figures.failed:
         print(f"FAILED: {name}", file=sys.stderr)

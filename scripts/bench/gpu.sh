@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Benchmarks for a GPU, in parts planned for under eight minutes each:
-#   gpu.sh exact|decode|train|recurrent|losses|all
+#   gpu.sh exact|decode|train|recurrent|losses|heads|all
 #
 #   exact      equality of drafted and autoregressive text on the card, as graphs and eager; noise
 #              equal to the CPU's; one wait per round
@@ -13,6 +13,8 @@
 #              batch 8 and 45 beams; about 30 GB of the card, by estimate
 #   losses     memory and milliseconds of each loss at a vocabulary of 128,256, in chunks and eager;
 #              about 30 GB of the card, by estimate
+#   heads      EAGLE-3, DFlash and DSpark of an 8B target: training tokens/s and memory, milliseconds of a
+#              round as graphs and eager; about 50 GB of the card, by estimate
 #
 # All parts import only torch, transformers, accelerate, safetensors and numpy. They write
 # scripts/bench/results/gpu_PART.json.
@@ -28,11 +30,11 @@ if [[ "${1:-}" = -h || "${1:-}" = --help ]]; then
 fi
 cd "$(dirname "$0")/../.."
 parts="${1:-all}" status=0
-if [ "$parts" = all ]; then parts="exact decode train recurrent losses"; fi
+if [ "$parts" = all ]; then parts="exact decode train recurrent losses heads"; fi
 for part in $parts; do
   case "$part" in
-    exact | decode | train | recurrent | losses) ;;
-    *) echo "error: part '$part' is unknown, expected exact, decode, train, recurrent, losses or all" >&2; exit 2 ;;
+    exact | decode | train | recurrent | losses | heads) ;;
+    *) echo "error: part '$part' is unknown, expected exact, decode, train, recurrent, losses, heads or all" >&2; exit 2 ;;
   esac
   "${PYTHON:-python3}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" \
     "last_start=${LAST:-400}" "executions=${EXECUTIONS:-graph,eager,compiled}" || status=$?

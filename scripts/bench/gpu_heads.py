@@ -1,0 +1,192 @@
+"""Part `heads`: training and rounds of EAGLE-3, DFlash and DSpark for an 8B target.
+
+Weights are random, in LLaMA-3.1-8B's shapes and the published heads' (a draft vocabulary of 32,000
+for EAGLE-3, all tokens for the others). Times do not depend on them; acceptance does, so a round is
+given with the tokens that it must emit to pay. The training step is that of heads.train in one
+process, with the target's states computed in every step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from decoding import devices
+from decoding.interfaces import Drafter
+from decoding.models.native.model import NativeTarget
+from heads.block.drafter import BlockDrafter
+from heads.block.model import BlockHead
+from heads.block.predictions import BlockPredictions
+from heads.block.shape import ANCHOR_FIRST, BIDIRECTIONAL, FILL_IN, MARKOV, NONE, BlockConfig
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.eagle.predictions import EaglePredictions
+from scripts.bench.gpu_recurrent import Sizes, measure_rounds, measure_step
+from scripts.bench.gpu_training import TrainingSizes, measure_training, random_chats
+from scripts.bench.random_models import TOY_TARGET, llama, random_model, random_weights
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
+from training.heads.predicting import PredictingHead
+from training.objectives import freeze
+
+LLAMA_8B = llama(32, 4096, 32, 14336, 8, vocab_size=128_256)
+REAL = TrainingSizes(LLAMA_8B, torch.bfloat16, row=2048, forward_rows=2, step_rows=8, steps=2)
+TOY = TrainingSizes(
+    TOY_TARGET, torch.float32, row=32, forward_rows=2, step_rows=4, steps=1, chats=(8, 32), turn=8
+)
+TREE = 60  # nodes of EAGLE-3's tree, as published
+DRAFTS_PER_ROW = 256
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """A head of an 8B target, how it trains and how it drafts."""
+
+    name: str
+    head: nn.Module
+    kind: PredictingHead
+    taps: tuple[int, ...]
+    loss: HeadLossConfig
+    drafter: Callable[[Any], Drafter]
+    length: int  # drafted tokens of a chain, or depth of the tree
+
+
+def eagle(target: LlamaConfig, toy: bool) -> HeadCase:
+    """Return EAGLE-3 with a tree of TREE nodes."""
+    taps, steps = default_taps(target.num_hidden_layers), 3 if toy else 7
+    shape = EagleConfig(
+        target.vocab_size,
+        target.hidden_size,
+        target.num_attention_heads,
+        target.num_key_value_heads,
+        target.head_dim,
+        target.intermediate_size,
+        taps,
+        {"rope_type": "default", "rope_theta": 500_000.0},
+        target.max_position_embeddings,
+        draft_vocab_size=16 if toy else 32_000,
+    )
+    loss = HeadLossConfig(name="forward_kl", predict_n_tokens=steps, decay=0.8)
+    nodes = 6 if toy else TREE
+    return HeadCase(
+        f"EAGLE-3, tree of {nodes}",
+        EagleHead(shape),
+        EaglePredictions(),
+        taps,
+        loss,
+        lambda head: EagleDrafter(head=head, shape="tree", max_nodes=nodes, children="top_k"),
+        3 if toy else 6,
+    )
+
+
+def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
+    """Return DFlash with blocks of 16, or DSpark with blocks of 7 and a Markov head."""
+    is_dspark = name == "DSpark"
+    size = (3 if toy else 7) if is_dspark else (4 if toy else 16)
+    last, count = target.num_hidden_layers, 1 if toy else 5
+    taps = tuple(2 + round(place * (last - 4) / max(count - 1, 1)) for place in range(count))
+    shape = BlockConfig(
+        target.vocab_size,
+        target.hidden_size,
+        last,
+        tuple(min(tap, last) for tap in taps),
+        size,
+        target.vocab_size - 1,
+        target.num_attention_heads,
+        target.num_key_value_heads,
+        target.head_dim,
+        target.intermediate_size,
+        1 if toy else 5,
+        ANCHOR_FIRST if is_dspark else FILL_IN,
+        BIDIRECTIONAL,
+        MARKOV if is_dspark else NONE,
+        256 if is_dspark else 0,
+    )
+    drafts = shape.num_drafts
+    loss = HeadLossConfig(
+        predict_n_tokens=drafts, depth_weights="d_pace", drafts_per_row=DRAFTS_PER_ROW
+    )
+    return HeadCase(
+        f"{name}, block of {size}",
+        BlockHead(shape),
+        BlockPredictions(),
+        shape.taps,
+        loss,
+        lambda head: BlockDrafter(head=head),
+        drafts,
+    )
+
+
+@torch.inference_mode(False)
+def cases(sizes: TrainingSizes, toy: bool, device: str) -> list[HeadCase]:
+    """Return all cases, with their heads on the device."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = [eagle(sizes.target, toy), *(block(sizes.target, toy, name) for name in BLOCKS)]
+    for case in made:
+        case.head.to(sizes.dtype)
+    return made
+
+
+BLOCKS = ("DFlash", "DSpark")
+
+
+@torch.inference_mode(False)
+def measure_head_training(
+    case: HeadCase, target: Any, sizes: TrainingSizes, device: str
+) -> dict[str, Any]:
+    """Measure the tokens/s and the peak memory of training a head."""
+    states = TargetStates(target, taps=case.taps, final=case.loss.name != "cross_entropy")
+    objective = HeadObjective(case.kind, case.head, states, case.loss)
+    found = measure_training(objective, case.head, random_chats(sizes), sizes, device)
+    parameters = sum(parameter.numel() for parameter in case.head.parameters())
+    return {**found, "head_parameters": parameters}
+
+
+def run(device: str, toy: bool, figures: Any) -> None:
+    """Measure and record the training of every head, and its rounds as graphs and eager."""
+    sizes, place = TOY if toy else REAL, torch.device(device)
+    made = cases(sizes, toy, device)
+    with torch.inference_mode(False):
+        target = freeze(random_model(sizes.target, sizes.dtype, device))
+    for case in made:
+        name = f"training, {case.name}"
+        if figures.in_time(name):
+            figures.add(name, measure_head_training(case, target, sizes, device))
+        devices.release(place)
+    del target
+    devices.release(place)
+    weights = random_weights(sizes.target, sizes.dtype, device)
+    for execution in ("graph", "eager"):
+        measure_execution(NativeTarget(weights, "target", execution=execution), made, toy, figures)
+        devices.release(place)
+
+
+def measure_execution(target: NativeTarget, made: list[HeadCase], toy: bool, figures: Any) -> None:
+    """Measure and record autoregressive steps, and rounds of every head."""
+    width = max([TREE, *(case.length for case in made)])
+    rounds = Sizes(
+        target=TOY_TARGET if toy else LLAMA_8B,
+        dtype=torch.float32 if toy else torch.bfloat16,
+        prompt=6 if toy else 64,
+        tokens=24 if toy else 128,
+        widths=(width,),
+        lengths=(max(case.length for case in made),),
+        batch=1,
+        batch_width=1,
+        parts_every=8 if toy else 16,
+        repeats=1,
+    )
+    target.open(1, rounds.capacity)
+    plain_ms = measure_step(target, rounds, 1)
+    figures.add(f"autoregressive, {target.execution}", {"token_ms": plain_ms})
+    for case in made:
+        name = f"round, {case.name}, {target.execution}"
+        if figures.in_time(name):
+            head = case.head.requires_grad_(False).eval()
+            found = measure_rounds(target, case.drafter(head), case.length, rounds)
+            figures.add(name, {**found, "tau_that_pays": found["round_ms"] / plain_ms})
