@@ -24,9 +24,8 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, ids_of
 from decoding.models.folder import WEIGHTS, load_state, read_config
-from decoding.models.native.rope import rope_parameters
 from decoding.values import is_int, quote
-from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted
+from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted, read_rope
 from training.heads import checkpoint
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -168,13 +167,19 @@ def read_head_config(folder: Path) -> EagleConfig:
                 f"{file}: {name} is {quote(given)}, expected true or false. Use the config.json "
                 f"that was written with these weights."
             )
+    eps = values.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, float | int) or not 0 <= eps < 1:
+        raise UserError(
+            f"{file}: rms_norm_eps is {quote(eps)}, expected a small number such as 1e-5. Use the "
+            f"config.json that was written with these weights."
+        )
     V, drafted = sizes.pop("vocab_size"), sizes.pop("draft_vocab_size")
     return EagleConfig(
         vocab_size=V,
         draft_vocab_size=0 if drafted == V else drafted,
         taps=taps,
-        rope=rope_parameters(values),
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope=read_rope(values, str(file)),
+        norm_eps=float(eps),
         **sizes,
         **switches,
     )

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from decoding.models.native.rope import rope_parameters
 from heads.eagle.checkpoint import LAYOUT, load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
 from heads.eagle.predictions import EaglePredictions
 from jobs.paths import name_anywhere
 from training.features.taps import Layers
@@ -42,7 +41,7 @@ class EagleKind(EaglePredictions, HeadKind):
             head_dim=widths["head_dim"],
             intermediate_size=options.intermediate_size or widths["intermediate_size"],
             taps=tuple(options.taps) or default_taps(target.num_hidden_layers),
-            rope=rope_parameters(target.to_dict()),
+            rope=read_rope(target.to_dict(), config.target.path),
             max_positions=target.max_position_embeddings,
             draft_vocab_size=options.draft_vocab_size,
             norm_eps=target.rms_norm_eps,

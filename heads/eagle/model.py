@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.native.rope import inverse_frequencies, rope_tables
+from decoding.models.native.rope import KINDS, inverse_frequencies, rope_parameters, rope_tables
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of some positions, (..., 1, D)
 NUM_TAPS = 3
@@ -83,6 +83,22 @@ class EagleConfig:
                 f"this target."
             )
         return taps
+
+
+def read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the rope fields of a config.json. Raises UserError for a kind that the head lacks.
+
+    where: the source of the values, for the error.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        given = values.get(key) or {}
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in KINDS:
+            raise UserError(
+                f"{where}: {key} is of the type '{kind}', which EAGLE-3 heads do not have here, "
+                f"expected one of {', '.join(KINDS)}. Use another kind of head for this target."
+            )
+    return rope_parameters(values)
 
 
 def rotate(x_XD: Tensor, rope: Rope) -> Tensor:

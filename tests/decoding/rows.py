@@ -593,7 +593,7 @@ KINDS = (
     "early_exit",
     "recurrent",
 )
-KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost")
+KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost", "eagle3")
 ADDED = [with_lookup_before(BY_NAME[name], slow=name != "ranked_tree") for name in KINDS]
 ROWS += ADDED
 BY_NAME |= {row.name: row for row in ADDED}

@@ -264,6 +264,8 @@ def test_every_wrong_tensor_is_listed(tmp_path: Path):
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, which does not fit"),
         ({"taps": [2, 2, 5]}, r"tapped layers are \[2, 2, 5\], expected 3 different layers"),
         ({"taps": [2, 5]}, "expected 3 different layers"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a small number"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is of the type 'yarn', which"),
         ({"taps_convention": "output"}, "taps_convention is 'output', expected 'hidden_states'"),
     ],
     ids=str,
@@ -344,6 +346,14 @@ def test_a_head_in_bfloat16_keeps_greedy_text():
         head = random_eagle(target, 3.0).bfloat16()
         drafted = decode(target, EagleDrafter(head=head, shape=shape), prompts, settings)
         assert [done.tokens for done in drafted] == plain
+
+
+def test_a_head_of_a_fused_target_computes_the_same(tmp_path: Path):
+    folder = save(random_head(), tmp_path / "head")
+    states = torch.randn(2, 3, 24)
+    eager, fused = (EagleDrafter(folder, execution=each).cache.head for each in ("eager", "fused"))
+    torch.testing.assert_close(fused.fuse(states), eager.fuse(states))
+    assert "forward" in vars(fused.lm_head) and "forward" not in vars(eager.lm_head)
 
 
 # ------------------------------------------------------------------------------------- the job
