@@ -86,12 +86,13 @@ class BlockKind(BlockPredictions, HeadKind):
         options, last = config.head, shape.target_layers - 1
         drafts, kind = config.loss.predict_n_tokens, config.parallel.kind
         taps_fit = all(1 <= tap <= last for tap in shape.taps)
+        fitting = [each for each in CORRECTIONS if self.reads_tokens == (each != NONE)]
         return {
             "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
             "head.in_block_mask": (options.in_block_mask in MASKS, f"one of {', '.join(MASKS)}"),
             "head.correction": (
-                options.correction in CORRECTIONS,
-                f"one of {', '.join(CORRECTIONS)}",
+                options.correction in fitting,
+                f"{' or '.join(fitting)} with head={self.name}",
             ),
             "head.rank": (1 <= options.rank <= MOST_RANK, f"1 to {MOST_RANK}"),
             "head.gru_size": (1 <= options.gru_size <= MOST_RANK, f"1 to {MOST_RANK}"),
@@ -106,7 +107,7 @@ class BlockKind(BlockPredictions, HeadKind):
                 f"a size from 1 to {shape.vocab_size}, the target's vocabulary, or 0 for all",
             ),
             "head.path": (
-                shape.num_drafts == drafts and self.reads_tokens == (shape.correction != NONE),
+                shape.num_drafts == drafts and shape.correction in fitting,
                 f"a folder of head={self.name} whose block drafts {drafts} tokens "
                 f"(loss.predict_n_tokens), not {shape.num_drafts} with correction "
                 f"{shape.correction}",

@@ -377,7 +377,7 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
         (["head.mask_token_id=999999"], "head.mask_token_id is 999999, expected a row of the"),
         (["head.layout=first"], "head.layout is first, expected one of fill_in, anchor_first"),
         (["head.in_block_mask=full"], "expected one of bidirectional, causal"),
-        (["head.correction=gru2"], "head.correction is gru2, expected one of none, markov, gru"),
+        (["head.correction=gru"], "head.correction is gru, expected none with head=dflash"),
         (["loss.own_tokens=0.5"], "no draft reads its own tokens"),
     ],
     ids=str,
