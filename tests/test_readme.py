@@ -36,6 +36,7 @@ from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
 from jobs.schemas import schema_of
 from recurrent_drafting.cmd.flags import to_overrides
+from tests.support.tiers import tiered
 from training.data import corpus
 
 ROOT = CONF.parent
@@ -146,7 +147,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
         return typed(compose(job.replace(".", "_"), single), schema)
 
 
-@pytest.mark.parametrize("command", [*commands(), *guide_commands()])
+@pytest.mark.parametrize("command", tiered([*commands(), *guide_commands()], commands_in([README])))
 def test_every_command_composes(command: str):
     job, arguments = parts(command)
     assert composed(job, arguments).job == job

@@ -75,7 +75,7 @@ class DrafterRow:
     adversarial: Callable[[Kit], Drafter] | None = None
     table: Callable[[], Drafter] | None = None  # builds a drafter for the 5-symbol target
     gamma: int | None = None  # minimum draft length that uses all parts of the drafter
-    slow: bool = False  # the slower laws test this row only in the long suite
+    slow: bool = False  # a variant of another row, which the laws test only in the long suite
 
 
 def draft_table() -> TableTarget:
@@ -354,6 +354,7 @@ ROWS = [
         make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True),
+        slow=True,
     ),
     DrafterRow(
         "graph",
@@ -430,12 +431,14 @@ ROWS = [
         make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, children="sampled"),
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, dtype=torch.bfloat16, children="sampled"),
+        slow=True,
     ),
     DrafterRow(
         "recurrent_by_cost",
         make=lambda kit: recurrent_of(kit, 6, by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, by_cost=True),
+        slow=True,
     ),
     DrafterRow(
         "recurrent_drawn_by_cost",
@@ -454,6 +457,7 @@ ROWS = [
         make=lambda kit: medusa_of(kit, shape="chain"),
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: MedusaDrafter(heads=random_medusa(draft_table(), 2.0), shape="chain"),
+        slow=True,
     ),
     DrafterRow(
         "eagle3",

@@ -12,6 +12,7 @@ from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.session import ConversationBatches
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, random_prompts
 
 from .rows import ROWS, DrafterRow
@@ -53,7 +54,7 @@ def conversations(target: Target, settings: Settings, turns: ConversationBatches
     return found
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", tiered(["greedy", "coupled"], ["coupled"]))
 @pytest.mark.parametrize(
     "row",
     [None, *(row for row in ROWS if row.name in BATCHED)],

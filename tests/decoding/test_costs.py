@@ -16,6 +16,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
+from tests.support.tiers import tiered
 
 from .test_laws import models
 
@@ -101,7 +102,7 @@ def test_costs_smooth_noise() -> None:
     assert sparse.costs.t_target_ms == pytest.approx((1.0, 1.2, 1.375, 1.55, 1.725, 1.9, 1.9, 1.9))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", tiered([0.0, 1.0], [1.0]))
 def test_the_rest_of_a_round_excludes_both_models(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +182,7 @@ def test_work_of_every_step_is_charged_to_steps(
     assert after.plain_ms == pytest.approx(before.plain_ms)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", tiered([0.0, 1.0], [1.0]))
 def test_the_costs_of_a_tree_by_cost_include_its_growth(
     temperature: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [{}, {"OMP_THREAD_LIMIT": "2"}], ids=["three", "two of three"])
 def test_a_forked_process_and_one_short_of_threads_compute_the_same(limit: dict[str, str]) -> None:
     """Check the teams of both kinds: a forked process lacks the OpenMP threads of its parent."""

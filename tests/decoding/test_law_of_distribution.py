@@ -26,6 +26,7 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
 from decoding.verification import device_chain, token_tree
 from tests.support.many_requests import first_tokens, replace_uniform, without_collector
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import TableTarget
 
 from .law_3 import DRAWS, FEW_DRAWS, P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
@@ -37,7 +38,7 @@ SAMPLED = [
 # Every rule has every warper on these rows, and one warper on rows that differ only in the drafts.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
-    pytest.param(row.name, rule, warper, marks=[pytest.mark.long] * row.slow)
+    (row.name, rule, warper)
     for row, rule in SAMPLED
     for warper in (WARPERS if row.name in RULE_ROWS and rule != "coupled" else ["hot_top_p"])
 ]
@@ -45,21 +46,31 @@ CASES += [("autoregressive", *case) for case in (("token", "cold_top_k"), ("coup
 CASES += [(row.name, "token", "hot_top_p") for row in PICKED]
 # Trees with sampled children use the recursive rule, so they have every warper.
 CASES += [
-    pytest.param(name, "token", warper, marks=pytest.mark.long)
+    (name, "token", warper)
     for name in ("multi_candidate", "ranked_tree", "recurrent_drawn")
     for warper in WARPERS
     if warper != "hot_top_p"
 ]
+SLOW = {row.name for row in ROWS if row.slow} | {row.name for row in PICKED[:-1]}
 
 
-@pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.long)])
+def is_quick(name: str, rule: str, warper: str) -> bool:
+    """Return whether the short suite has a case: a rule on a chain, or token verification of a row.
+
+    Coupled rows have the distribution of autoregressive decoding by law 2.
+    """
+    of_chain = name in ("chain", "autoregressive") and (rule == "token" or warper != "min_p")
+    return of_chain or (rule == "token" and warper == "hot_top_p" and name not in SLOW)
+
+
+@pytest.mark.parametrize("rule", tiered(["token", "block"], ["token"]))
 @pytest.mark.parametrize("stopping", NAMES)
 def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
     more = {"stopping": stopping, "costs": COSTS, "draws": FEW_DRAWS}
     assert law_holds(drafter_of("chain"), rule, "plain", **more) > P_LIMIT
 
 
-@pytest.mark.parametrize(("name", "rule", "warper"), CASES)
+@pytest.mark.parametrize(("name", "rule", "warper"), tiered(CASES, is_quick))
 def test_law_3(name: str, rule: str, warper: str) -> None:
     draws = DRAWS if warper == "hot_top_p" or name == "autoregressive" else FEW_DRAWS
     assert law_holds(drafter_of(name), rule, warper, draws=draws) > P_LIMIT
@@ -67,13 +78,16 @@ def test_law_3(name: str, rule: str, warper: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rule", "words"),
-    [
-        (ChainDrafter, "token", 4),
-        (ChainDrafter, "block", 6),
-        (MultiCandidate, "token", 4),
-        pytest.param(RankedTree, "token", 4, marks=pytest.mark.long),
-        pytest.param(RankedTree, "token", 6, marks=pytest.mark.long),
-    ],
+    tiered(
+        [
+            (ChainDrafter, "token", 4),
+            (ChainDrafter, "block", 6),
+            (MultiCandidate, "token", 4),
+            (RankedTree, "token", 4),
+            (RankedTree, "token", 6),
+        ],
+        lambda kind, rule, words: kind is ChainDrafter,
+    ),
 )
 def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
     kind: type[ChainDrafter], rule: str, words: int
@@ -84,9 +98,11 @@ def test_law_3_holds_for_a_drafter_with_another_vocabulary_size(
 
 
 # If the host runs ahead of the device, other code grows, sizes and verifies trees: a row for each.
-BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (
-    *BRIEFLY,
+    "multi_candidate",
+    "budget_tree",
+    "graph",
+    "recurrent_drawn_by_cost",
     "multi_candidate_with_lookup",
     "ranked_tree",
     "recurrent",
@@ -96,10 +112,7 @@ AHEAD = (
 AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.long) for name in AHEAD],
-)
+@pytest.mark.parametrize("name", tiered(AHEAD, ["budget_tree", "recurrent_drawn_by_cost"]))
 def test_law_3_holds_for_trees_if_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +120,9 @@ def test_law_3_holds_for_trees_if_the_host_runs_ahead(
     assert law_holds(drafter_of(name), "token", "hot_top_p", seed=2, draws=FEW_DRAWS) > P_LIMIT
 
 
-@pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
+@pytest.mark.parametrize(
+    "name", tiered(["chain", "budget_tree", "recurrent_drawn_by_cost"], ["chain"])
+)
 def test_law_3_holds_if_a_batch_decides_before_the_round(name: str) -> None:
     more: dict[str, Any] = {"costs": replace(COSTS, rows=4), "draws": FEW_DRAWS}
     if name == "chain":
@@ -170,7 +185,7 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("rule", "exact"), [("block", False), pytest.param("token", True, marks=pytest.mark.long)]
+    ("rule", "exact"), tiered([("block", False), ("token", True)], [("block", False)])
 )
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +217,9 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
     assert rates["block"] > rates["token"] * 1.02
 
 
-@pytest.mark.parametrize("row", ["multi_candidate", "static_tree_picked", "ranked_tree"])
+@pytest.mark.parametrize(
+    "row", tiered(["multi_candidate", "static_tree_picked", "ranked_tree"], ["multi_candidate"])
+)
 def test_law_3_rejects_siblings_without_residual_update(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,13 +230,16 @@ def test_law_3_rejects_siblings_without_residual_update(
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [
-        ("chain", "token"),
-        ("chain", "block"),
-        ("multi_candidate", "token"),
-        ("recurrent_drawn", "token"),
-        ("graph", "coupled"),
-    ],
+    tiered(
+        [
+            ("chain", "token"),
+            ("chain", "block"),
+            ("multi_candidate", "token"),
+            ("recurrent_drawn", "token"),
+            ("graph", "coupled"),
+        ],
+        [("chain", "block"), ("multi_candidate", "token")],
+    ),
 )
 def test_batched_requests_equal_single_ones(name: str, rule: str) -> None:
     """Check that law 3's batches of requests (many_requests.py) give the tokens of `decode`."""

@@ -16,12 +16,12 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from tests.support import bigram_targets as last_word
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 
 from .rows import ADDED, BY_NAME, ROWS, DrafterRow, Kit
-from .test_laws import Settings, models, name, with_rule
+from .test_laws import PAIRS, Settings, by_rule, is_quick, models, name, with_rule
 
-PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
 PERFECT = [
     (row, rule)
     for row, rule in PAIRS
@@ -83,7 +83,7 @@ def sure_texts(
     )
 
 
-@pytest.mark.parametrize(("row", "rule"), PERFECT, ids=name)
+@pytest.mark.parametrize(("row", "rule"), tiered(PERFECT, is_quick), ids=name)
 def test_a_perfect_drafter_has_its_closed_form(row: DrafterRow, rule: str) -> None:
     assert row.perfect is not None
     gamma, rounds = 4, 6
@@ -98,7 +98,7 @@ def test_a_perfect_drafter_has_its_closed_form(row: DrafterRow, rule: str) -> No
     assert [g.accepted_by_depth for g in drafted] == [[rounds] * gamma] * len(prompts)
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
+@by_rule
 def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
     tau, rounds = FORMS.get(row.name, whole)(GAMMA), 3
     prompts, plain = sure_texts(False, rule, tau * rounds)
@@ -111,7 +111,11 @@ def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, ru
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token"])
-@pytest.mark.parametrize("row", [row for row in ADDED if row.gamma is None], ids=name)
+@pytest.mark.parametrize(
+    "row",
+    tiered([row for row in ADDED if row.gamma is None], lambda row: not row.slow),
+    ids=name,
+)
 def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
     row: DrafterRow, rule: str
 ) -> None:
@@ -126,7 +130,7 @@ def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
     assert [g.accepted_by_depth for g in drafted] == [[rounds] * (tau - 1)] * 2
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
+@by_rule
 def test_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
     """Check every rule on a target with a single possible text."""
     prompts, plain = sure_texts(True, rule, 24)
@@ -151,13 +155,11 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 
 @pytest.mark.parametrize(
     ("row", "rule"),
-    [
-        pytest.param(
-            row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * (row.name not in QUICK)
-        )
-        for row in MODELS_AND_HEADS
-        for rule in row.rules
-    ],
+    tiered(
+        [(row, rule) for row in MODELS_AND_HEADS for rule in row.rules],
+        lambda row, rule: row.name in QUICK,
+    ),
+    ids=name,
 )
 def test_an_adversarial_drafter_changes_no_sample(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch

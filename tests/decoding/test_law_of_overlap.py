@@ -17,6 +17,7 @@ from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import replace_uniform
+from tests.support.tiers import tiered
 
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
@@ -51,15 +52,27 @@ def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> f
     return law_holds(drafter_of("chain"), "token", warper, **more)
 
 
-@pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
+QUICK = [("pearl", 3, "hot_top_p"), ("plus_eager", 3, "hot_top_p")]
+QUICK += [("without_post", 4, "plain"), ("without_pre", 4, "plain")]
+
+
+@pytest.mark.parametrize(("name", "gamma", "warper"), tiered(CASES, QUICK))
 def test_law_3(name: str, gamma: int, warper: str) -> None:
     """Check every schedule; the choices of PEARL+ depend on verified tokens only."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
 
 
-@pytest.mark.parametrize("warper", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.85}])
 @pytest.mark.parametrize(
-    "name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY]
+    ("name", "warper"),
+    tiered(
+        [
+            (name, warper)
+            for name, fields in SCHEDULES.items()
+            for warper in ({"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.85})
+            if fields["schedule"] in MANY
+        ],
+        lambda name, warper: name in ("pearl", "plus_eager") and "top_p" in warper,
+    ),
 )
 def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
     """Check that law 3's batches of requests (batched_requests.py) give the tokens of `decode`."""
@@ -73,7 +86,7 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
     assert together == alone
 
 
-@pytest.mark.parametrize("name", ["pearl", "without_post"])
+@pytest.mark.parametrize("name", tiered(["pearl", "without_post"], ["pearl"]))
 def test_law_3_rejects_the_reused_uniform_of_the_published_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +132,7 @@ def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pearl, "_test", blind)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", tiered(SCHEDULES, ["pearl", "plus_eager"]))
 def test_law_3_rejects_an_untested_first_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_fresh_chunks_first_token(monkeypatch)
     assert law_of(name) < P_LIMIT

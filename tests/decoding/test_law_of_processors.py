@@ -13,6 +13,7 @@ from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.interfaces import Drafter, Target
 from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Processors
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of
 
 from .law_3 import (
@@ -35,7 +36,7 @@ WARPER = {"temperature": 1.2, "min_p": 0.1}
 OTHERS = ("multi_candidate", "static_tree", "budget_tree", "graph", "lookahead", "ouroboros")
 OTHERS += ("prompt_lookup", "chain_with_lookup")
 ROWS = [("chain", "token"), ("chain", "block"), ("ranked_tree", "token")]
-ROWS += [pytest.param(name, "token", marks=pytest.mark.long) for name in OTHERS]
+ROWS += [(name, "token") for name in OTHERS]
 
 ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in range(5)]
 
@@ -90,17 +91,17 @@ def law_of(
     return p_value(count_triples(target, drafter, prompt, settings, draws), law)
 
 
-@pytest.mark.parametrize(("row", "rule"), ROWS)
+@pytest.mark.parametrize(("row", "rule"), tiered(ROWS, [ROWS[0], ROWS[2]]))
 def test_law_3(row: str, rule: str) -> None:
     assert law_of(target_table(), drafter_of(row), PROMPT, rule, FEW_DRAWS) > P_LIMIT
 
 
-@pytest.mark.parametrize("name", ["pearl", "without_pre", "plus_eager"])
+@pytest.mark.parametrize("name", tiered(["pearl", "without_pre", "plus_eager"], ["pearl"]))
 def test_law_3_under_overlapped_schedules(name: str) -> None:
     assert law_of(target_table(), drafter_of("chain"), PROMPT, **SCHEDULES[name]) > P_LIMIT
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", tiered(["token", "block"], ["token"]))
 def test_law_3_holds_for_self_speculation(rule: str) -> None:
     target, drafter = (
         native_of(hf_model("llama", layers=2)),
@@ -109,7 +110,7 @@ def test_law_3_holds_for_self_speculation(rule: str) -> None:
     assert law_of(target, drafter, [7, 9, 5], rule, num_draft_tokens=3, max_new_tokens=4) > P_LIMIT
 
 
-@pytest.mark.parametrize("row", ["chain", "static_tree", "lookahead"])
+@pytest.mark.parametrize("row", tiered(["chain", "static_tree", "lookahead"], ["static_tree"]))
 def test_law_3_rejects_processors_without_drafted_tokens(
     row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ Law 3 is in test_law_of_overlap.py, law 5 in test_pearl_edges.py.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import LaneSeconds, Pearl
 from tests.support.oracle_drafters import Oracle
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .law_3 import WARPERS
@@ -48,9 +50,8 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "gamma", [2, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (1, 5))]
+    ("schedule", "gamma"), tiered(product(PUBLISHED, (1, 2, 5)), [("pearl_virtual", 2)])
 )
-@pytest.mark.parametrize("schedule", PUBLISHED)
 def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> None:
     # One prompt at a time takes ten times as long; twelve have over a thousand tokens to equal.
     plain, drafted = run(
@@ -61,8 +62,9 @@ def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> No
     assert sum(g.accepted for g in drafted) > 0
 
 
-@pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.parametrize("schedule", PUBLISHED)
+@pytest.mark.parametrize(
+    ("schedule", "warper"), tiered(product(PUBLISHED, WARPERS), [("pearl_virtual", "hot_top_p")])
+)
 def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: str) -> None:
     settings = Settings(
         max_new_tokens=48,
@@ -109,7 +111,7 @@ class Adversary(Oracle):
     capabilities = Capabilities(shape="chain", steps="round", can_overlap=True)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", tiered(["greedy", "coupled"], ["coupled"]))
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) -> None:
     target, _, _ = models()

@@ -9,6 +9,7 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 from .rows import COSTS
@@ -16,8 +17,10 @@ from .test_law_controls import Breaker, key_noise_by_place
 from .test_laws import models, with_rule
 from .test_pearl import BATCHED, run
 
+by_rule = pytest.mark.parametrize("rule", tiered(["greedy", "token", "coupled"], ["token"]))
 
-@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+
+@by_rule
 @pytest.mark.parametrize("schedule", BATCHED)
 def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> None:
     settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule)
@@ -52,7 +55,7 @@ def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyP
         test_law_5_ragged_batches_equal_single_rows("pearl_virtual", rule)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@by_rule
 @pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
 def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str) -> None:
     """Check that schedules of one row give the same output in both orders of the requests."""
@@ -74,7 +77,7 @@ def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str) -> None
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", tiered(["greedy", "coupled"], ["coupled"]))
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, rule: str) -> None:
     target, twin, _ = models()

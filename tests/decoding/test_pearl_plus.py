@@ -22,6 +22,7 @@ from decoding.schedules.pearl_plus import (
     pearl_rate,
     serial_rate,
 )
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 
 from .test_laws import models, with_rule
@@ -54,7 +55,7 @@ def run(
 @pytest.mark.parametrize(
     ("regime", "count"),
     [
-        *((regime, 12) for regime in REGIMES),
+        *tiered([("eager", 3), *((regime, 12) for regime in REGIMES)], [("eager", 3)]),
         pytest.param("eager", 64, marks=pytest.mark.exhaustive),
     ],
 )
@@ -75,7 +76,7 @@ def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@pytest.mark.parametrize("rule", tiered(["greedy", "token", "coupled"], ["token"]))
 def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> None:
     """Check that every tested token is accepted, and each regime's least block efficiency."""
     target, twin, _ = models()
@@ -92,7 +93,7 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
         assert done.block_efficiency > {"serial": 4.5, "pearl": 1.7, "eager": 4.5}[regime]
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", tiered(REGIMES, ["eager"]))
 def test_law_5_earlier_requests_change_nothing(regime: str) -> None:
     """Check that a request's estimates of acceptance do not affect the next request."""
     target, _, draft_model = models()
@@ -162,11 +163,10 @@ def simulate(
 
 
 @pytest.mark.parametrize(
-    ("first", "next_"), [(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)]
+    ("first", "next_"),
+    tiered([(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)], [(0.4, 0.8)]),
 )
-@pytest.mark.parametrize(
-    "gamma", [1, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (2, 4))]
-)
+@pytest.mark.parametrize("gamma", tiered([1, 2, 4], [2]))
 def test_the_closed_forms_equal_the_simulation(gamma: int, first: float, next_: float) -> None:
     costs, chance = RoundCosts(0.25, FLAT, 0.1), Acceptance(first, next_)
     assert serial_rate(chance, gamma, costs) == pytest.approx(

@@ -17,13 +17,14 @@ from decoding.rounds import batch as batch_module
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import WALL
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .test_laws import models, with_rule
 from .test_processors import letters
 
 
-@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@pytest.mark.parametrize("rule", tiered(["greedy", "token", "coupled"], ["token"]))
 @pytest.mark.parametrize("schedule", [name for name in WALL if "plus" not in name])
 def test_the_wall_clock_gives_the_tokens_of_the_virtual_clock(
     schedule: str, rule: str, remote: RemoteChain, folder: Path

@@ -6,6 +6,7 @@ Each drafted position is processed with the text before it. Law 3 is in test_law
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import Processors
 from decoding.schedules.by_name import VIRTUAL
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
-from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
-from .test_laws import models, with_rule
+from .rows import COSTS, ROWS, DrafterRow, Kit
+from .test_laws import models, name, with_rule
 
 # Rows of each kind of drafting and verification run under every change alone; all rows run under
 # all changes together.
@@ -46,12 +48,15 @@ CHANGES = {
     "all": {"repetition_penalty": 1.4, "allowed": other_thirds, "min_p": 0.05},
 }
 CASES = [
-    pytest.param(row, change, id=f"{row.name}-{change}", marks=[pytest.mark.long] * row.slow)
-    for row in ROWS
-    for change in CHANGES
-    if change == "all" or row.name in CHOSEN
+    (row, change) for row in ROWS for change in CHANGES if change == "all" or row.name in CHOSEN
 ]
-by_case = pytest.mark.parametrize(("row", "change"), CASES)
+# The short suite has a chain under every change, and a tree and a pool under all of them.
+QUICK = ("chain", "ranked_tree", "lookahead")
+by_case = pytest.mark.parametrize(
+    ("row", "change"),
+    tiered(CASES, lambda row, change: row.name in QUICK[: 1 + 2 * (change == "all")]),
+    ids=name,
+)
 
 
 def settings_of(change: str, rule: str) -> Settings:
@@ -142,16 +147,10 @@ def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
             assert all(t in other_thirds([*prompt, *tokens[:i]]) for i, t in enumerate(tokens))
 
 
-# One schedule runs under every change alone, and all schedules under all changes together.
-OVERLAPPED = [
-    pytest.param(schedule, change, marks=[pytest.mark.long] * (number > 0 and change != "all"))
-    for number, schedule in enumerate(VIRTUAL)
-    for change in CHANGES
-]
-
-
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-@pytest.mark.parametrize(("schedule", "change"), OVERLAPPED)
+@pytest.mark.parametrize(
+    ("schedule", "change"), tiered(product(VIRTUAL, CHANGES), [("pearl_virtual", "all")])
+)
 def test_laws_1_and_2_under_overlapped_schedules(schedule: str, change: str, rule: str) -> None:
     settings = replace(settings_of(change, rule), schedule=schedule)
     drafter, accepted = ChainDrafter(model=models()[2]), 0
@@ -190,8 +189,13 @@ def ended_by_a_grammar(rule: str) -> list[Generation]:
     return decode(models()[0], None, prompts, replace(settings_of("none", rule), **ENDING))
 
 
+by_schedule = pytest.mark.parametrize(
+    "schedule", tiered(["serial", *VIRTUAL], ["serial", "pearl_virtual"])
+)
+
+
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-@pytest.mark.parametrize("schedule", ["serial", *VIRTUAL])
+@by_schedule
 def test_a_draft_may_continue_past_the_end_of_a_grammar(schedule: str, rule: str) -> None:
     """Check drafts past the stop token, where the grammar allows no token."""
     target, twin, _ = models()
@@ -247,7 +251,7 @@ def letters(ids: Sequence[int]) -> str:
     return "".join(chr(97 + i % 6) for i in ids)
 
 
-@pytest.mark.parametrize("row", of_rows())
+@pytest.mark.parametrize("row", tiered(ROWS, lambda row: row.name in QUICK), ids=name)
 def test_a_stop_string_ends_the_row_with_its_last_token(row: DrafterRow) -> None:
     free = Settings(max_new_tokens=60, num_draft_tokens=4, costs=COSTS)
     prompts = random_prompts(PROMPTS)
@@ -262,7 +266,7 @@ def test_a_stop_string_ends_the_row_with_its_last_token(row: DrafterRow) -> None
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-@pytest.mark.parametrize("schedule", VIRTUAL)
+@pytest.mark.parametrize("schedule", tiered(VIRTUAL, ["pearl_virtual"]))
 def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: str) -> None:
     """Check drafts of a copy of the target, whose chunks are all accepted, and of a weak model."""
     target, twin, draft_model = models()
@@ -282,7 +286,7 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
             assert done.accepted <= end, "tokens after the stop were counted"
 
 
-@pytest.mark.parametrize("schedule", ["serial", *VIRTUAL])
+@by_schedule
 def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
+from tests.support.tiers import tiered
 
 GAP_LIMIT = 1e-4
 SHARE_LIMIT = 1e-4
@@ -91,7 +92,8 @@ def check_law(
     return plain, drafted
 
 
-@pytest.mark.parametrize("rule", ["greedy", pytest.param("coupled", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_the_stories_model_keeps_the_law(stories260k: Path, rule: str) -> None:
     target = load_target(stories260k)
     prompts = [[1, 10 + 7 * i] for i in range(64)]
@@ -103,7 +105,7 @@ def test_the_stories_model_keeps_the_law(stories260k: Path, rule: str) -> None:
     check_law(target, PromptLookup(), prompts, settings)
 
 
-@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize("backend", tiered(["native", "hf"], ["native"]))
 def test_the_chat_model_keeps_the_law(chat24m: Path, backend: str) -> None:
     target = load_target(chat24m, backend=backend)
     prompts = chats(load(chat24m).tokenizer, 6)

@@ -3,6 +3,7 @@
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from decoding.sampling.warpers import Warper
 from decoding.stopping.policies import CostRatioByRound
 from decoding.verification import rules
 from tests.support.host_waits import WAYS, models, settings_of
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 
 from .rows import PICKED, ROWS, Kit
@@ -33,13 +35,17 @@ ALONE = (
     "recurrent_drawn",
     "recurrent_drawn_by_cost",
 )
+PICKED_ALONE = ("budget_tree_picked", "graph_picked")
+QUICK = ("multi_candidate", "graph", "recurrent_drawn_by_cost")
 
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [(name, rule) for name in ALONE for rule in ("greedy", "token")]
-    + [("budget_tree_picked", "token"), ("graph_picked", "token")],
+    tiered(
+        [*product(ALONE, ("greedy", "token")), *product(PICKED_ALONE, ("token",))],
+        lambda name, rule: rule == "token" and name in QUICK,
+    ),
 )
 def test_device_drafts_do_not_depend_on_other_rows(name: str, rule: str) -> None:
     """Check that a row's tree size depends on its rounds alone, and that padding is not counted."""

@@ -33,6 +33,7 @@ from decoding.stopping.base import Fixed
 from decoding.stopping.planner import chance_of
 from tests.support.host_waits import models
 from tests.support.many_requests import without_collector
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
@@ -83,7 +84,12 @@ def keep_the_best_of_a_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SampledTree, "proposal", cut)
 
 
-@pytest.mark.parametrize("broken", [choose_by_sampled_tokens, keep_the_best_of_a_finished_tree])
+@pytest.mark.parametrize(
+    "broken",
+    tiered(
+        [choose_by_sampled_tokens, keep_the_best_of_a_finished_tree], [choose_by_sampled_tokens]
+    ),
+)
 def test_law_3_rejects_a_choice_among_sampled_children(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +141,7 @@ FEW: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", tiered([False, True], [True]))
 @pytest.mark.parametrize(
     "name",
     ["ranked", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FEW if n != "ranked")],
@@ -181,9 +187,7 @@ TREES: dict[str, Callable[[str], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in ("static", "graph"))]
-)
+@pytest.mark.parametrize("name", tiered(TREES, ["ranked"]))
 def test_sampled_children_are_accepted_more_often_than_the_top_k(name: str) -> None:
     settings, tau = Settings(max_new_tokens=24, num_draft_tokens=4, temperature=1.0), {}
     for children in ("top_k", "sampled"):

@@ -20,21 +20,15 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session, shared_prefix_length
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
-from .rows import COSTS, ROWS, DrafterRow, Kit
+from . import test_laws
+from .rows import COSTS, DrafterRow, Kit
 
-PAIRS = [
-    pytest.param(
-        row,
-        rule,
-        id=f"{row.name}-{rule}",
-        marks=[pytest.mark.long] * (row.slow or rule != row.rules[-1]),
-    )
-    for row in ROWS
-    for rule in row.rules
-    if not row.name.startswith("oracle")
-]
+PAIRS = tiered(
+    [pair for pair in test_laws.PAIRS if not pair[0].name.startswith("oracle")], test_laws.is_quick
+)
 
 
 def settings_of(rule: str) -> Settings:
@@ -58,7 +52,7 @@ def kit_of(seed: int = 0) -> Kit:
     return Kit(native_of(model), native_of(model), native_of(model, noise=0.03), [])
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS)
+@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
 def test_every_turn_equals_a_fresh_decode_of_the_text(row: DrafterRow, rule: str) -> None:
     settings, kit, other = (
         replace(settings_of(rule), num_draft_tokens=row.gamma or 3),

@@ -6,6 +6,7 @@ Shapes: B rows, N nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 TREE = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 2]]
@@ -50,14 +52,14 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(
     ("shape", "batch", "execution"),
-    [
-        (shape, batch, execution)
-        for shape in SHAPES
-        for batch in (1, 4)
-        for execution in ("graph", "fused")
-    ]
-    # Tracing takes seconds.
-    + [("llama", 4, "compiled"), pytest.param("qwen3", 4, "compiled", marks=pytest.mark.long)],
+    # Tracing takes seconds; the short suite compiles in test_all_layers_share_one_compiled_form.
+    tiered(
+        [
+            *product(SHAPES, (1, 4), ("graph", "fused")),
+            *((shape, 4, "compiled") for shape in ("llama", "qwen3")),
+        ],
+        lambda shape, batch, execution: execution != "compiled",
+    ),
 )
 def test_static_steps_equal_the_eager_twin(shape: str, batch: int, execution: str) -> None:
     targets = pair(shape, execution)
@@ -121,10 +123,12 @@ def test_one_step_is_made_for_each_shape_and_bucket() -> None:
 def test_all_layers_share_one_compiled_form() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    target = native_of(hf_model("llama", layers=4), execution="compiled")
+    model = hf_model("llama", layers=4)
+    targets = native_of(model, execution="compiled"), native_of(model)
     with torch.inference_mode():
-        target.open(1, 20)
-        target.forward(ids(1, 2))
+        for target in targets:
+            target.open(1, 20)
+        both(targets, ids(1, 2))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

@@ -7,6 +7,7 @@ Shapes: B rows, N nodes, X taps, C hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
 from decoding.session import ConversationBatches, Session
 from tests.support.tap_readers import TAPS, TapChain, TapTree
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
 from . import test_conversations, test_laws, test_session
@@ -133,10 +135,14 @@ MAKE: dict[str, Callable[[Any], Target]] = {
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(kind, shape) for kind in ("native", "native graph", "hf") for shape in SHAPES]
     # Tracing takes seconds, and half a minute of a model of Hugging Face's.
-    + [pytest.param("native compiled", "llama", marks=pytest.mark.long)]
-    + [pytest.param("hf compiled", "llama", marks=pytest.mark.exhaustive)],
+    [
+        *tiered(
+            [*product(("native", "native graph", "hf"), SHAPES), ("native compiled", "llama")],
+            lambda kind, shape: shape in ("llama", "qwen3") and kind != "native compiled",
+        ),
+        pytest.param("hf compiled", "llama", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_tap_equals_hugging_faces_hidden_state(kind: str, shape: str) -> None:
     torch._dynamo.reset()
@@ -167,7 +173,7 @@ def test_each_choice_of_taps_is_compiled_separately() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
+@pytest.mark.parametrize("kind", tiered(["native", "native graph", "hf"], ["native", "hf"]))
 def test_controls_a_wrong_layer_or_order_is_detected(kind: str) -> None:
     model = hf_model(layers=LAYERS)
     seen = exercise(MAKE[kind](model), (0, 2))
@@ -343,29 +349,30 @@ ROWS = [
     ),
 ]
 ROWS.append(with_lookup_before(ROWS[0]))
-by_row = pytest.mark.parametrize("row", ROWS, ids=test_laws.name)
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
-
-
-@pytest.mark.parametrize(
-    "row", [*ROWS[:2], pytest.param(ROWS[2], marks=pytest.mark.long)], ids=test_laws.name
+by_pair = pytest.mark.parametrize(
+    ("row", "rule"), tiered(PAIRS, test_laws.is_quick), ids=test_laws.name
 )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS, ids=test_laws.name)
 def test_law_1_on_a_drafter_that_reads_taps(row: DrafterRow) -> None:
     test_laws.test_law_1_greedy_output_is_the_targets_own(row)
 
 
-@pytest.mark.parametrize("warper", ["temperature", "all"])
-@by_row
+@pytest.mark.parametrize("warper", tiered(["temperature", "all"], ["all"]))
+@pytest.mark.parametrize("row", tiered(ROWS, ROWS[:2]), ids=test_laws.name)
 def test_law_2_on_a_drafter_that_reads_taps(row: DrafterRow, warper: str) -> None:
     test_laws.test_law_2_coupled_output_is_the_targets_own_sample(row, warper)
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
+@by_pair
 def test_law_5_on_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
     test_laws.test_law_5_ragged_batches_equal_single_rows(row, rule)
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
+@by_pair
 def test_a_conversation_with_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
     test_session.test_every_turn_equals_a_fresh_decode_of_the_text(row, rule)
 

@@ -20,6 +20,7 @@ from decoding.models.text.compatible import check_same_tokenizer, check_tokenize
 from decoding.models.text.text_stream import TextStream
 from decoding.models.text.tokenizer import copy_tokenizer, load_tokenizer
 from decoding.models.text.tokenizer_repair import PROBES
+from tests.support.tiers import tiered
 from training.config import StudentConfig
 from training.drafter_folder import write_model
 from training.models.build import build_llama
@@ -55,7 +56,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "json_alone": ("json", FAST),
     "json_and_model": ("both", FAST),
 }
-LESS = ("fast_class", "class_and_json_1.5", "json_alone")  # covered by the others
+BRIEF = ("vicuna_1.5", "class_and_json", "model_alone")  # a folder of each kind of files
 PADDED = {**VICUNA, "pad_token": "[PAD]"}
 VICUNA_TURNS = (
     "A chat. USER: Write code. ASSISTANT: def f():\n    pass",
@@ -116,9 +117,7 @@ def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
     return list(pieces.encode("\x01" + text)[2:])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LESS)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, BRIEF))
 def test_ids_are_sentencepieces_and_decode_to_the_text(
     name: str,
     build: Build,

@@ -34,9 +34,11 @@ from tests.support.host_waits import (
     models,
     settings_of,
 )
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .rows import DrafterRow, Kit
+from .test_laws import is_quick
 
 
 @pytest.mark.usefixtures("ahead")
@@ -45,7 +47,7 @@ from .rows import DrafterRow, Kit
     WAYS,
     ids=lambda way: " ".join(str(v) for v in way.values() if isinstance(v, (str, float))),
 )
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", tiered([1, 3], [3]))
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_round_waits_once(
     monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], batch: int, drafts: bool
@@ -86,8 +88,11 @@ def plain(rule: str, penalty: float = 1.0) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("row", "rule", "penalty"),
-    [(row, rule, 1.0) for row in REAL for rule in row.rules]
-    + [(NAMED[name], rule, PENALTY) for name, rule in PENALISED],
+    tiered(
+        [(row, rule, 1.0) for row in REAL for rule in row.rules]
+        + [(NAMED[name], rule, PENALTY) for name, rule in PENALISED],
+        lambda row, rule, penalty: is_quick(row, rule) or penalty == PENALTY,
+    ),
     ids=lambda value: value.name if isinstance(value, DrafterRow) else str(value),
 )
 def test_every_row_waits_once_a_round(

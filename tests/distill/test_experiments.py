@@ -18,6 +18,7 @@ from jobs.job import register
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
 from tests.support.forks import succeed
+from tests.support.tiers import tiered
 from training.config import LoopConfig
 
 
@@ -44,18 +45,21 @@ def run_job(*arguments: str, job: str = "distill.train") -> str:
 
 @pytest.mark.parametrize(
     ("given", "mode", "largest_cut"),
-    [
-        ([], "importance", 0.625),
-        (["prune_mode=l0"], "l0", 0.625),
-        (["prune_mode=l0", "prune_largest_cut=0.95"], "l0", 0.95),
-    ],
+    tiered(
+        [
+            ([], "importance", 0.625),
+            (["prune_mode=l0"], "l0", 0.625),
+            (["prune_mode=l0", "prune_largest_cut=0.95"], "l0", 0.95),
+        ],
+        lambda given, mode, largest_cut: largest_cut == 0.95,
+    ),
 )
 def test_one_override_selects_the_mode_of_pruning(given: list[str], mode: str, largest_cut: float):
     pruning = compose_stages("llama_796m", *given)[1]["distill.prune"]
     assert (pruning.mode, pruning.largest_cut) == (mode, largest_cut)
 
 
-@pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
+@pytest.mark.parametrize("experiment", tiered(["llama_796m", "depth_sweep"], ["llama_796m"]))
 def test_every_stage_uses_the_chosen_target(experiment: str):
     """Check that every stage has the chosen target's path, device and published configuration.
 
@@ -71,11 +75,14 @@ def test_every_stage_uses_the_chosen_target(experiment: str):
 
 @pytest.mark.parametrize(
     ("job", "experiment", "single"),
-    [
-        ("distill.train", "llama_796m", "distill.prune"),
-        ("distill.train", "depth_sweep", "distill.prune"),
-        ("eval.run", "every_way", "distill.skip_search"),
-    ],
+    tiered(
+        [
+            ("distill.train", "llama_796m", "distill.prune"),
+            ("distill.train", "depth_sweep", "distill.prune"),
+            ("eval.run", "every_way", "distill.skip_search"),
+        ],
+        lambda job, experiment, single: experiment == "every_way",
+    ),
 )
 def test_a_parallel_target_is_given_only_to_stages_that_accept_one(
     job: str, experiment: str, single: str
@@ -89,7 +96,7 @@ def test_a_parallel_target_is_given_only_to_stages_that_accept_one(
             assert (stage.target.parallel, stage.target.processes) == expected, name
 
 
-@pytest.mark.parametrize("mode", ["importance", "random", "l0"])
+@pytest.mark.parametrize("mode", tiered(["importance", "random", "l0"], ["l0"]))
 def test_one_override_makes_a_ladder_random_or_by_masks(mode: str):
     ladder, stages = compose_stages("depth_sweep", f"prune_mode={mode}")
     pruning = stages["distill.prune"]
@@ -117,7 +124,7 @@ def test_a_recipe_passes_shape_and_domains_to_pruning():
     assert (pruning.data.root, config.data.mixing) == ("/texts", "loss")
 
 
-@pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
+@pytest.mark.parametrize("experiment", tiered(["llama_796m", "depth_sweep"], ["llama_796m"]))
 def test_template_and_memory_settings_reach_every_training_stage(experiment: str):
     """Check that both training stages get the experiment's data, micro-batch size and dtype."""
     overrides = [
@@ -147,7 +154,13 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
+@pytest.mark.parametrize(
+    ("experiment", "job"),
+    tiered(
+        RECIPES.items(),
+        lambda experiment, job: experiment in ("llama_796m", "redrafter_smollm2_quick"),
+    ),
+)
 def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str):
     """Check that a recipe ends with eval.run and with eval.compare on its results.
 
@@ -167,13 +180,16 @@ def test_a_recipe_ends_in_a_comparison_of_its_drafters(experiment: str, job: str
 
 @pytest.mark.parametrize(
     ("experiment", "trained"),
-    [
-        ("smollm2_135m", "distill.train"),
-        ("smollm2_135m_quick", "distill.train"),
-        ("smollm2_135m_depths", "distill.train:distilled"),
-        ("redrafter_smollm2", "recurrent_drafting.train"),
-        ("redrafter_smollm2_quick", "recurrent_drafting.train"),
-    ],
+    tiered(
+        [
+            ("smollm2_135m", "distill.train"),
+            ("smollm2_135m_quick", "distill.train"),
+            ("smollm2_135m_depths", "distill.train:distilled"),
+            ("redrafter_smollm2", "recurrent_drafting.train"),
+            ("redrafter_smollm2_quick", "recurrent_drafting.train"),
+        ],
+        lambda experiment, trained: experiment == "redrafter_smollm2_quick",
+    ),
 )
 def test_recipes_of_smollm2_train_on_the_answers_that_they_share(experiment: str, trained: str):
     """Check that every recipe reads the answers it makes, and that all ask for the same ones.

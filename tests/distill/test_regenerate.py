@@ -260,8 +260,13 @@ def test_invalid_values_are_refused_and_claim_no_folder(
     with pytest.raises(UserError, match=f"(?s){message}"):
         run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", *overrides))
     assert not (tmp_path / "run" / "manifest.json").exists()
-    # the corrected command runs
-    regenerated(home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1")
+
+
+def test_a_corrected_command_takes_the_folder(home: Path, tmp_path: Path):
+    given = (home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1")
+    with pytest.raises(UserError, match="batch_size is 0"):
+        run(configured(*given, "batch_size=0"))
+    assert regenerated(*given)
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(home: Path, tmp_path: Path, chat24m: Path):

@@ -23,6 +23,7 @@ from tests.support.regeneration import (
     with_stops,
     write_chats,
 )
+from tests.support.tiers import tiered
 
 MANY = [{**chat, "id": f"{chat['id']} {n}"} for n in range(8) for chat in CHATS]
 
@@ -55,7 +56,7 @@ def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
     return journal
 
 
-@pytest.mark.parametrize("share", [0.0, 0.031, 0.4, 0.77, 0.999, 1.0])
+@pytest.mark.parametrize("share", tiered([0.0, 0.031, 0.4, 0.77, 0.999, 1.0], [0.031, 0.77]))
 def test_a_run_resumes_from_any_byte_of_its_journal(
     share: float, home: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -175,9 +176,7 @@ def test_lines_without_a_checksum_are_read(tmp_path: Path):
     assert read_journal(path) == [{"a": 1}, {"a": "é"}, {"a": 2}]
 
 
-@pytest.mark.parametrize(
-    "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ending", tiered([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
 def test_a_kill_in_the_middle_changes_nothing(
     ending: signal.Signals, home: Path, straight: Path, tmp_path: Path
 ):

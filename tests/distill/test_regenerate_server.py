@@ -21,6 +21,7 @@ from tests.support.regeneration import (
     with_stops,
     write_chats,
 )
+from tests.support.tiers import tiered
 
 MANY = [
     {
@@ -31,7 +32,6 @@ MANY = [
     for chat in CHATS
 ]
 EVERY = 12  # every 12th token ends a text
-LONG = pytest.mark.long
 FAST = ("server_retry_s=0.01", "server_retries=3")
 
 
@@ -150,8 +150,7 @@ def test_a_server_without_extensions_is_asked_without_them(home: Path, tmp_path:
 
 # ------------------------------------------------------------------------------------------- faults
 @pytest.mark.parametrize(
-    "fault",
-    ["drop", "truncate", *(pytest.param(one, marks=LONG) for one in ("half", "500", "429"))],
+    "fault", tiered(["drop", "truncate", "half", "500", "429"], ["drop", "truncate"])
 )
 def test_a_failed_request_is_sent_again(
     fault: str, home: Path, local: bytes, requests: int, tmp_path: Path
@@ -164,12 +163,21 @@ def test_a_failed_request_is_sent_again(
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [
-        ("drop", r"failed 4 times in a row, at last: RemoteProtocolError, "),
-        ("half", r"failed 4 times in a row, at last: RemoteProtocolError, .*incomplete|complete"),
-        ("truncate", r"4 times in a row, at last: an incomplete or malformed answer of .* bytes"),
-        ("500", r"4 times in a row, at last: HTTP 500: .*planted 500"),
-    ],
+    tiered(
+        [
+            ("drop", r"failed 4 times in a row, at last: RemoteProtocolError, "),
+            (
+                "half",
+                r"failed 4 times in a row, at last: RemoteProtocolError, .*incomplete|complete",
+            ),
+            (
+                "truncate",
+                r"4 times in a row, at last: an incomplete or malformed answer of .* bytes",
+            ),
+            ("500", r"4 times in a row, at last: HTTP 500: .*planted 500"),
+        ],
+        lambda fault, words: fault == "truncate",
+    ),
 )
 def test_a_server_that_fails_for_good_ends_the_run_which_resumes(
     fault: str, words: str, home: Path, local: bytes, requests: int, tmp_path: Path
@@ -198,12 +206,15 @@ def test_a_slow_server_is_given_up_after_the_timeout(home: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("fault", "reason", "more"),
-    [
-        ("refuse", "refused by the server", "HTTP 400: .*the prompt is not welcome"),
-        ("filtered", "refused by the server", "finish_reason content_filter"),
-        ("cut", "refused by the server", "cut after 2 of [0-9]+ tokens"),
-        ("empty", "empty answer", ""),
-    ],
+    tiered(
+        [
+            ("refuse", "refused by the server", "HTTP 400: .*the prompt is not welcome"),
+            ("filtered", "refused by the server", "finish_reason content_filter"),
+            ("cut", "refused by the server", "cut after 2 of [0-9]+ tokens"),
+            ("empty", "empty answer", ""),
+        ],
+        lambda fault, reason, more: fault in ("refuse", "empty"),
+    ),
 )
 def test_unusable_answers_are_counted_and_left_out(
     fault: str,
@@ -233,7 +244,7 @@ def test_unusable_answers_are_counted_and_left_out(
         assert "note: the server refused the request of chat" in output
 
 
-@LONG
+@pytest.mark.long
 @pytest.mark.parametrize(("on_length", "kept"), [("end", True), ("drop", False), ("go_on", True)])
 def test_cut_answers_follow_on_length(on_length: str, kept: bool, home: Path, tmp_path: Path):
     given = ("temperature=0", f"on_length={on_length}")
@@ -267,7 +278,7 @@ def test_a_kill_in_the_middle_changes_nothing(
         assert len(served.asked) == before, "the journal answers everything"
 
 
-@LONG
+@pytest.mark.long
 def test_sigterm_ends_a_run_with_requests_in_flight(home: Path, tmp_path: Path):
     with serve(home / "target", delay_s=0.05) as served:
         process = start(home, tmp_path, f"server={served.url}", "server_requests=3")

@@ -21,6 +21,7 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules import pearl, pearl_wall
 from eval.statistics.replay import lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 
 GAMMA, LIMIT = 4, 40
@@ -128,7 +129,9 @@ def traces() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", tiered(SCHEDULES, ["pearl_virtual", "pearl_wall_wo_pre", "pearl_wall_wo_post"])
+)
 def test_the_replay_equals_the_schedules_clock(
     schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,10 +23,13 @@ from eval.statistics.comparison.series import with_series
 from eval.statistics.schema import read_rows, write_rows
 from tests.support import simulated_runs
 from tests.support.simulated_comparisons import DEEP, SHALLOW, evaluations_of, panels, three
+from tests.support.tiers import tiered
 
 
 # ------------------------------------------------------------------------------------------- panels
-@pytest.mark.parametrize("field", ["dtype", "threads", "hardware", "backend"])
+@pytest.mark.parametrize(
+    "field", tiered(["dtype", "threads", "hardware", "backend"], ["dtype", "hardware"])
+)
 def test_different_settings_are_separated_and_named(runs, tmp_path, field):
     other = {
         "dtype": "bfloat16",

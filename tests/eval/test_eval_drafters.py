@@ -28,6 +28,7 @@ from jobs.drafter_use import DrafterUse
 from jobs.drafters import build, check_entries, describe, uses
 from tests.support import tiny_folders as tiny
 from tests.support.forks import run_forked
+from tests.support.tiers import tiered
 from tests.support.tiny_folders import config
 from training.models.build import load_causal_lm
 
@@ -250,22 +251,23 @@ def test_a_function_restricts_the_tokens(home):
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [
-        (
-            ["+experiment=every_way"],
-            "draft_model is empty, but experiment 'every_way' needs it. Set draft_model=",
-        ),
-        pytest.param(
-            ["+experiment=pearl_case_study", "draft_model=runs/x"],
-            "benchmark_folder is empty, but experiment 'pearl_case_study' needs it. Set",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ["+experiment=every_way", "draft_model=runs/x", "drafters=[{use: chain, foo: 1}]"],
-            "drafters: chain has the key 'foo'",
-            marks=pytest.mark.long,
-        ),
-    ],
+    tiered(
+        [
+            (
+                ["+experiment=every_way"],
+                "draft_model is empty, but experiment 'every_way' needs it. Set draft_model=",
+            ),
+            (
+                ["+experiment=pearl_case_study", "draft_model=runs/x"],
+                "benchmark_folder is empty, but experiment 'pearl_case_study' needs it. Set",
+            ),
+            (
+                ["+experiment=every_way", "draft_model=runs/x", "drafters=[{use: chain, foo: 1}]"],
+                "drafters: chain has the key 'foo'",
+            ),
+        ],
+        lambda given, found: len(given) == 1,
+    ),
 )
 def test_an_experiment_names_missing_input_before_its_first_stage(tmp_path, given, found):
     """Check that input missing for any stage is an error before the first stage spends time."""

@@ -9,6 +9,7 @@ from decoding.costs import prediction
 from decoding.costs.prediction import Costs
 from decoding.rounds.stats import distinct_n
 from eval.statistics import metrics
+from tests.support.tiers import tiered
 
 FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
@@ -271,8 +272,8 @@ def test_distinct_4_of_loops_of_random_text_and_of_little_text():
     assert math.isclose(distinct_n([1, 2, 1, 2, 1], n=2), 0.5)
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 6])
-@pytest.mark.parametrize("alpha", [0.2, 0.7, 0.95])
+@pytest.mark.parametrize("gamma", tiered([1, 3, 6], [3]))
+@pytest.mark.parametrize("alpha", tiered([0.2, 0.7, 0.95], [0.2, 0.95]))
 def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma: int) -> None:
     """Compare tokens and cost per round with a simulation of pre-verify and post-verify."""
     costs = Costs(0.3, {n: 1 + 0.1 * (n - 1) for n in range(1, 8)}, overhead=0.05, overlapped=True)

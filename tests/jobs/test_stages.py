@@ -16,6 +16,7 @@ from jobs.inheritance import inherited_keys
 from jobs.schemas import SCHEMAS, schema_of
 from jobs.stages import Stage, compose_stage, run_stages
 from recurrent_drafting.config import HeadTrainConfig
+from tests.support.tiers import tiered
 
 EVERY_JOB = ["seed", "dry_run", "threads"]  # of JobConfig
 GIVEN = {"eval.run": ["draft_model=/draft", "benchmark_folder=/prompts"]}
@@ -146,7 +147,7 @@ def find_needless_keys(name: str, more: dict[str, list[str]]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", tiered(RECIPES, ["redrafter_smollm2_quick"]))
 def test_an_experiment_writes_only_differences_for_its_stages(name: str):
     """Check that no stage repeats an inherited value, and that no two stages share a folder."""
     assert not find_needless_keys(name, {})

@@ -13,6 +13,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.sampled_beams import SampledBeams
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
+from tests.support.tiers import tiered
 from tests.support.toy_heads import exact_head, markov
 
 TARGET = markov(symbols=12)
@@ -156,7 +157,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("drawn", tiered([False, True], [True]))
 def test_the_search_never_waits_and_creates_nothing_larger_than_logits(drawn: bool) -> None:
     """Check that a search never waits for the device, and that its largest tensor is [B, W, V].
 

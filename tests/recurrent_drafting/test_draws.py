@@ -23,6 +23,7 @@ from recurrent_drafting.sampled_beams import SampledBeams
 from tests.decoding.law_3 import target_of
 from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
+from tests.support.tiers import tiered
 
 WIDTH, LOGIT_SCALE = 3, 0.8  # number of beams; scale of an unsure head's logits
 # A second beam seldom pays, but a second child does.
@@ -121,7 +122,7 @@ def short_law_p_value(drafter: Drafter, warper: str = "plain") -> float:
     return law_holds(drafter, "token", warper, max_new_tokens=4, num_draft_tokens=3)
 
 
-@pytest.mark.parametrize("keep", [keep_all, keep_survivors])
+@pytest.mark.parametrize("keep", tiered([keep_all, keep_survivors], [keep_survivors]))
 def test_stochastic_beams_keep_the_law(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that stochastic beam search keeps law 3 for each choice of nodes.
 
@@ -132,7 +133,9 @@ def test_stochastic_beams_keep_the_law(keep: Keep, monkeypatch: pytest.MonkeyPat
     assert short_law_p_value(sampled_drafter()) > P_LIMIT
 
 
-@pytest.mark.parametrize(("keep", "exact"), [(keep_all, True), (keep_likely, False)])
+@pytest.mark.parametrize(
+    ("keep", "exact"), tiered([(keep_all, True), (keep_likely, False)], [(keep_likely, False)])
+)
 def test_dropped_children_break_the_law(
     keep: Keep, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +238,8 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
     assert short_law_p_value(sampled_drafter()) < P_LIMIT
 
 
-@pytest.mark.parametrize("children", ["top_k", "sampled"])
-@pytest.mark.parametrize("warper", ["plain", "hot_top_p"])
+@pytest.mark.parametrize("children", tiered(["top_k", "sampled"], ["sampled"]))
+@pytest.mark.parametrize("warper", tiered(["plain", "hot_top_p"], ["plain"]))
 def test_law_3_where_a_tree_is_read_at_once(
     children: str, warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,10 +259,7 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(
 TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0)]
 
 
-@pytest.mark.parametrize(
-    ("rule", "width", "shortlist"),
-    [TAILS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in TAILS[1:])],
-)
+@pytest.mark.parametrize(("rule", "width", "shortlist"), tiered(TAILS, TAILS[:1]))
 def test_law_3_of_a_tail_of_several_tokens(
     rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +295,7 @@ def sample_rejected_tails_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [accept_tails_untested, pytest.param(sample_rejected_tails_from_p, marks=pytest.mark.long)],
+    tiered([accept_tails_untested, sample_rejected_tails_from_p], [accept_tails_untested]),
 )
 def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

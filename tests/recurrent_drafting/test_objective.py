@@ -20,6 +20,7 @@ from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.peak_memory import peak_bytes
 from tests.support import tiny_heads as tiny
 from tests.support.host_waits import Waits
+from tests.support.tiers import tiered
 from training.data.packing import Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads import predicting
@@ -124,9 +125,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("recurrent", {"name": "continuations", "decay": 0.8}),
     ("shortlist", {"name": "continuations", "own_tokens": 1.0}),
 ]
+# The other cases combine the forms of heads and losses otherwise.
+QUICK = [
+    *((form, {}) for form in tiny.FORMS),
+    ("recurrent", {"name": "lk_hybrid", "depth_weights": "d_pace"}),
+    ("shortlist", {"own_tokens": 1.0, "name": "lk"}),
+    ("recurrent", {"name": "continuations", "decay": 0.8}),
+]
 
 
-@pytest.mark.parametrize(("form", "given"), CASES)
+@pytest.mark.parametrize(("form", "given"), tiered(CASES, QUICK))
 def test_the_loss_and_its_gradient_equal_a_plain_loops(form: str, given: dict[str, Any]):
     target, head, documents = tiny.target(), tiny.head(form), tiny.samples()
     objective = tiny.objective(head, target, **given)

@@ -13,6 +13,7 @@ from decoding.verification import device_tree, token_tree
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 MOST = 150  # the published code: about 1,300 of 3,900
@@ -81,7 +82,7 @@ def test_operations_do_not_grow_with_the_target_and_little_with_the_length() -> 
 TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiered([torch.float64, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize(
     ("rule", "children", "length", "warper"),
     [

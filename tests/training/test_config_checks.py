@@ -29,6 +29,7 @@ from eval.config import EvalConfig
 from jobs.config_checks import THREADS_PER_CORE
 from jobs.job import CONF, register, run_typed
 from recurrent_drafting.config import HeadTrainConfig
+from tests.support.tiers import tiered
 
 JOBS: dict[str, tuple[type, Any]] = {
     "distill.train": (TrainConfig, distill.train.run),
@@ -126,6 +127,7 @@ CASES = [
     (QUALITY, "temperature", -1.0),
     (QUALITY, "max_new_tokens", 0),
 ]
+REPEATED = ("loop.", "between.", "data.")  # keys of every job that trains or reads data
 
 
 @cache
@@ -155,7 +157,14 @@ def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("job", "key", "value"), CASES, ids=lambda value: str(value))
+def is_quick(job: str, key: str, value: Any) -> bool:
+    """Return whether the short suite has a case: one of the keys that repeat those of TRAIN."""
+    return job == TRAIN or not key.startswith(REPEATED) or key.endswith(("_steps", "_samples"))
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "value"), tiered(CASES, is_quick), ids=lambda value: str(value)
+)
 def test_an_invalid_number_is_refused_by_its_key(
     job: str, key: str, value: Any, tmp_path: Path, tiny_target: Path
 ):

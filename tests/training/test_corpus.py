@@ -134,6 +134,7 @@ def texts() -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_both_tokenizer_files_agree_and_round_trip(embedded_target: Path, texts: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     pieces = sentencepiece.SentencePieceProcessor(
