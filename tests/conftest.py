@@ -107,6 +107,15 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return runs
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plots of reports empty: drawing takes most of the time of a tiny evaluation."""
+    from eval.report.plots import Plot
+
+    monkeypatch.setattr(Plot, "svg", "")
+    monkeypatch.setattr(Plot, "png", b"")
+
+
 @pytest.fixture(scope="session")
 def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path) -> Path:
     """Return a model folder with random weights, LLaMA's tokenizer and thus no chat template.

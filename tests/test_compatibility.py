@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.support import snapshots
+from tests.support.tiers import tiered
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 TRAINING = ("distill.train", "recurrent_drafting.train")
 WEIGHTS = "drafter/model.safetensors"
 ELSEWHERE = 1e-6  # allowed difference on other processors, relative to a tensor's largest weight
@@ -200,16 +203,7 @@ def change_state(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("job", "change"),
-    [
-        pytest.param(
-            job,
-            change,
-            id=f"{job} {change.__name__}",
-            marks=[pytest.mark.long] * (job != "distill.train"),
-        )
-        for job in TRAINING
-        for change in (flip_byte, change_state)
-    ],
+    tiered(product(TRAINING, (flip_byte, change_state)), [(TRAINING[0], change_state)]),
 )
 def test_control_a_training_from_another_state_fails_the_check(
     job: str, change: Callable[[Path], None], copied: Path
@@ -497,36 +491,15 @@ def test_no_test_of_a_law_and_no_control_is_lost(collected_tests: list[str]):
     assert snapshots.lost(before, snapshots.by_function(without)) == [some], "control: a lost test"
 
 
-def configured(only: Callable[[dict[str, list[str]]], Any]) -> list[Any]:
-    """Return pairs of job and override as parameters of a test.
-
-    only: function that selects the pairs from the inventory's configurations.
-    """
-    return [
-        pytest.param(job, RENAMED.get(override, override), id=f"{job} {override}".strip())
-        for job, override in only(INVENTORY["configurations"])
-    ]
-
-
-REPRESENTATIVE = list(snapshots.representative(INVENTORY["configurations"]))
-
-
-@pytest.mark.parametrize(("job", "override"), configured(lambda _: REPRESENTATIVE))
-def test_every_configuration_still_composes(job: str, override: str):
-    assert snapshots.composed(job, override).job == job
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "override"),
-    configured(
-        lambda all_: [
-            (j, o) for j, some in all_.items() for o in some if (j, o) not in REPRESENTATIVE
-        ]
+    tiered(
+        [(job, some) for job, all_ in INVENTORY["configurations"].items() for some in all_],
+        lambda job, override: not override,
     ),
 )
-def test_every_other_configuration_still_composes(job: str, override: str):
-    assert snapshots.composed(job, override).job == job
+def test_every_configuration_still_composes(job: str, override: str):
+    assert snapshots.composed(job, RENAMED.get(override, override)).job == job
 
 
 def test_commands_removed_from_the_readme_still_compose():

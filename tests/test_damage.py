@@ -12,6 +12,9 @@ import pytest
 
 from decoding.errors import UserError
 from tests.support.small_jobs import JOBS, configured
+from tests.support.tiers import tiered
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def truncate(content: bytes) -> bytes:
@@ -57,9 +60,9 @@ ARTEFACTS = {
     "eval.run": ["results.jsonl", "report.html", "records.jsonl", "drafters.json"],
 }
 FOR_ALL = ["manifest.json", "config.yaml"]
-# In the short suite, files of BOTH jobs have FOUR damages, and those of other jobs ONE, as all jobs
-# read with the functions of tests/jobs/test_run_files.py. The long tier has FOUR for all.
-BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list"), ("torn",)
+# In the short suite, files of BOTH jobs have one damage, as all jobs read with the functions of
+# tests/jobs/test_run_files.py. The long tier has FOUR damages for all jobs.
+BOTH, FOUR = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def check_resumes_or_names(job: str, model: str, folder: Path, file: str) -> str
 
 def tier(job: str, kind: str) -> list[pytest.MarkDecorator]:
     """Return the mark of the tier in which a damage to a job's file is tested."""
-    if kind in (FOUR if job in BOTH else ONE):
+    if kind == "torn" and job in BOTH:
         return []
     return [pytest.mark.long if kind in FOUR else pytest.mark.exhaustive]
 
@@ -222,7 +225,12 @@ def test_a_finished_run_of_an_earlier_version_is_skipped(
 @pytest.mark.parametrize(
     "file", ["results.jsonl", "records.jsonl", "drafters.json", "manifest.json", "config.yaml"]
 )
-@pytest.mark.parametrize(("kind", "hashed"), [*((kind, False) for kind in FOUR), ("flipped", True)])
+@pytest.mark.parametrize(
+    ("kind", "hashed"),
+    tiered(
+        [*((kind, False) for kind in FOUR), ("flipped", True)], [("torn", False), ("flipped", True)]
+    ),
+)
 def test_a_comparison_names_the_damaged_file_of_a_run(
     file: str, kind: str, hashed: bool, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
@@ -251,8 +259,9 @@ def test_a_comparison_names_the_damaged_file_of_a_run(
         assert silent
 
 
+@pytest.mark.parametrize("job", tiered([job for job in JOBS if job != "distill.quality"], BOTH))
 def test_every_job_refuses_a_locked_folder(
-    finished_run: Callable[[str, Path], str], tmp_path: Path
+    job: str, finished_run: Callable[[str, Path], str], tmp_path: Path
 ):
     lock = {
         "host": "elsewhere",
@@ -261,11 +270,10 @@ def test_every_job_refuses_a_locked_folder(
         "since": "long ago",
         "command": "train",
     }
-    for job in (job for job in JOBS if job != "distill.quality"):
-        folder = tmp_path / job
-        model = finished_run(job, folder)
-        (folder / ".lock").write_text(json.dumps(lock))
-        with pytest.raises(
-            UserError, match=rf"{job} is in use by process 1 on elsewhere, since long ago"
-        ):
-            JOBS[job].run(configured(job, model, folder))
+    folder = tmp_path / job
+    model = finished_run(job, folder)
+    (folder / ".lock").write_text(json.dumps(lock))
+    with pytest.raises(
+        UserError, match=rf"{job} is in use by process 1 on elsewhere, since long ago"
+    ):
+        JOBS[job].run(configured(job, model, folder))

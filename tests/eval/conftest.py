@@ -26,6 +26,17 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _without_plots(request):
+    if "drawn" not in request.fixturenames:
+        request.getfixturevalue("undrawn")
+
+
+@pytest.fixture
+def drawn():
+    """Draw plots in this test; others have those of `html` and `compared` alone."""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Write SIMULATED runs of three depths, one evaluation for each, and return their folder."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,16 +275,6 @@ def composed(job: str, override: str) -> Any:
 
     given = GIVEN_OF.get(override.partition("=")[0], [])
     return of_arguments(job, [*GIVEN.get(job, []), *([override] if override else []), *given])
-
-
-def representative(configured: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of job and override: every job without one, and every override with one job."""
-    seen: set[str] = set()
-    for job, overrides in configured.items():
-        for override in overrides:
-            if not override or override not in seen:
-                seen.add(override)
-                yield job, override
 
 
 def readme_commands() -> list[str]:
